@@ -28,16 +28,16 @@ from server.models.declared import Declared, memory_limit
 from server.tracing.start import start_tracing
 
 _OLDEST = (3, 11)
-_SPARE = 2**30  # bytes: what the two processes take besides weights and pages, with room for activations
-_LARGEST_ANSWER = 2**20  # bytes, of what serves where this would
+_SPARE = 2**30  # bytes that the two processes need besides weights and pages, with room for activations
+_LARGEST_ANSWER = 2**20  # bytes to read of a response
 _STYLES = {"ok": "green", "warn": "yellow", "FAIL": "bold red"}  # in a terminal
 
 
 def examine(config: EngineConfig, settings: ServerSettings, several: Sequence[Declared] = ()) -> list[Finding]:
-    """All checks, in the order in which a start would meet them.
+    """All checks, in the order of a start.
 
     Args:
-        several: the models, if there are several; `config` then has the settings of all.
+        several: the models, if there are several; `config` then has the settings for all.
     """
     findings = [check_python()]
     torch_found = list(check_torch(config))
@@ -45,7 +45,7 @@ def examine(config: EngineConfig, settings: ServerSettings, several: Sequence[De
     if all(finding.verdict != "FAIL" for finding in torch_found):
         device, *more = check_device(config)
         findings += [device, *more]
-        if device.verdict == "FAIL":  # the model can be looked at all the same
+        if device.verdict == "FAIL":  # the model can be checked all the same
             config = replace(config, device="cpu")
         if several:
             findings += check_several(several, memory_limit(settings))
@@ -64,7 +64,7 @@ def examine(config: EngineConfig, settings: ServerSettings, several: Sequence[De
 
 
 def check_traces(settings: ServerSettings) -> Iterator[Finding]:
-    """Traces can be made, where they are asked for; whether a collector listens is not asked."""
+    """Check that traces can be made, if they are enabled; this does not contact the collector."""
     if settings.otlp_traces_endpoint is None:
         return
     try:
@@ -95,7 +95,7 @@ def report(findings: list[Finding], *, json: bool = False) -> str:
 
 
 def check_python() -> Finding:
-    """The interpreter is new enough."""
+    """Check that the Python version is supported."""
     found = f"{platform.python_version()} ({sys.executable})"
     if sys.version_info < _OLDEST:
         return Finding("python", "FAIL", found, f"Use Python {'.'.join(map(str, _OLDEST))} or newer.")
@@ -108,7 +108,7 @@ def check_torch(config: EngineConfig) -> Iterator[Finding]:
         from engine import inspect_torch
 
         facts = inspect_torch()
-    except Exception as error:  # a broken installation fails in many ways
+    except Exception as error:  # a broken installation can raise any error
         yield Finding("torch", "FAIL", f"cannot be imported: {' '.join(str(error).split())}", "Reinstall Octavo.")
         return
     build = "a CPU build"
@@ -121,7 +121,7 @@ def check_torch(config: EngineConfig) -> Iterator[Finding]:
 
 
 def check_kernels(facts: TorchFacts) -> Finding:
-    """Check that a CPU's own kernels exist, or will be compiled at the first start."""
+    """Check that the native kernels exist, or that the first start will compile them."""
     if facts.kernels:
         return Finding("kernels", "ok", facts.kernels)
     fix = "Install a C++ compiler (g++): the first start then builds kernels that make a CPU faster."
@@ -129,7 +129,7 @@ def check_kernels(facts: TorchFacts) -> Finding:
 
 
 def check_threads(config: EngineConfig) -> Finding:
-    """No more threads compute than there are CPUs."""
+    """Check that there are no more threads than CPUs."""
     from engine import inspect_threads
 
     threads = inspect_threads(config)
@@ -141,7 +141,7 @@ def check_threads(config: EngineConfig) -> Finding:
 
 
 def check_device(config: EngineConfig) -> Iterator[Finding]:
-    """Check that the device exists, that an existing GPU is used, and how much of it others use."""
+    """Check that the device exists, that an existing GPU is used, and how much of its memory other processes use."""
     from engine import inspect_device, inspect_gpu, inspect_torch
 
     facts = inspect_torch()
@@ -169,14 +169,15 @@ def check_device(config: EngineConfig) -> Iterator[Finding]:
 
 
 def check_model(config: EngineConfig, *, memory: bool = True) -> Iterator[Finding]:
-    """The checkpoint is complete and supported, it fits into memory, and its texts can be read."""
+    """Check that the checkpoint is complete and supported, that it fits into memory, and that its tokenizer can be
+    read."""
     from engine import inspect_model
 
     try:
         facts = inspect_model(config)
     except NotDownloadedError as problem:
         fix = "octavo serve downloads it."
-        if ":" not in config.model:  # a file of a repository, which hf does not know by that name
+        if ":" not in config.model:  # a file of a repository; hf does not know it by that name
             fix += f" To download it now: hf download {config.model}"
         yield Finding("model", "warn", *_split(problem, fix))
         return
@@ -234,7 +235,7 @@ def check_memory(facts: ModelFacts) -> Finding:
 
 
 def check_flash(config: EngineConfig, facts: ModelFacts) -> Finding:
-    """Try on the GPU which parts of long prompts torch's flash attention would compute, whether it is asked for or
+    """Try on the GPU which parts of long prompts torch's flash attention could compute, whether the setting is on or
     not."""
     from engine import inspect_flash
 
@@ -243,7 +244,7 @@ def check_flash(config: EngineConfig, facts: ModelFacts) -> Finding:
         flash = inspect_flash(config, facts.path)
     except (OctavoError, RuntimeError) as problem:
         found, fix = _split(" ".join(str(problem).split()), "Free memory of the GPU.")
-        return Finding(check, "warn", f"cannot be tried: {found}", fix)
+        return Finding(check, "warn", f"could not be tested: {found}", fix)
     why = f" ({flash.why})" if flash.why else ""
     layers = f"in {flash.layers} of {flash.of} layers{why}"
     if not config.flash_prefill:
@@ -265,7 +266,7 @@ def check_flash(config: EngineConfig, facts: ModelFacts) -> Finding:
 
 
 def check_quantization_cache(config: EngineConfig) -> Finding:
-    """Weights that are made smaller can be kept for the next start."""
+    """Check that quantised weights can be cached for the next start."""
     from engine import inspect_quantization_cache
 
     check, facts = "quantization cache", inspect_quantization_cache(config)
@@ -283,7 +284,7 @@ def check_quantization_cache(config: EngineConfig) -> Finding:
 
 
 def check_kv_disk(config: EngineConfig) -> Finding:
-    """Pages of the KV cache can be kept where they are to be."""
+    """Whether pages of the KV cache can be stored in the chosen folder."""
     from engine import inspect_kv_disk
 
     check = "pages on disk"
@@ -293,11 +294,11 @@ def check_kv_disk(config: EngineConfig) -> Finding:
         return Finding(check, "FAIL", *_split(problem))
     if facts.problem:
         fix = "Set --kv-disk to a folder that this user can write to."
-        return Finding(check, "FAIL", f"cannot be kept: {facts.problem}", fix)
+        return Finding(check, "FAIL", f"cannot be stored: {facts.problem}", fix)
     found = f"{facts.folder}: {_size(facts.used)} of at most {_size(facts.limit)}"
     if facts.free < facts.limit - facts.used:
         fix = "Free some space, or lower --kv-disk-size. Once the disk is full, no more pages are written."
-        return Finding(check, "warn", f"{found}, but only {_size(facts.free)} of the disk are free", fix)
+        return Finding(check, "warn", f"{found}, but only {_size(facts.free)} are free on the disk", fix)
     return Finding(check, "ok", found)
 
 
@@ -307,7 +308,7 @@ def _size(count: int) -> str:
 
 
 def _split(message: object, fix: str = "") -> tuple[str, str]:
-    """Split a message into the problem and the advice that follows it; `fix` is the advice if none does."""
+    """Split a message into the problem and the advice after it; `fix` is the advice for a message without any."""
     found, _, advice = str(message).partition(". ")
     return found.rstrip("."), advice or fix
 
@@ -315,7 +316,7 @@ def _split(message: object, fix: str = "") -> tuple[str, str]:
 def check_tokenizer(
     config: EngineConfig, path: Path, *, generates: bool = True, chats: bool = True
 ) -> Iterator[Finding]:
-    """There is a tokenizer, and, for a model that chats, a template."""
+    """Check that there is a tokenizer and, for a chat model, a template."""
     source = config.tokenizer or str(path)
     if not Path(source).is_dir():
         fix = f"octavo serve downloads it. To download it now: hf download {source}"
@@ -352,7 +353,7 @@ def check_tokenizer(
 
 
 def check_listening(settings: ServerSettings) -> Iterator[Finding]:
-    """The address can be bound now, or an Octavo serves there; the certificate can be used."""
+    """Check that the address is free or used by an Octavo server, and that the certificate can be used."""
     check = "port" if settings.uds is None else "socket"
     try:
         with Listener(settings) as listener:
@@ -368,8 +369,8 @@ def check_listening(settings: ServerSettings) -> Iterator[Finding]:
 
 
 def _not_free(check: str, settings: ServerSettings, problem: StartupError) -> Finding:
-    """The reason why the address cannot be bound. A service of Octavo is no fault: a user may check beside it before
-    a restart."""
+    """The reason why the address cannot be bound. A running Octavo server is no error: a user may check a configuration
+    before a restart."""
     served = _octavo_there(settings)
     if served is not None:
         another = "--port (OCTAVO_PORT)" if settings.uds is None else "--uds (OCTAVO_UDS)"
@@ -382,8 +383,8 @@ def _not_free(check: str, settings: ServerSettings, problem: StartupError) -> Fi
 
 
 def _octavo_there(settings: ServerSettings) -> str | None:
-    """The model that an Octavo serves at the settings' address; None if none answers. A key that only the file
-    holds is not sent: then the page at / tells that it is Octavo."""
+    """The model of the Octavo server at the settings' address; None if there is none. A key that is only in the key
+    file is not sent; the page at / then identifies the server as Octavo."""
     listening = {
         "host": settings.host,
         "port": str(settings.port),
@@ -399,12 +400,12 @@ def _octavo_there(settings: ServerSettings) -> str | None:
             return next((printable(str(card["id"])) for card in cards if card["owned_by"] == "octavo"), None)
         page = healthcheck.ask(address, "/", most=_LARGEST_ANSWER)[1] if status in (401, 403) else ""
     except (OSError, HTTPException, ValueError, TypeError, LookupError):
-        return None  # nothing that answers, or something else
+        return None  # nothing answers, or another program does
     return "a model" if "<title>Octavo</title>" in page else None
 
 
 def check_access(settings: ServerSettings) -> Iterator[Finding]:
-    """Keys can be read; without one, only this machine gets in."""
+    """Check that keys can be read; without a key, only this machine has access."""
     try:
         read_api_keys(settings)
     except ConfigError as problem:
@@ -425,7 +426,7 @@ def check_access(settings: ServerSettings) -> Iterator[Finding]:
 
 
 def check_socket_folder() -> Finding:
-    """The engine's socket has a place."""
+    """Check that the engine's socket can be created."""
     try:
         from engine import inspect_socket_folder
 
@@ -435,7 +436,7 @@ def check_socket_folder() -> Finding:
 
 
 def check_files(config: EngineConfig, settings: ServerSettings) -> Finding:
-    """There are file descriptors for as many connections as requests may run and wait."""
+    """Check that there are enough file descriptors for all running and waiting requests."""
     limit = usable_files()
     needed = config.most_seqs + settings.max_num_queued_reqs + OWN_FILES
     found = f"{limit}; running and waiting requests need up to {needed}"

@@ -12,7 +12,7 @@ _MIB = 2**20
 
 
 def check_several(models: Sequence[Declared], limit: int) -> Iterator[Finding]:
-    """One finding for each model, and one for all.
+    """One finding per model, and one for all.
 
     Args:
         limit: bytes that all may take together.
@@ -25,7 +25,7 @@ def check_several(models: Sequence[Declared], limit: int) -> Iterator[Finding]:
             yield Finding(check, "FAIL", found.problem, f"Correct its entry ({model.engine.model}).")
         elif found.unknown:
             text = f"{model.engine.model} is not on this machine and will be downloaded when it is first needed"
-            yield Finding(check, "warn", text, "Download it before, so that no request waits for that.")
+            yield Finding(check, "warn", text, "Download it now, so that no request waits for the download.")
         else:
             sizes[model.name] = found.memory
             yield Finding(check, "ok", f"{', '.join(found.tasks)}; needs {found.memory / _MIB:.0f} MiB")

@@ -1,4 +1,4 @@
-"""Errors that end a command that measures or talks with a model, each shown as one sentence; errors of servers."""
+"""Errors that end a command, each shown as one sentence, and errors of servers."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 
 class BenchError(Exception):
-    """The benchmark cannot run, for a reason that one paragraph explains."""
+    """The benchmark cannot run; the message explains why in one paragraph."""
 
 
 class OptionError(BenchError):
-    """Options that are malformed or contradict each other; names the option and the value."""
+    """Malformed or contradictory options; the message names the option and the value."""
 
 
 class TalkError(Exception):
-    """An error with its cause and its remedy.
+    """An error with its cause and its fix.
 
     Attributes:
-        code: the server's code for it, "" if there is none.
+        code: the server's error code, or "".
     """
 
     def __init__(self, message: str, code: str = ""):
@@ -27,7 +27,7 @@ class TalkError(Exception):
 
 
 class NoServerError(TalkError):
-    """Nothing answers there."""
+    """No server answers at the address."""
 
 
 class DroppedError(TalkError):
@@ -38,7 +38,7 @@ class LoadingError(TalkError):
     """The server is still loading its model.
 
     Attributes:
-        percent: of the weights that are loaded; None if the server does not say.
+        percent: percentage of the weights that are loaded; None if the server does not report it.
     """
 
     def __init__(self, message: str, percent: int | None):
@@ -47,7 +47,8 @@ class LoadingError(TalkError):
 
 
 def error_of(value: Any) -> tuple[str, str]:
-    """Message and code of an error's body: OpenAI's shape, FastAPI's, or a text; "" for what it does not hold."""
+    """The message and the code of an error's body, in OpenAI's shape, FastAPI's shape or plain text; "" for a missing
+    part."""
     code = ""
     if isinstance(value, dict):
         value = value.get("error", value.get("detail", value.get("message", "")))

@@ -1,4 +1,4 @@
-"""The verdict of a check."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The verdict on one thing.
+    """The result of one check.
 
     Attributes:
-        check: what was looked at.
-        verdict: FAIL prevents the start.
-        found: what was seen.
-        fix: what to do about it; "" if nothing.
+        check: the name of the check.
+        verdict: ok, warn or FAIL; FAIL prevents the start.
+        found: the result in words.
+        fix: the remedy; "" if none is needed.
     """
 
     check: str

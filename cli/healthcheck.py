@@ -1,12 +1,12 @@
-"""Asks the service on this machine whether it is ready: status 0 if so, else 1 with one line that says why not.
+"""Asks the service on this machine whether it is ready. Exits with status 0 if so, otherwise with 1 and one line with
+the reason.
 
     python -I -m octavo.cli.healthcheck        what a container's HEALTHCHECK runs
     python -m octavo.cli.healthcheck --port 9000
 
-The address of the service is found in the same way as by the service itself: its flags (given here too, or else read
-from its own command line in /proc), OCTAVO_* variables, the YAML file that these name, the defaults. The settings' own
-class is not used, nor anything beyond the standard library but for that file: this runs every few seconds beside the
-service.
+It finds the service's address as the service itself does: from its flags (given here too, or read from its command line
+in /proc), OCTAVO_* variables, the YAML file that these name, or the defaults. It uses neither the settings' class nor,
+except for that file, anything beyond the standard library, because it runs every few seconds beside the service.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 SETTINGS = ("host", "port", "uds", "ssl_certfile", "config")
-TIMEOUT = 4.0  # seconds; below the timeout of the container's HEALTHCHECK, so that the reason is told
+TIMEOUT = 4.0  # seconds; less than the timeout of the container's HEALTHCHECK, so that the reason is reported
 
 
 @dataclass(frozen=True)
 class Address:
-    """The address to ask.
+    """The address of the service.
 
     Attributes:
-        host: to connect to; a service that listens on all addresses is asked on loopback.
-        uds: path of a Unix socket, which takes the place of host and port; empty for none.
-        tls: whether the service speaks TLS.
+        host: the host to connect to; loopback if the service listens on all addresses.
+        uds: path of a Unix socket, used instead of host and port; empty for none.
+        tls: whether the service uses TLS.
     """
 
     host: str = "127.0.0.1"
@@ -40,7 +40,7 @@ class Address:
 
 
 def flags(arguments: Sequence[str]) -> dict[str, str]:
-    """The SETTINGS among `arguments`, as `--flag value` or `--flag=value`; the last one counts."""
+    """The SETTINGS in `arguments`, as `--flag value` or `--flag=value`; the last one counts."""
     found: dict[str, str] = {}
     for index, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
@@ -55,12 +55,12 @@ def flags(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def serving_arguments(proc: Path = Path("/proc")) -> list[str]:
-    """The arguments of the `octavo serve` that runs here; none where there is no such process or no /proc."""
+    """The arguments of the `octavo serve` process that runs here; none without such a process or without /proc."""
     for folder in sorted((path for path in proc.glob("[0-9]*")), key=lambda path: int(path.name)):
         try:
             words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
         except OSError:
-            continue  # ended in the meantime, or not ours to see
+            continue  # the process has ended, or belongs to another user
         for index in range(1, len(words)):
             if words[index] == "serve" and Path(words[index - 1]).name == "octavo":
                 return words[index + 1 :]
@@ -68,22 +68,22 @@ def serving_arguments(proc: Path = Path("/proc")) -> list[str]:
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The SETTINGS that OCTAVO_* variables set; an empty one counts as not set."""
+    """The SETTINGS in OCTAVO_* variables; an empty variable counts as unset."""
     found = {name: environ.get(f"OCTAVO_{name.upper()}", "") for name in SETTINGS}
     if "://" in found["port"]:
-        found["port"] = ""  # Kubernetes' word about a Service called octavo; the service ignores it, too
+        found["port"] = ""  # Kubernetes sets this for a Service named octavo; the service ignores it too
     return {name: value for name, value in found.items() if value}
 
 
 def file_settings(path: str) -> dict[str, str]:
-    """The SETTINGS that a YAML file sets.
+    """The SETTINGS in a YAML file.
 
     Raises:
-        OSError, ValueError: it cannot be read, or is not YAML.
+        OSError, ValueError: the file cannot be read, or is not YAML.
     """
     import yaml
 
-    if not Path(path).expanduser().is_file():  # a pipe can be read once, and the service has done that
+    if not Path(path).expanduser().is_file():  # a pipe can be read only once, and the service has already read it
         raise ValueError(f"{path} is not a file that can be read again: set OCTAVO_PORT, or name the port with --port")
     try:
         content = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
@@ -96,20 +96,20 @@ def file_settings(path: str) -> dict[str, str]:
 
 
 def find(given: Mapping[str, str], environ: Mapping[str, str]) -> Address:
-    """The address that flags, variables and the file lead to, in that order of strength.
+    """The address from flags, variables and the file, in that order of precedence.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no YAML; or the port is not a number, or 0, which stands for any free one.
+        ValueError: the file is not YAML, or the port is not a number, or is 0 (any free port).
     """
     chosen = {**variables(environ), **given}
     if chosen.get("config", "null") != "null":
         chosen = {**file_settings(chosen["config"]), **chosen}
-    # The word null takes a setting back that a weaker source has made.
+    # The word null resets a setting to its default, despite weaker sources.
     chosen = {name: value for name, value in chosen.items() if value != "null"}
     host, port, uds = chosen.get("host", ""), chosen.get("port", "8000"), chosen.get("uds", "")
     if not uds and not (port.isdecimal() and 0 < int(port) < 65536):
-        raise ValueError(f"cannot ask on port {port!r}: set OCTAVO_PORT to a number from 1 to 65535")
+        raise ValueError(f"cannot query port {port!r}: set OCTAVO_PORT to a number from 1 to 65535")
     everywhere = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
     return Address(
         host=everywhere.get(host, host),
@@ -120,7 +120,7 @@ def find(given: Mapping[str, str], environ: Mapping[str, str]) -> Address:
 
 
 def connect(address: Address, timeout: float) -> socket.socket:
-    """A connection to the service. Its certificate is not verified: it names the outside, not this machine."""
+    """Connect to the service. The certificate is not verified, because it names the public host, not this machine."""
     if address.uds:
         plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         plain.settimeout(timeout)
@@ -138,12 +138,12 @@ def connect(address: Address, timeout: float) -> socket.socket:
 
 
 def ask(address: Address, path: str, *, key: str = "", most: int = 300, timeout: float = TIMEOUT) -> tuple[int, str]:
-    """Status and body of a GET, of which `most` bytes are read.
+    """The status and the body of a GET; at most `most` bytes are read.
 
     Raises:
-        OSError, HTTPException: it cannot be reached, or does not answer in HTTP within `timeout` seconds.
+        OSError, HTTPException: the service cannot be reached, or does not answer in HTTP within `timeout` seconds.
     """
-    # The host goes into the Host header alone: the connection is made here.
+    # The host is only for the Host header; the connection is already made.
     asked = HTTPConnection("localhost")
     asked.sock = connect(address, timeout)
     try:
@@ -155,17 +155,17 @@ def ask(address: Address, path: str, *, key: str = "", most: int = 300, timeout:
 
 
 def problem(address: Address, timeout: float = TIMEOUT) -> str:
-    """The reason why the service is not ready, in one line; empty if it is.
+    """The reason why the service is not ready, in one line; empty if it is ready.
 
     Raises:
-        OSError, HTTPException: as from `ask`.
+        OSError, HTTPException: see `ask`.
     """
     status, body = ask(address, "/health", timeout=timeout)
     return "" if status == 200 else f"/health answered {status}: {body}"
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
-    """Ask once; returns the exit status."""
+    """Check once; returns the exit status."""
     where = "the settings"
     try:
         address = find(flags(arguments or serving_arguments()), environ)

@@ -1,4 +1,4 @@
-"""The command line: `octavo COMMAND`. Heavy imports wait until a command needs them, and until signals are handled."""
+"""The command line: `octavo COMMAND`. Heavy imports wait until a command needs them and signals are handled."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from cli.terminal.style import say, take_plain_flag
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status: 0 all is well, 1 it could not start or a check failed, 2 wrong settings,
-    130 stopped by Ctrl-C."""
+    """Entry point; returns the exit status: 0 for success, 1 if the start or a check failed, 2 for wrong settings, 130
+    if Ctrl-C stopped it."""
     arguments = take_plain_flag(list(sys.argv[1:] if argv is None else argv))
-    if arguments[:1] == ["help"]:  # as git and cargo have it
+    if arguments[:1] == ["help"]:  # as in git and cargo
         arguments = [*arguments[1:], "--help"]
     command = arguments[0] if arguments else ""
     if argv is None:
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_overview()
         return 0
     if command not in COMMANDS:
-        if not arguments:  # a look at what there is
+        if not arguments:  # only shows information
             from cli.commands import print_overview
 
             print_overview()
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if argv is not None:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python flushes at its end goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards what Python flushes at exit
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         if argv is not None:
@@ -54,23 +54,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _own_the_process(command: str, arguments: list[str]) -> None:
-    """Change signals and streams, which only a process of our own may do."""
+    """Change signal handlers and streams, which is only allowed in our own process."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError):  # something else stands there
+        with contextlib.suppress(AttributeError):  # another handler is installed
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     asks_help = bool({"-h", "--help"} & set(arguments))
     if command == "serve" and not asks_help:
-        for signum in (signal.SIGTERM, signal.SIGINT):  # once it serves, other handlers take over
+        for signum in (signal.SIGTERM, signal.SIGINT):  # a running server replaces these handlers
             signal.signal(signum, _stop_early)
-        from engine import compute_in_one_thread  # cores are left to the engine
+        from engine import compute_in_one_thread  # leave the cores to the engine
 
         compute_in_one_thread()
     elif command in ("chat", "complete", "quantize", "run") and not asks_help:
-        from cli.terminal.ending import end_with  # a model that was loaded, or half a folder, is put away
+        from cli.terminal.ending import end_with  # removes a loaded model or an incomplete folder
 
         end_with("SIGTERM", "SIGHUP")
     elif hasattr(signal, "SIGPIPE") and (command != "bench" or asks_help):
-        # A pipe whose reader leaves, as `| head` does, ends this process without a trace.
+        # If the reader of a pipe closes it, as `| head` does, this process ends silently.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
@@ -98,7 +98,7 @@ def _no_command(arguments: list[str]) -> str:
         return f"unknown command {name!r}; did you mean {synonym}?"
     if os.sep in name or name.endswith(".gguf") or Path(name).is_dir():
         return f"unknown command {name!r}; to serve that model: octavo serve {name}"
-    near = did_you_mean(name, COMMANDS) or f"; there are {', '.join(COMMANDS)}"
+    near = did_you_mean(name, COMMANDS) or f"; the commands are {', '.join(COMMANDS)}"
     return f"unknown command {name!r}{near}"
 
 

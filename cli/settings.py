@@ -1,4 +1,4 @@
-"""Settings from a command line, with their sources. Precedence: flag, variable, file, default."""
+"""Settings from a command line, with their sources. Precedence: flag, environment variable, config file, default."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """All settings.
+    """All settings with their sources.
 
     Attributes:
-        settings: the values.
-        engine: the engine's part of them.
-        origins: by a setting's name.
-        notes: sentences about variables that set nothing.
+        settings: the values of all settings.
+        engine: the engine's settings.
+        origins: the sources by the settings' names.
+        notes: sentences about variables without effect.
         named: the arguments NAME=PATH, if several models are given.
     """
 
@@ -64,10 +64,10 @@ class Loaded:
 
 
 class SettingsParser(OneLineParser):
-    """A command that takes settings as flags. `load` makes settings of the parsed flags.
+    """The parser of a command whose flags are settings. `load` turns the parsed flags into settings.
 
     Args:
-        names: of the settings that are flags; all by default. The others come from variables and the file alone.
+        names: the settings that have flags; all by default. The other settings come only from variables and the file.
     """
 
     def __init__(self, prog: str, about: str, names: Collection[str] = _FIELDS):
@@ -79,13 +79,13 @@ class SettingsParser(OneLineParser):
             name = options.get("dest", flags[0])
             options["help"] = _help(name).replace("%", "%%")
             if is_switch(_FIELDS[name]):
-                options.pop("metavar", None)  # of one that has no default
+                options.pop("metavar", None)  # for a setting without a default
                 options["action"] = argparse.BooleanOptionalAction
             if "metavar" in options:
                 options["metavar"] = _metavar(name)
             if get_origin(_FIELDS[name].annotation) is tuple:
-                options["action"] = "append"  # before 2.16, pydantic-settings kept the last alone
-            if name == "lora_modules":  # as vLLM has it: several values after one flag
+                options["action"] = "append"  # before 2.16, pydantic-settings kept only the last value
+            if name == "lora_modules":  # as in vLLM: several values after one flag
                 options |= {"action": "extend", "nargs": "+"}
             group = groups[group_of(name)] if name in names else elsewhere
             return (parser if name == "model" else group).add_argument(*flags, **options)
@@ -93,10 +93,10 @@ class SettingsParser(OneLineParser):
         self._source = CliSettingsSource[argparse.ArgumentParser](
             Settings, root_parser=self, add_argument_method=add_argument
         )
-        for title, names_of_group in GROUPS.items():  # in the help they stand as they do there
+        for title, names_of_group in GROUPS.items():  # the order of the help
             places = dict(zip(names_of_group, range(len(names_of_group)), strict=True))
             groups[title]._group_actions.sort(key=functools.partial(_place, places))
-        # Unlike a variable, a flag that was given counts even if it is empty: an empty key must not pass for none.
+        # Unlike a variable, a flag counts even if it is empty: an empty key must not mean "no key".
         self._source.env_ignore_empty = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -111,13 +111,13 @@ class SettingsParser(OneLineParser):
         return given, rest
 
     def load(self, given: argparse.Namespace) -> Loaded:
-        """The settings that these flags, the environment and the file give.
+        """The settings from these flags, the environment and the file.
 
         Raises:
-            ConfigError: one sentence that names the flag, the variable or the file's key that is wrong.
+            ConfigError: one sentence that names the wrong flag, variable or key of the file.
         """
         named = {name: value for name, value in vars(given).items() if name in _FIELDS}
-        # A repeated flag as one text, which every version of pydantic-settings understands.
+        # Joins repeated flags into one text, which every version of pydantic-settings understands.
         named = {name: ",".join(value) if isinstance(value, list) else value for name, value in named.items()}
         flags, variables = self._source(parsed_args=named)(), VariableSource(Settings)()
         origins = {name: Origin("variable", variable(name)) for name in variables}
@@ -152,7 +152,7 @@ def _as_given(name: str, value: Any) -> str:
 
 
 def _with_origins(message: str, origins: Mapping[str, Origin]) -> str:
-    """A message about settings, naming each as the user did."""
+    """A message about settings that uses the names that the user used."""
 
     def named(match: re.Match[str]) -> str:
         origin = origins.get(match[0])
@@ -160,7 +160,7 @@ def _with_origins(message: str, origins: Mapping[str, Origin]) -> str:
             return match[0]
         return f"{match[0]} in {origin.name}" if origin.kind == "file" else origin.name
 
-    # A short name is an ordinary word, too, unless the message begins with it.
+    # A short name may also be an ordinary word, so it counts only at the beginning of the message.
     return re.sub(rf"^({'|'.join(_FIELDS)})(?= )|{_LONG_NAME}", named, message)
 
 
@@ -197,7 +197,7 @@ def _metavar(name: str) -> str:
 
 
 def settings_parser(command: str, *, json: bool = False) -> SettingsParser:
-    """The parser of a command whose flags are the settings, and --json where it prints something."""
+    """The parser of a command whose flags are the settings, with --json if the command prints something."""
     about = COMMANDS[command].about
     parser = SettingsParser(f"octavo {command}", f"{about[0].upper()}{about[1:]}.")
     if json:
@@ -206,7 +206,7 @@ def settings_parser(command: str, *, json: bool = False) -> SettingsParser:
 
 
 def load(parser: SettingsParser, arguments: list[str]) -> tuple[Loaded, Any]:
-    """The settings and the other arguments. If something is wrong, ends the process with status 2 and one line."""
+    """The settings and the other arguments. Wrong values end the process with status 2 and one line."""
     given = parser.parse_args(arguments)
     try:
         return parser.load(given), given
@@ -215,6 +215,6 @@ def load(parser: SettingsParser, arguments: list[str]) -> tuple[Loaded, Any]:
 
 
 def print_notes(loaded: Loaded) -> None:
-    """Print the notes on variables that set nothing, on stderr."""
+    """Print the notes on variables without effect to stderr."""
     for note in loaded.notes:
         print(filled(f"octavo: {note}", sys.stderr), file=sys.stderr)

@@ -221,7 +221,8 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> object:
-    """Import the parts that bring torch when they are first used: a client of an engine elsewhere needs none."""
+    """Import the parts that load torch only when they are first used: a client of an engine in another process needs
+    none."""
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The engine's settings, under vLLM's names where it has one."""
+"""The engine's settings, under vLLM's names where vLLM has the setting."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ DEFAULT_NUM_SEQS = 128
 DEFAULT_NUM_BEAMS = 16
 MOST_LORA_RANK = 256
 ADAPTER_NAME = re.compile(r"[\w./:-]{1,128}", re.ASCII)
-CATALOGUE_NUM_BEAMS = 256  # where answers are ranked by beams, many are asked for
-_LARGEST = 2**63 - 1  # what a message to the engine's process can carry
+CATALOGUE_NUM_BEAMS = 256  # ranking answers by beams needs many beams
+_LARGEST = 2**63 - 1  # the limit of a message to the engine's process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class EngineConfig:
     Attributes:
         model: local folder, GGUF file or hub id. A GGUF file on the hub is org/name:Q4_K_M.
         tokenizer: folder or hub id of the tokenizer, if it is not the model's own.
-        skip_tokenizer_init: do not load a tokenizer: requests and answers hold token ids.
+        skip_tokenizer_init: do not load a tokenizer; requests and answers contain token ids.
         revision: branch, tag or commit on the hub.
         hf_token: token for gated models on the hub (default: HF_TOKEN).
         dtype: format of weights and activations. auto takes the checkpoint's format, but float32 on a CPU without fast
@@ -66,19 +66,19 @@ class EngineConfig:
         device: cpu, cuda, cuda:N or auto.
         threads: number of CPU threads (default: OMP_NUM_THREADS, else one per available core, within the limit of the
             container).
-        max_model_len: most tokens of prompt and answer together (default: the model's maximum).
-        max_num_seqs: most sequences in one step (default: 128, or max_num_batched_tokens if that is lower; no limit for
-            models without a KV cache).
-        max_num_batched_tokens: most tokens in one step.
-        max_step_time: target in seconds for the length of a step. Prompts are split into smaller chunks to stay below
-            it (default: 0.25 on a CPU, no limit on a GPU and in `LLM`; 0: no limit).
+        max_model_len: maximum tokens of prompt and answer together (default: the model's maximum).
+        max_num_seqs: maximum sequences in one step (default: 128, or max_num_batched_tokens if that is lower; no limit
+            for models without a KV cache).
+        max_num_batched_tokens: maximum tokens in one step.
+        max_step_time: target duration of a step in seconds. Prompts are split into smaller chunks to stay below it
+            (default: 0.25 on a CPU, no limit on a GPU and in `LLM`; 0: no limit).
         async_scheduling: plan and launch each step while the previous one runs (default: on for GPUs; a CPU gains
             nothing).
-        distributed_executor_backend: where steps are computed: uni in the engine's process, mp in a process of its own.
+        distributed_executor_backend: where steps are computed: uni in the engine's process, mp in a separate process.
         block_size: tokens per page of the KV cache.
         kv_cache_memory: size of the KV cache, such as "4GiB" (default on a CPU: a quarter of the free memory, at most 4
-            GiB; on a GPU: what gpu_memory_utilization leaves).
-        kv_cache_dtype: format of the KV cache. auto takes dtype. int8 and fp8 (e4m3) have a scale per head and token;
+            GiB; on a GPU: the memory that gpu_memory_utilization leaves).
+        kv_cache_dtype: format of the KV cache. auto uses dtype. int8 and fp8 (e4m3) have a scale per head and token;
             they hold about twice as many tokens as a 16-bit format in the same memory.
         gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache.
         num_gpu_blocks_override: number of pages of the KV cache, on any device, instead of kv_cache_memory.
@@ -88,30 +88,29 @@ class EngineConfig:
             one step (max_num_batched_tokens above 2048) and the KV cache has the model's 16-bit format. The last bits
             of the results then depend on how a prompt was split or cached.
         enable_prefix_caching: reuse the KV cache of earlier prompts with the same beginning.
-        kv_disk: folder that keeps pages of the KV cache that memory has no room for, and those of a process that ends.
+        kv_disk: folder that keeps pages of the KV cache for which memory has no room, and those of a process that ends.
             Prompts find them again after a restart (default: none are kept).
-        kv_disk_size: most bytes that all pages in kv_disk take, such as "20GiB".
+        kv_disk_size: maximum bytes that all pages in kv_disk take, such as "20GiB".
         kv_events_config: publish which pages are cached, for routers that choose a server by the beginning of a prompt.
             JSON in vLLM's format, such as {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}.
         speculative_config: draft tokens and check several in one step. Answers do not change. ngram drafts the tokens
             that followed an earlier occurrence of the last tokens; suffix looks at earlier answers of the same API key,
-            too; off drafts nothing. Also JSON in vLLM's format, such as
-            {"method": "ngram", "num_speculative_tokens": 8} (default: ngram on a CPU if max_step_time is not 0; off on
-            a GPU and in `LLM`).
+            too; off drafts nothing. Also JSON in vLLM's format, such
+            as {"method": "ngram", "num_speculative_tokens": 8} (default: ngram on a CPU if max_step_time is not 0; off
+            on a GPU and in `LLM`).
         chat_template: Jinja chat template that replaces the tokenizer's own: a file, or chatml, gemma, llama2, llama3,
             mistral, phi3, vicuna or zephyr.
         generation_config: auto applies the model's generation_config.json, none ignores it.
-        max_num_beams: most beams a request may ask for (default: 16; with a catalogue 256, or max_num_seqs if that is
-            lower).
+        max_num_beams: maximum beams per request (default: 16; with a catalogue 256, or max_num_seqs if that is lower).
         lora_modules: NAME=PATH: a LoRA adapter to load at the start, a folder of PEFT or a GGUF file. Requests select
             it by sending NAME as their model. Several values, repeated flags and vLLM's JSON form {"name": "sql",
             "path": "adapters/sql"} work too.
-        max_loras: most LoRA adapters that are loaded at the same time (default: as many as lora_modules names; 0 turns
-            adapters off).
-        max_lora_rank: largest rank of an adapter, at most 256 (default: the largest of lora_modules, else 64).
-        catalogue: NAME=FILE: a list of titles that answers can be limited to. Each line of the file is JSON: a text, or
-            an object with text or ids. For several lists, repeat the flag or separate them by commas.
-        seed: seed for requests without a seed of their own (default: random).
+        max_loras: maximum LoRA adapters that are loaded at the same time (default: as many as lora_modules names; 0
+            turns adapters off).
+        max_lora_rank: maximum rank of an adapter, at most 256 (default: the largest of lora_modules, else 64).
+        catalogue: NAME=FILE: a list of titles to which answers can be limited. Each line of the file is JSON: a text,
+            or an object with text or ids. For several lists, repeat the flag or separate them by commas.
+        seed: seed for requests without their own seed (default: random).
         show_progress: show a progress bar while weights load (default: if stderr is a terminal).
     """
 
@@ -213,14 +212,14 @@ class EngineConfig:
 
     @property
     def kv_events(self) -> KVEventsConfig | None:
-        """`kv_events_config`, if there is something to publish."""
+        """`kv_events_config`, if events are published."""
         if self.kv_events_config is None:
             return None
         events = parse_kv_events(self.kv_events_config)
         return events if events.publishes else None
 
     def with_kv_topic(self, topic: str) -> EngineConfig:
-        """A copy whose KV events have this topic, if there are any and none is set."""
+        """A copy whose KV events have this topic, if events are on and no topic is set."""
         events = self.kv_events
         if events is None or events.topic:
             return self
@@ -243,12 +242,12 @@ class EngineConfig:
 
     @property
     def catalogues(self) -> dict[str, str]:
-        """The files of `catalogue` by their names."""
+        """The files of `catalogue` by name."""
         return {name: path for name, _, path in (given.partition("=") for given in self.catalogue)}
 
     @property
     def adapters(self) -> dict[str, str]:
-        """The paths of `lora_modules` by their names."""
+        """The paths of `lora_modules` by name."""
         return dict(map(_adapter, self.lora_modules))
 
     @property
@@ -313,7 +312,7 @@ def _adapter(item: str) -> tuple[str, str]:
     """The name and the path of an item of `lora_modules`.
 
     Raises:
-        ConfigError: it is neither NAME=PATH nor vLLM's JSON.
+        ConfigError: the item is neither NAME=PATH nor vLLM's JSON.
     """
     name, _, path = item.partition("=")
     if item.lstrip().startswith("{"):

@@ -1,4 +1,5 @@
-"""The engine: requests in, tokens out, one step at a time. It knows ids only; text is `engine.text.processor`'s."""
+"""The engine turns requests into tokens, one step at a time. It only knows token ids; `engine.text.processor` handles
+text."""
 
 from __future__ import annotations
 
@@ -64,17 +65,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("octavo.engine")
 
-# Seconds a step should stay under on a CPU: how long a new request, or a client that leaves, may have to wait.
+# Maximum seconds of a step on a CPU: how long a new request, or a client that leaves, may have to wait.
 CPU_STEP_TIME = 0.25
 
-# Threads that fill masks of grammars.
+# Threads that fill grammar masks.
 MOST_MASK_THREADS = 8
 
-# Bytes that the preparation of grammars takes for each token of a vocabulary (its tokenizer, llguidance's trees), and
-# bytes that it may always take.
+# Bytes per token of a vocabulary that the preparation of grammars takes (its tokenizer, llguidance's trees), and bytes
+# that it may always take.
 GRAMMAR_BYTES, LITTLE_MEMORY = 1000, 64_000_000
 
-# Tokens that a step of whole inputs may always hold: no stream waits for one, and fewer waste a busy machine's time.
+# Tokens that a step of whole inputs may always have: no stream waits for such a step, and fewer tokens would waste a
+# busy machine's time.
 WHOLE_STEP = 64.0
 
 
@@ -86,7 +88,7 @@ class Engine:
         read: reads the config of a checkpoint folder, if the model is loaded in this process.
 
     Raises:
-        ModelLoadError, UnsupportedModelError, ConfigError: with what to do about it.
+        ModelLoadError, UnsupportedModelError, ConfigError: the messages suggest what to do.
     """
 
     def __init__(self, config: EngineConfig, read: ConfigReader = read_config):
@@ -95,7 +97,7 @@ class Engine:
         check_files(config.catalogues)
         check_kv_disk(config)
         self._disk: DiskTier | None = None
-        self._publisher = _open_publisher(config)  # before the model loads, so that a taken port is known at once
+        self._publisher = _open_publisher(config)  # before the model loads, so that a taken port is reported at once
         try:
             self._draft_model = _start_draft_model(config, read)
             self.executor: Executor = _start(
@@ -103,7 +105,7 @@ class Engine:
             )
             try:
                 self._prepare(config, read)
-            except BaseException:  # a runner in a process of its own would stay
+            except BaseException:  # a runner in a separate process would keep running
                 self.executor.close()
                 if self._draft_model is not None:
                     self._draft_model.close()
@@ -136,7 +138,7 @@ class Engine:
             self._publish_events()
         if opened is not None:
             self._disk = DiskTier(*opened, self.scheduler)
-        # On a GPU a step of one token a row is recorded, and takes less time than one that checks some more.
+        # On a GPU a step with one token per row is recorded, and takes less time than one that checks several.
         self.scheduler.drafts_forced_tokens = device.type == "cpu"
         step_time = config.max_step_time
         if step_time is None:
@@ -151,7 +153,7 @@ class Engine:
             self.scheduler.drafts_forced_tokens = ahead = False
         self._stepping = Stepping(self.scheduler, self.executor, self._budget, depth=int(ahead))
         self.defaults = GenerationDefaults()
-        if info.entities is None:  # GLiNER's folders have neither of the files that may hold some
+        if info.entities is None:  # GLiNER's folders have neither of the files that may contain defaults
             honour = config.generation_config == "auto"
             self.defaults = load_defaults(
                 path, read(path), info.vocab_size, honour=honour, load_vocabulary=partial(_load_tokenizer, config, info)
@@ -191,7 +193,7 @@ class Engine:
         self._random = random.Random(config.seed)
         self._adapters = AdapterRegistry(config.most_loras)
         self._outputs: dict[str, RequestOutput] = {}
-        self._crossed = False  # a request has been told of
+        self._crossed = False  # the log has reported a request
         self._closed = False
         for name, adapter in config.adapters.items():
             self.load_adapter(name, adapter)
@@ -219,20 +221,20 @@ class Engine:
 
         Args:
             request_id: unique among unfinished requests.
-            input: token ids, or one of `EngineInput`'s kinds.
+            input: token ids, or one of the kinds of `EngineInput`.
             params: how to decode, or which results to compute from the input instead.
             priority: lower runs earlier.
-            cache_salt: only requests of the same salt share cached pages.
-            deadline: `time.monotonic()` seconds after which the request is ended with "abort".
-            tenant: on whose behalf it is; tenants that wait are served in turn.
-            adapter: the name of the adapter that it runs with (`load_adapter`); None: the base model alone.
+            cache_salt: only requests with the same salt share cached pages.
+            deadline: `time.monotonic()` seconds after which the request ends with "abort".
+            tenant: the tenant of the request; waiting tenants are served in turn.
+            adapter: the name of the request's adapter (`load_adapter`); None for the base model alone.
 
         Raises:
             InvalidRequestError: the request can never run; nothing was changed.
             EngineDeadError: the engine was closed.
         """
         if self._closed:
-            raise EngineDeadError(f"the engine of {self.config.model} was closed and takes no more requests.")
+            raise EngineDeadError(f"the engine of {self.config.model} was closed and accepts no more requests.")
         check_terms(request_id, priority, cache_salt, deadline, tenant)
         terms: dict[str, Any] = {
             "request_id": request_id,
@@ -299,7 +301,7 @@ class Engine:
 
     def prepare(self, params: SamplingParams) -> Future[Any] | None:
         """Begin the slow work of `add_request` in a thread, so that `add_request` finds it done: compiling a grammar,
-        or looking up the breakers of repetitions. None if nothing is left to do. The future raises the errors that
+        or looking up sequence breakers of DRY. None if nothing is left to do. The future raises the errors that
         `add_request` would raise."""
         compiling = None
         if params.structured_outputs is not None:
@@ -309,28 +311,29 @@ class Engine:
         return compiling
 
     def warm_grammars(self) -> None:
-        """Prepare the data that all grammars need, in a thread, unless that is done."""
+        """Prepare the data that all grammars need, in a thread, unless it is ready."""
         self._grammars.warm()
 
     @property
     def warms_grammars(self) -> bool:
-        """Grammars are prepared at the start: the model generates text, and the memory is small beside its weights."""
+        """Whether grammars are prepared at start: the model generates text, and the memory is small compared with its
+        weights."""
         most = max(LITTLE_MEMORY, self.executor.facts.weights // 4)
         return "generate" in self.info.tasks and self.info.vocab_size * GRAMMAR_BYTES <= most
 
     def _tell_crossing(self, request: Request) -> None:
-        """Say it, the first time as a warning, where an answer may pass the length of pretraining."""
+        """Log if an answer may exceed the length of pretraining, the first time as a warning."""
         limit = self.scheduler.config.needs.crossed_limit(request)
         if limit is None:
             return
         logger.log(
             logging.DEBUG if self._crossed else logging.WARNING,
             "a request of %d prompt tokens may reach %d with its max_tokens of %d, more than the %d that this model "
-            "was first trained with: it gets the rotary factors for long sequences from its first token on. Set "
-            "max_tokens to %d or less for those of short ones.%s",
+            "was first trained with: it uses the rotary factors for long sequences from its first token on. Set "
+            "max_tokens to %d or less to use those for short ones.%s",
             len(request.prompt_token_ids), request.reach, request.decoding.max_tokens, limit,
             limit - len(request.prompt_token_ids) + 1,
-            "" if self._crossed else " Later requests of this kind are told at the level debug.",
+            "" if self._crossed else " Later requests of this kind are logged at level debug.",
         )  # fmt: skip
         self._crossed = True
 
@@ -372,19 +375,19 @@ class Engine:
 
     @property
     def adapters(self) -> dict[str, AdapterInfo]:
-        """The loaded adapters by their names."""
+        """The loaded adapters by name."""
         return {info.name: info for info in self._adapters}
 
     def load_adapter(self, name: str, source: Adapter | str) -> AdapterInfo:
-        """Load a low-rank adapter; requests that run go on.
+        """Load a low-rank adapter; running requests continue.
 
         Args:
-            name: requests choose the adapter by it.
+            name: the name by which requests select it.
             source: the adapter's folder or file, or the adapter itself, if the model is loaded in this process.
 
         Raises:
-            AdapterError: all `max_loras` slots are taken, the name is, or the adapter does not fit the model; nothing
-                was changed.
+            AdapterError: all `max_loras` slots are taken, the name is taken, or the adapter does not match the model;
+                nothing was changed.
         """
         info = self.executor.load_adapter(name, source, self._adapters.free_slot(name))
         self._adapters.add(info)
@@ -392,7 +395,7 @@ class Engine:
         return info
 
     def unload_adapter(self, name: str) -> None:
-        """Unload an adapter. Its unfinished requests end with an error, which the next step tells.
+        """Unload an adapter. Its unfinished requests end with an error, which the next step returns.
 
         Raises:
             AdapterError: no adapter has this name.
@@ -404,11 +407,11 @@ class Engine:
         logger.info("Unloaded the adapter %s", name)
 
     def has_unfinished_requests(self) -> bool:
-        """Another `step` has something to do."""
+        """Whether another `step` has something to do."""
         return self.scheduler.has_unfinished()
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; the requests that it brought news for, each with its whole answer so far."""
+        """Run one step; returns the requests with new results, each with its whole answer so far."""
         outputs = []
         for delta in self._advance():
             output = self._outputs[delta.request_id]
@@ -419,7 +422,7 @@ class Engine:
         return outputs
 
     def step_deltas(self) -> list[RequestDelta]:
-        """Run one step. Returns only the news. Do not mix with `step` for the same request."""
+        """Run one step. Returns only the new results. Do not mix with `step` for the same request."""
         deltas = self._advance()
         for delta in deltas:
             if delta.finished:
@@ -427,7 +430,7 @@ class Engine:
         return deltas
 
     def reset_prefix_cache(self) -> bool:
-        """Forget the contents of all pages; False, and nothing is forgotten, while requests hold some."""
+        """Forget the contents of all pages; returns False, and forgets nothing, while requests hold some."""
         done = self.scheduler.pool.clear()
         if done and self.scheduler.states is not None:
             self.scheduler.states.pool.clear()
@@ -478,7 +481,7 @@ class Engine:
         """Free the model and the pages. The engine cannot be used afterwards."""
         for group in list(self.scheduler.groups()):
             self.scheduler.abort(group.request.request_id)
-        while self.scheduler.skip():  # a step in flight holds what it computes
+        while self.scheduler.skip():  # a step in flight holds its results
             pass
         self._outputs.clear()
         if not self._closed:
@@ -494,11 +497,12 @@ class Engine:
             del self.executor, self._stepping
 
     def _draft(self, config: EngineConfig, step_time: float, device: torch.device) -> None:
-        """Have tokens drafted, if that is set, or likely to help: where a step waits for memory, a draft costs little.
+        """Enable drafts if they are set or likely to help: if a step waits for memory, a draft costs little.
         A client's prediction is a reason, too, unless drafts are off by the settings.
 
         Args:
-            step_time: limit of a step in seconds, 0 for none. Then nothing depends on the clock unless it is asked for.
+            step_time: limit of a step in seconds, 0 for none. With 0, nothing depends on the clock unless it is
+                requested.
         """
         settings = SpeculativeConfig()
         own = bool(step_time) and device.type == "cpu"
@@ -512,7 +516,7 @@ class Engine:
                 )
             if own:
                 logger.info(
-                    "Layers of this model carry a state, which cannot go back: no tokens are drafted "
+                    "Layers of this model carry a state, which cannot be rolled back: no tokens are drafted "
                     "(--speculative-config)."
                 )
         elif self._draft_model is not None:
@@ -532,7 +536,7 @@ class Engine:
         info = self.info
         tokens = info.num_blocks * info.block_size
         logger.info("Loaded %s (%s, %s) in %.1f s", info.model, info.format, info.device, seconds)
-        logger.debug(  # the server says it with more
+        logger.debug(  # the server logs it with more details
             "KV cache: %d pages of %d tokens = %d tokens in %s; %.1f requests of the full %d tokens fit, "
             "and at most %d sequences run in one step",
             info.num_blocks, info.block_size, tokens, info.kv_cache_dtype, info.full_requests, info.max_model_len,
@@ -541,7 +545,7 @@ class Engine:
 
 
 def _load_tokenizer(config: EngineConfig, info: EngineInfo) -> Tokenizer | None:
-    """The model's tokenizer, which grammars and DRY's breakers need."""
+    """The model's tokenizer, which grammars and DRY's sequence breakers need."""
     if config.skip_tokenizer_init:
         return None
     return load_tokenizer(
@@ -557,7 +561,7 @@ def _open_publisher(config: EngineConfig) -> KVEventPublisher | None:
     if events is None:
         return None
     try:
-        from engine.process.kv_events import KVEventPublisher  # needs packages that an engine does without
+        from engine.process.kv_events import KVEventPublisher  # needs packages that an engine without it does not
     except ModuleNotFoundError as error:
         raise ConfigError(f"kv_events_config needs the package {error.name}, which is not installed.") from error
     topic = events.topic or default_topic(config.model, None, os.environ)

@@ -1,4 +1,4 @@
-"""Every error that Octavo raises on purpose.
+"""All errors that Octavo raises on purpose.
 
 A message names the limit, the value received and the setting to change, so that the reader
 can act without reading code.
@@ -20,11 +20,11 @@ class ModelLoadError(OctavoError):
 
 
 class NotDownloadedError(ModelLoadError):
-    """The checkpoint is on the hub, perhaps, but not on this machine, and was not to be downloaded."""
+    """The checkpoint may be on the hub but is not on this machine, and downloading was not allowed."""
 
 
 class UnsupportedModelError(ModelLoadError):
-    """The checkpoint is sound but its architecture, or a part of it, is not implemented."""
+    """The checkpoint is valid, but its architecture, or a part of it, is not implemented."""
 
 
 class InvalidRequestError(OctavoError, ValueError):
@@ -50,4 +50,4 @@ class RequestFailedError(OctavoError):
 
 
 class EngineDeadError(OctavoError):
-    """The engine has stopped and serves nothing any more."""
+    """The engine has stopped and serves no more requests."""

@@ -1,4 +1,4 @@
-"""An inspection of what a start would find, without starting: torch, the device, the checkpoint and its memory."""
+"""Finds out what a start would find, without starting: torch, the device, the checkpoint and its memory."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ from engine.scheduling.needs import SequenceNeeds
 from engine.text.processor import load_tokenizer
 
 PROCESS, IMPORTED, STARTING = 184 << 20, 190 << 20, 242 << 20
-"""Memory of the engine's process on a CPU without the model: at rest, when a load begins, and at most after the load,
-when steps are measured."""
+"""Memory of the engine's process on a CPU without the model: at rest, at the beginning of a load, and at most after the
+load, while steps are measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +58,10 @@ class TorchFacts:
 
     Attributes:
         version: such as 2.13.0+cpu.
-        cuda, rocm: version of CUDA or ROCm it was built with; None for both in a CPU build.
-        gpus: names of the GPUs it sees.
+        cuda, rocm: the version of CUDA or ROCm that it was built for; both are None for a CPU build.
+        gpus: names of the visible GPUs.
         kernels: the instruction set of Octavo's own kernels for the CPU; "" if torch computes everything.
-        no_kernels: why there are none.
+        no_kernels: the reason if there are none.
     """
 
     version: str
@@ -79,31 +79,31 @@ class ModelFacts:
     Attributes:
         path: its folder.
         architecture: the name in its config.json.
-        weight_files: how many files hold its weights.
-        device, dtype, kv_cache_dtype: what the settings choose.
-        weights: size of the parameters in that dtype, or quantised as the settings say.
-        weights_as_stored: with the quantization "stored"; 0 if the checkpoint has no quantised weights.
-        resident: the memory of the engine's process on a CPU before its first request; 0 on a GPU.
-        peak: the most that it takes while it loads; 0 on a GPU.
-        num_blocks: pages that the settings and the free memory allow now; 0 for an encoder-only model.
+        weight_files: the number of files with weights.
+        device, dtype, kv_cache_dtype: the results of the settings.
+        weights: size of the parameters in that dtype, or quantised according to the settings.
+        weights_as_stored: size with the quantization "stored"; 0 if the checkpoint has no quantised weights.
+        resident: memory of the engine's process on a CPU before its first request; 0 on a GPU.
+        peak: maximum memory while it loads; 0 on a GPU.
+        num_blocks: pages that the settings and the free memory now allow; 0 for an encoder-only model.
         pages: size of these pages.
-        num_states: state slots, of models whose layers carry a state; 0 for others.
+        num_states: number of state slots, for models whose layers carry a state; 0 for others.
         states: size of these slots.
-        max_num_seqs: most requests that can have a row in the same step.
+        max_num_seqs: maximum requests with a row in the same step.
         full_requests: requests of max_model_len tokens (and the longest encoder input) that these pages hold at a time;
             0.0 for an encoder-only model.
-        block_size: tokens a page holds.
-        max_model_len: longest prompt plus answer, in tokens; of an encoder-decoder model the longest answer.
-        max_encoder_len: longest prompt of an encoder-decoder model, None for others.
-        free: memory of the device that this process can still take.
-        tasks: what the model can serve.
-        quantization: what matrices become, "int8", "int8-fast", "int4" or "stored"; None: they have the dtype.
-        stored: bytes in each format, the largest first (`Checkpoint.stored_bytes`), for GGUF files and checkpoints with
+        block_size: tokens per page.
+        max_model_len: maximum tokens of prompt and answer together; for an encoder-decoder model, of the answer.
+        max_encoder_len: maximum tokens of an encoder-decoder model's prompt; None for others.
+        free: device memory that this process can still use.
+        tasks: the tasks that the model supports.
+        quantization: format of the matrices, "int8", "int8-fast", "int4" or "stored"; None: they have the dtype.
+        stored: bytes in each format, largest first (`Checkpoint.stored_bytes`), for GGUF files and checkpoints with
             quantised weights.
-        hears: it is a speech model.
-        images: bytes of kept vectors of images, at most; 0 if the model reads none among its tokens.
-        image_tokens: the most tokens of an image among others, without the texts around its crops; 0 if it reads none.
-        no_tokenizer: of a GGUF file, why no tokenizer can be made of it, and what to do; "" if one can.
+        hears: whether it is a speech model.
+        images: maximum bytes of the cached vectors of images; 0 if the model reads no images among its tokens.
+        image_tokens: maximum tokens of an image in a chat, without the texts around its crops; 0 if it reads none.
+        no_tokenizer: for a GGUF file, why its tokenizer cannot be built, and what to do; "" if it can.
     """
 
     path: Path
@@ -137,12 +137,12 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheFacts:
-    """The folder that keeps quantised weights.
+    """The folder for quantised weights.
 
     Attributes:
-        folder: None if they are not.
-        entries, size: how many checkpoints' there are, and the bytes they take.
-        problem: why none can be kept there; "" if they can.
+        folder: None if they are not cached.
+        entries, size: the number of checkpoints in it, and their bytes.
+        problem: why nothing can be cached there; "" if it can.
     """
 
     folder: Path | None
@@ -153,11 +153,11 @@ class CacheFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskFacts:
-    """The folder that keeps pages of the KV cache.
+    """The folder that stores pages of the KV cache.
 
     Attributes:
-        limit, used, free: bytes that pages may take and take, and that the disk has left.
-        problem: why none can be kept there; "" if they can.
+        limit, used, free: bytes that pages may take, bytes that they take, and bytes that are free on the disk.
+        problem: why none can be stored there; "" if they can.
     """
 
     folder: Path
@@ -190,26 +190,26 @@ def inspect_device(config: EngineConfig) -> str:
     """The device that would be used.
 
     Raises:
-        ConfigError: it is not there.
+        ConfigError: the device does not exist.
     """
     return str(choose_device(config.device))
 
 
 def inspect_gpu(config: EngineConfig) -> GpuFacts:
-    """The GPU that would be used, if the device is one.
+    """The GPU that would be used, if the device is a GPU.
 
     Raises:
-        ConfigError: it is not there.
+        ConfigError: the device does not exist.
     """
     device = choose_device(config.device)
     return replace(look_at(device, config.gpu_memory_utilization), no_kernels=gpu.obstacle(device.index))
 
 
 def inspect_model(config: EngineConfig) -> ModelFacts:
-    """The checkpoint and the memory it takes; only the headers of its files are read, and nothing is downloaded.
+    """The checkpoint and the memory that it takes; only the headers of its files are read, and nothing is downloaded.
 
     Raises:
-        ModelLoadError, UnsupportedModelError, ConfigError: what would prevent the start.
+        ModelLoadError, UnsupportedModelError, ConfigError: the error that would prevent the start.
     """
     pipeline = read_folder(locate(config.model, config.revision, config.hf_token, download=False))
     path = pipeline.transformer
@@ -302,7 +302,7 @@ def _hears(config: EngineConfig, path: Path, hf_config: Any) -> bool:
     """Whether it is a speech model.
 
     Raises:
-        ModelLoadError: it would be, but for what its files lack.
+        ModelLoadError: it would be one, but files lack something.
     """
     if getattr(hf_config, "model_type", None) != "whisper":
         return False
@@ -317,14 +317,14 @@ def _hears(config: EngineConfig, path: Path, hf_config: Any) -> bool:
 
 
 def inspect_flash(config: EngineConfig, path: Path) -> FlashFacts:
-    """The long prompts that torch's flash attention can compute of a model (`flash_prefill`, set or not), found by a
-    trial on the GPU. The trial compiles a kernel, if none has before, and takes some megabytes.
+    """The long prompts of a model that torch's flash attention can compute (`flash_prefill`, set or not), found by a
+    trial on the GPU. The trial compiles a kernel, unless one exists, and takes some megabytes.
 
     Args:
-        path: the model's folder, as `inspect_model` has found it.
+        path: the model's folder, found by `inspect_model`.
 
     Raises:
-        RuntimeError: torch's, where the GPU has no memory left.
+        RuntimeError: torch's, if the GPU has no memory left.
     """
     device = choose_device(config.device)
     with gpu.current(device):
@@ -342,7 +342,7 @@ def inspect_flash(config: EngineConfig, path: Path) -> FlashFacts:
 
 
 def inspect_quantization_cache(config: EngineConfig) -> CacheFacts:
-    """The folder that quantised weights are kept in; it is not made."""
+    """The folder for quantised weights; it is not created."""
     folder = find_folder(config.quantization_cache)
     if folder is None:
         return CacheFacts(folder=None)
@@ -360,7 +360,7 @@ def inspect_quantization_cache(config: EngineConfig) -> CacheFacts:
 
 
 def inspect_kv_disk(config: EngineConfig) -> DiskFacts:
-    """The folder that keeps pages; it is not made.
+    """The folder that stores pages; it is not created.
 
     Raises:
         ConfigError: other settings contradict it.
@@ -381,7 +381,7 @@ def inspect_kv_disk(config: EngineConfig) -> DiskFacts:
 
 
 def inspect_socket_folder() -> Path:
-    """The place where the folder of the engine's socket can be made.
+    """The folder in which the engine's socket can be created.
 
     Raises:
         ConfigError: nowhere.

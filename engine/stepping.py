@@ -1,7 +1,7 @@
-"""One step after the other: planned, launched, applied; and what is done when one fails.
+"""The cycle of steps: each is planned, launched and applied; also what happens when one fails.
 
-At depth 0 a step is applied before the next one is planned. At depth 1 the next one is planned and launched while it
-runs, so that the device has work while its answer is read and applied here.
+At depth 0 a step is applied before the next one is planned. At depth 1 the next step is planned and launched while one
+runs, so that the device has work while the answer is read and applied here.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Stepping:
     """Drives a scheduler and an executor.
 
     Args:
-        scheduler: plans, and keeps the steps in flight.
+        scheduler: plans the steps, and keeps those in flight.
         executor: computes.
-        budget: of a step's time, if that is limited.
-        depth: steps that are planned before an answer is known: 0 or 1.
+        budget: a limit on a step's time, if there is one.
+        depth: how many steps are planned before an answer is known: 0 or 1.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, budget: StepBudget | None, *, depth: int):
@@ -35,30 +35,30 @@ class Stepping:
         self._last_end = 0.0
 
     def advance(self) -> list[RequestDelta]:
-        """Apply one step, and launch what can run before or behind it; the news.
+        """Apply one step, and launch what can run before or behind it; returns the news.
 
         Raises:
-            EngineDeadError: no step can be computed any more.
+            EngineDeadError: no more steps can be computed.
         """
         steps = self._scheduler.in_flight
         try:
             self._fill()
             news = self._apply(steps.oldest) if steps else self._scheduler.take_outbox()
             if self._depth and not steps:
-                # Nothing could run ahead of that answer. The device gets its next step before the news are told.
+                # Nothing could run ahead of that answer. The device gets its next step before the news is delivered.
                 self._begin()
             return news
         except Exception:
             raise
-        except BaseException:  # Ctrl-C: its handler may go on with other requests
+        except BaseException:  # Ctrl-C: its handler may continue with other requests
             while steps:
                 self._scheduler.fail("interrupted")
             raise
 
     def _fill(self) -> None:
-        """See to it that steps are in flight: one, and another one ahead of its answer."""
+        """Keep steps in flight: one, and at depth 1 another ahead of its answer."""
         steps = self._scheduler.in_flight
-        while self._scheduler.skip():  # all its requests have ended: its answer is not needed
+        while self._scheduler.skip():  # all its requests have ended, so its answer is not needed
             pass
         if not steps:
             self._begin()
@@ -89,7 +89,7 @@ class Stepping:
             step.answer = error
 
     def _apply(self, step: InFlightStep) -> list[RequestDelta]:
-        """Wait for the answer of the oldest step, and apply it."""
+        """Wait for the oldest step's answer, and apply it."""
         try:
             assert step.plan is not None
             assert step.answer is not None
@@ -101,7 +101,7 @@ class Stepping:
         self._recovery.succeeded(partly=self._scheduler.in_flight.continues)
         plan = step.plan
         deltas = self._scheduler.update(result)
-        # The device begins with a step when it has ended the one before.
+        # The device begins a step when it has finished the one before.
         began, self._last_end = max(step.began, self._last_end), step.ended or time.perf_counter()
         seconds = self._last_end - began
         self._scheduler.stats.step_seconds += seconds

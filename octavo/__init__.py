@@ -1,7 +1,7 @@
-"""Octavo serves the transformer family: `from octavo import LLM`, or the `octavo` command.
+"""Octavo serves transformer models: `from octavo import LLM`, or the `octavo` command.
 
-In an installed package, `engine`, `server` and `cli` lie in this one, as `octavo.engine` and so on. In a checkout they
-lie beside it, and names in this one are the same modules (`octavo.checkout`).
+In an installed package, `engine`, `server` and `cli` are subpackages: `octavo.engine` and so on. In a checkout they are
+beside this package, and its names refer to the same modules (`octavo.checkout`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if not (Path(__file__).parent / "engine").is_dir():
 
 
 def __getattr__(name: str) -> Any:
-    """Import the engine when one of its names is first used: the command line needs none of it."""
+    """Import the engine when one of its names is first used, because the command line does not need it."""
     if name == "__version__":
         return import_module(f"{__name__}.cli").version()
     if name == "__all__" or not name.startswith("_"):
@@ -39,5 +39,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The engine's public names, as completion shows them."""
+    """The engine's public names, for completion."""
     return sorted([*__getattr__("__all__"), "__all__", "__version__"])

@@ -1,4 +1,4 @@
-"""The `octavo` command's first lines; `python -m octavo` works as the command does."""
+"""The first lines of the `octavo` command; `python -m octavo` does the same as the command."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from octavo.dependencies import explain
 
 
 def main() -> int:
-    """Entry point; returns the exit status of `cli.main.main`, or 1 if that cannot be reached."""
+    """Entry point; returns the exit status of `cli.main.main`, or 1 if it cannot be imported."""
     if "octavo.checkout" in sys.modules:
         problem = sys.modules["octavo.checkout"].shadowed()
         if problem is not None:
             print(f"octavo: {problem}", file=sys.stderr)
             return 1
-    # numpy's pool would have a thread for each CPU, and nothing to multiply.
+    # numpy's thread pool would have a thread for each CPU and nothing to do.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         status: int = import_module("octavo.cli.main").main()

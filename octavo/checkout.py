@@ -1,4 +1,4 @@
-"""Names of an installed package in a checkout: `octavo.engine` is `engine`, which lies beside it."""
+"""Names of the installed package in a checkout: `octavo.engine` is `engine`, beside the package."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _HOME = Path(__file__).resolve().parent.parent
 
 
 def find_beside() -> None:
-    """Let names of packages in `octavo` be found beside it."""
+    """Make the packages beside `octavo` available under its name."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())  # others would find modules of `engine` a second time
+        sys.meta_path.insert(0, _Finder())  # otherwise modules of `engine` would be found twice
 
 
 def shadowed() -> str | None:
-    """The reason why one of the packages is not this project's, or None if all are: their names are common ones."""
+    """The reason why one of the packages is not this project's (their names are common), or None if all are."""
     return next(filter(None, map(_shadow, PACKAGES)), None)
 
 
@@ -33,8 +33,8 @@ def _shadow(name: str) -> str | None:
         return None
     return (
         f"Octavo's package {name!r} ({_HOME / name}) is shadowed by another package of that name: "
-        f"{found or 'a folder without __init__.py'}. Start Python in another folder, remove the other "
-        "package from PYTHONPATH, or install Octavo (pip install .), which gives its packages names of their own."
+        f"{found or 'a folder without __init__.py'}. Start Python in another folder, remove the other package from "
+        "PYTHONPATH, or install Octavo (pip install .), which gives its packages unique names."
     )
 
 
@@ -56,7 +56,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Same(Loader):
-    """The module itself, whose own name it keeps."""
+    """Returns the module itself, which keeps its own name."""
 
     def __init__(self, spec: ModuleSpec):
         self._spec = spec
@@ -68,6 +68,6 @@ class _Same(Loader):
         module.__spec__ = self._spec
 
     def get_code(self, fullname: str) -> CodeType:
-        """The code that `python -m` runs."""
+        """The code for `python -m`."""
         code: CodeType = self._spec.loader.get_code(self._spec.name)  # type: ignore[union-attr]
         return code

@@ -1,4 +1,4 @@
-"""An environment that lacks a package that Octavo needs."""
+"""Errors in an environment without a package that Octavo needs."""
 
 from __future__ import annotations
 

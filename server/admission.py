@@ -13,21 +13,22 @@ from typing import Self
 from server.errors import ApiError
 from server.pace import Mean, Pace
 
-OVERLOADED = "overloaded"  # the code of a refusal for lack of room
-LONGEST_WAIT = 60  # seconds that Retry-After asks for at most
-RESERVE = 8  # so many times smaller than a bound is what keys with little in the service have beyond it
-_LEAST_REMEMBERED = 64  # events of which a pace is made
-CHARACTERS_PER_TOKEN = 4  # roughly, of English; an estimate until the text has been tokenised
+OVERLOADED = "overloaded"  # the error code for lack of room
+LONGEST_WAIT = 60  # maximum seconds in Retry-After
+RESERVE = 8  # tenants with little in the service may exceed a bound by this fraction (its reciprocal)
+_LEAST_REMEMBERED = 64  # events that determine a pace
+CHARACTERS_PER_TOKEN = 4  # a rough value for English; only an estimate until the text is tokenised
 
 
 def estimate_tokens(text: str) -> int:
-    """About how many tokens a text will have."""
+    """An estimate of the number of tokens in a text."""
     return len(text) // CHARACTERS_PER_TOKEN + 1
 
 
 @dataclass(slots=True)
 class _Account:
-    """A tenant's work in the service: its prompts, the prompts that wait for their first token, and their tokens."""
+    """One tenant's work in the service: its prompts, its prompts that wait for their first token, and the tokens of
+    these."""
 
     prompts: int = 0
     waiting: int = 0
@@ -35,29 +36,29 @@ class _Account:
 
 
 class Admission:
-    """Counts the prompts in the service and the prompt tokens that wait. Refuses requests beyond the bounds.
+    """Counts the prompts in the service and the waiting prompt tokens. Refuses requests beyond the bounds.
 
-    A prompt is in the service from its reservation until its answers are complete, or it was refused or
-    aborted. It waits, and its tokens do, from the reservation until its first token has come. A request that finds no
-    waiting tokens is admitted whatever its size: no valid prompt is refused for ever.
+    A prompt is in the service from its reservation until its answers are complete or the prompt is refused or aborted.
+    It and its tokens count as waiting from the reservation until its first token. A request is admitted at any size if
+    no tokens are waiting, so no valid prompt is refused for ever.
 
-    Tenants share the bounds. If several tenants have requests in the service, a tenant within its equal share of a
-    bound may exceed the bound by an eighth. Other tenants are refused at the bound. So capacity that one tenant has
-    filled passes to the others as its requests end.
+    Tenants share the bounds. If several tenants have requests in the service, a tenant below its equal share of a bound
+    may exceed the bound by an eighth. Other tenants are refused at the bound. So capacity that one tenant has filled
+    goes to the others as its requests end.
 
-    The waiting time of a new prompt is estimated from the prompts that are served before it, tenants in turn, and from
-    the recent pace of first tokens.
+    The waiting time of a new prompt is estimated from the prompts that are served before it (round-robin over tenants)
+    and from the recent pace of first tokens.
 
     Args:
-        max_running: prompts that can be worked on at the same time.
-        max_queued: prompts allowed beyond those.
-        max_queued_tokens: prompt tokens that may wait.
-        rejected: told why, for each refused request: queue_full, queue_time, queued_tokens or deadline.
-        max_queue_time: seconds that a prompt may have to wait while the engine lacks room; 0 for any. None: half as
-            long as a first token has recently taken while there was room; while no pace is known, one prompt of each
-            tenant may wait.
-        lacks_room: the engine has no room for the next prompt until another one ends.
-        clock: seconds that only grow, those of deadlines.
+        max_running: maximum prompts that run at the same time.
+        max_queued: maximum prompts in addition to these.
+        max_queued_tokens: maximum prompt tokens that may wait.
+        rejected: called with the reason for each refused request: queue_full, queue_time, queued_tokens or deadline.
+        max_queue_time: maximum seconds that a prompt may wait while the engine lacks room; 0 for no limit. None: half
+            of the recent time to first token while there was room; until that is known, one prompt of each tenant may
+            wait.
+        lacks_room: whether the engine has no room for the next prompt until another one ends.
+        clock: monotonic seconds, the clock of deadlines.
 
     Attributes:
         num_prompts: prompts in the service.
@@ -82,28 +83,28 @@ class Admission:
         self._rejected = rejected
         self._lacks_room = lacks_room
         self._clock = clock
-        self._accounts: dict[str | None, _Account] = {}  # of tenants with something in the service
-        # What began together may end together: a pace is that of more prompts than run at a time.
+        self._accounts: dict[str | None, _Account] = {}  # only tenants with something in the service
+        # Prompts that began together may end together, so a pace is measured over more prompts than run at a time.
         memory = max(_LEAST_REMEMBERED, 2 * max_running)
         self._endings = Pace(clock, memory)
         self._starts = {lacking: Pace(clock, memory) for lacking in (False, True)}
         self._lacked_room = False  # as of the latest change
         self._runs = Mean(_LEAST_REMEMBERED)  # seconds from a prompt's first token to its end
-        self._prefills = Mean(_LEAST_REMEMBERED)  # seconds to the first token of a prompt that found room
+        self._prefills = Mean(_LEAST_REMEMBERED)  # seconds to the first token, for prompts that found room
         self._num_waiting = 0
         self.num_prompts = 0
         self.num_queued_tokens = 0
 
     @property
     def max_prompts(self) -> int:
-        """Prompts that may be in the service at once."""
+        """Maximum prompts in the service at once."""
         return self._max_running + self._max_queued
 
     def check(self, tenant: str | None = None) -> None:
-        """Refuse a request of which no more is known than whose it is, if any would be refused.
+        """Refuse a request of which only the tenant is known, if any request of that tenant would be refused.
 
         Raises:
-            ApiError: 503, there is no room.
+            ApiError: 503 if there is no room.
         """
         with self._counting():
             self._check_prompts(1, tenant)
@@ -119,15 +120,15 @@ class Admission:
         *,
         patient: bool = False,
     ) -> Ticket:
-        """Slots for so many prompts with about so many tokens, to be released by leaving the ticket's context.
+        """Reserve slots for prompts with an estimated number of tokens; leaving the ticket's context releases them.
 
         Args:
-            tenant: on whose behalf.
-            deadline: seconds of the clock by which the first token must have come.
-            patient: the request waits and asks again, so that a refusal does not count as one.
+            tenant: the tenant of the request.
+            deadline: time on the clock by which the first token must arrive.
+            patient: the request waits and asks again, so a refusal is not counted.
 
         Raises:
-            ApiError: 503 while there is no room, or none in time; 400 if there never will be.
+            ApiError: 503 while there is no room, or none before the deadline; 400 if there will never be room.
         """
         if prompts > self.max_prompts:
             raise ApiError(
@@ -145,7 +146,7 @@ class Admission:
         return Ticket(self, tenant, prompts, tokens, crowded=crowded)
 
     async def look(self, tenant: str | None = None) -> None:
-        """`check`, as every gate has it."""
+        """Same as `check`; the common interface of all gates."""
         self.check(tenant)
 
     async def admit(
@@ -157,21 +158,21 @@ class Admission:
         *,
         patient: bool = False,
     ) -> Ticket:
-        """`reserve`, as every gate has it."""
+        """Same as `reserve`; the common interface of all gates."""
         return self.reserve(prompts, tokens, tenant, deadline, patient=patient)
 
     def measure(self, tenant: str | None, estimate: int, exact: int) -> None:
-        """Put the exact number of tokens in the estimate's place.
+        """Replace the estimate by the exact number of tokens.
 
         Raises:
-            ApiError: 503, if that is too many; the estimate then stays.
+            ApiError: 503 if there are too many tokens; the estimate then stays.
         """
         with self._counting():
             self._check_tokens(exact, estimate, tenant, "")
         self.change(tenant, tokens=exact - estimate)
 
     def change(self, tenant: str | None, *, prompts: int = 0, waiting: int = 0, tokens: int = 0) -> None:
-        """A tenant has so many more in the service, or fewer."""
+        """Change a tenant's counts in the service by these numbers."""
         account = self._accounts.setdefault(tenant, _Account())
         account.prompts += prompts
         account.waiting += waiting
@@ -186,23 +187,23 @@ class Admission:
         self._watch()
 
     def started(self, tenant: str | None, tokens: int, prefill: float | None) -> None:
-        """A prompt's first token has come, so that so many tokens wait no longer; `prefill` seconds after the
-        reservation if it has found room."""
+        """Record that a prompt's first token has arrived, so these tokens no longer wait; `prefill` is the seconds
+        since the reservation, for a prompt that found room."""
         if prefill is not None:
             self._prefills.add(prefill)
         self._starts[self._lacked_room].count()
         self.change(tenant, waiting=-1, tokens=-tokens)
 
     def ran(self, seconds: float) -> None:
-        """A prompt has ended in order, so long after its first token."""
+        """Record that a prompt has ended normally, this many seconds after its first token."""
         self._runs.add(seconds)
 
     def now(self) -> float:
-        """Seconds of the clock."""
+        """Seconds on the clock."""
         return self._clock()
 
     def _watch(self) -> None:
-        """Paces are measured while there is something to do."""
+        """Measure paces only while there is work."""
         lacking = self._lacked_room = self._lacks_room()
         self._endings.switch(self.num_prompts > 0)
         self._starts[lacking].switch(self._num_waiting > 0)
@@ -212,7 +213,8 @@ class Admission:
         return self._accounts.get(tenant) or _Account()
 
     def _is_owed(self, tenant: str | None, held: int, more: int, bound: int, excess: int) -> bool:
-        """The tenant may go beyond a bound by so much: others have something in the service, and it has little."""
+        """Whether the tenant may exceed a bound by this much: other tenants have requests in the service, and it has
+        few."""
         sharers = len(self._accounts) + (tenant not in self._accounts)
         return sharers > 1 and held + more <= max(bound // sharers, 1) and excess <= max(bound // RESERVE, 1)
 
@@ -229,9 +231,9 @@ class Admission:
             )
 
     def _check_time(self, tenant: str | None, deadline: float | None) -> bool:
-        """Whether something that runs must end before the prompt can begin."""
+        """Check that the prompt can begin before its deadline, if another one must end first."""
         own = self._account(tenant).waiting
-        # Tenants are served in turn: of each other one no more are served before than of this one.
+        # Tenants are served round-robin, so no more prompts of another tenant come first than of this one.
         ahead = sum(min(account.waiting, own + (name != tenant)) for name, account in self._accounts.items())
         seconds, missing = self._expect(ahead)
         if own and missing > 1:
@@ -248,7 +250,7 @@ class Admission:
         return missing > 0
 
     def _check_queue_time(self, seconds: float) -> None:
-        """Seconds that a prompt would have to wait, where another one waits for a place already."""
+        """Check the seconds that a prompt would wait, if another one already waits for a slot."""
         limit = self._max_queue_time
         if limit is None:
             limit, known = self._prefills.value / 2, self._prefills.count > 0 and self._runs.count > 0
@@ -270,25 +272,26 @@ class Admission:
             )
 
     def _expect(self, ahead: int) -> tuple[float, int]:
-        """Seconds until the first token of a prompt that so many go before; how many that run must end first."""
+        """Expected seconds until the first token of a prompt that has this many prompts before it, and how many running
+        ones must end first."""
         running = self.num_prompts - self._num_waiting
         lacking = self._lacks_room()
         missing = ahead + 1 if lacking else ahead + 1 - max(self._max_running - running, 0)
         if missing <= 0:
             return self._starts[False].seconds * (ahead + 1), 0
-        # So many have to end, each in its time, and as many as run do so beside each other. That is known also when
-        # the room has only just become short.
+        # These prompts must end, and as many as run end in parallel. This is known even if room has only just become
+        # short.
         ending = self._runs.value / max(running if lacking else self._max_running, 1)
         return max(self._starts[True].seconds, ending) * missing, missing
 
     def _check_tokens(self, tokens: int, own: int, tenant: str | None, about: str) -> None:
-        """`own` of the waiting tokens are the request's, and will make room for these."""
+        """Check the limit on waiting tokens; `own` of them are the request's and will be replaced by these."""
         others = self.num_queued_tokens - own
         missing = others + tokens - self._max_queued_tokens
         if not others or missing <= 0:
             return
         held = self._account(tenant).tokens - own
-        # The first one of a tenant may be of any size here, too.
+        # A tenant's first prompt may have any size here too.
         more, excess = (tokens, missing) if held else (0, missing - tokens)
         if not self._is_owed(tenant, held, more, self._max_queued_tokens, excess):
             raise self._refusal(
@@ -304,7 +307,7 @@ class Admission:
 
     @contextmanager
     def _counting(self, counts: bool = True) -> Iterator[None]:
-        """Tell why a request is refused, if that counts."""
+        """Report why a request is refused, if the refusal counts."""
         try:
             yield
         except _Refusal as refusal:
@@ -313,14 +316,14 @@ class Admission:
             raise
 
     def _refusal(self, reason: str, message: str, limit: str, seconds: float) -> _Refusal:
-        """The answer; `seconds` from now there may be room."""
+        """The error response; there may be room in `seconds`."""
         wait = max(1, min(math.ceil(seconds), LONGEST_WAIT))
         message += f" Try again in {wait} s, or raise {limit}."
         return _Refusal(reason, message, wait)
 
 
 class _Refusal(ApiError):
-    """There is no room for a request; there may be in so many seconds."""
+    """There is no room for a request; there may be in this many seconds."""
 
     def __init__(self, reason: str, message: str, seconds: int):
         super().__init__(503, message, code=OVERLOADED, headers={"Retry-After": str(seconds)})
@@ -328,17 +331,17 @@ class _Refusal(ApiError):
 
 
 class Ticket:
-    """The slots of one request. Leaving its context releases what is still held, however the request ended.
+    """The slots of one request. Leaving its context releases all slots still held, however the request ended.
 
     Attributes:
-        num_unfinished: prompts that have not ended in order, also after the release.
+        num_unfinished: prompts that have not ended normally, also after the release.
     """
 
     def __init__(self, admission: Admission, tenant: str | None, prompts: int, tokens: int, *, crowded: bool = False):
         self._admission = admission
         self._tenant = tenant
         self._estimate = tokens
-        self._tokens = [0] * prompts  # of each prompt that wait, once they are known
+        self._tokens = [0] * prompts  # waiting tokens of each prompt, once known
         self._waits = [True] * prompts
         self._reserved = None if crowded else admission.now()
         self._began = [0.0] * prompts
@@ -361,13 +364,13 @@ class Ticket:
         """Replace the estimate by each prompt's number of tokens.
 
         Raises:
-            ApiError: 503, if these are too many.
+            ApiError: 503 if there are too many tokens.
         """
         self._admission.measure(self._tenant, self._estimate, sum(tokens))
         self._estimate, self._tokens = 0, list(tokens)
 
     async def measured(self, tokens: Sequence[int]) -> None:
-        """The `measure` that every place has."""
+        """The `measure` method that all kinds of slots have."""
         self.measure(tokens)
 
     def started(self, index: int) -> None:
@@ -380,14 +383,15 @@ class Ticket:
             self._tokens[index] = 0
 
     def progressed(self, index: int, tokens: int) -> None:
-        """Note that so many of a prompt's tokens wait no longer; a number beyond those that wait means all of them."""
+        """Record that this many of a prompt's tokens no longer wait; a larger number than are waiting means all of
+        them."""
         if not self._released:
             tokens = min(tokens, self._tokens[index])
             self._admission.change(self._tenant, tokens=-tokens)
             self._tokens[index] -= tokens
 
     def finished(self, index: int) -> None:
-        """A prompt's answers are complete: its slot is free."""
+        """A prompt's answers are complete; its slot is released."""
         if self._held[index] and not self._released:
             waited, tokens = self._waits[index], self._tokens[index]
             if not waited:

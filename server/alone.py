@@ -1,4 +1,4 @@
-"""A service that is one process beside its engine's."""
+"""A service with one HTTP process and one engine process."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def serve_alone(
     listener: Listener,
     log_format: LogFormat,
 ) -> int:
-    """Load the model, and serve until a signal; the exit status.
+    """Load the model and serve until a signal; returns the exit status.
 
     Raises:
-        OctavoError: the model cannot be loaded, or a setting is wrong.
+        OctavoError: the model cannot be loaded, or a setting is invalid.
     """
     with answering_while_loading(listener.socket, settings, model_id) as tell:
         server = _prepare(config, settings, model_id, version, listener, log_format, tell)
@@ -44,7 +44,7 @@ def run_server(server: LoneServer, listener: Listener) -> int:
     """Serve until a signal; the exit status."""
     from server.serving import end_soon
 
-    # For the moments before uvicorn's own handlers stand, and after them.
+    # Handlers for the time before and after uvicorn's own.
     def stop(signum: int, frame: FrameType | None) -> None:
         server.should_exit = True
 
@@ -68,9 +68,9 @@ def _prepare(
 ) -> LoneServer:
     api_keys = KeyRing()
     reload = KeyReload(settings, api_keys)
-    reload.listen()  # before the file is read, so that no change of it is missed
+    reload.listen()  # before the file is read, so that no change is missed
     api_keys.replace(read_api_keys(settings))
     made = assemble(config, settings, model_id, version, log_format, api_keys, tell)
-    from server.lone import LoneServer  # with the app, while the engine loads
+    from server.lone import LoneServer  # in parallel with the app, while the engine loads
 
     return LoneServer(made.app, made.client, made.drain, listener, model_id, reload, settings)

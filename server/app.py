@@ -84,26 +84,26 @@ from server.tracing.start import start_tracing
 if TYPE_CHECKING:
     from server.tracing.otlp import Tracing
 
-BODY_BYTES_PER_TOKEN = 32  # a token of text has about 4; what is escaped, and what stands around texts, has more
+BODY_BYTES_PER_TOKEN = 32  # a token of text has about 4 characters; escapes and the JSON around texts take more
 
 
 class OctavoApp(FastAPI):
-    """FastAPI behind the front door.
+    """FastAPI behind the service's middleware.
 
     From the outside in: the request's id, the shape of errors, the host and the origin, Starlette's handler of
-    unexpected exceptions, HEAD, the drain, the API key, the request's trace where there are traces, the key's limits,
-    the memory, what is refused while the service is full, the body's limits, the handlers of expected errors, the
-    routes. So every answer carries the id, an allowed web page can read all answers, and no body is read without a key.
+    unexpected exceptions, HEAD, the drain, the API key, the request's trace if tracing is on, the key's limits, the
+    memory limit, refusals while the service is full, the body's limits, the handlers of expected errors, the routes. So
+    every response has the id, an allowed web page can read all responses, and no body is read without a key.
     """
 
     gate: Callable[[ASGIApp], ASGIApp]
 
     def build_middleware_stack(self) -> ASGIApp:
-        """The whole stack, the id outermost, where FastAPI lets no middleware be."""
+        """The whole stack, with the id outermost, where FastAPI does not allow middleware."""
         return RequestIdMiddleware(MessageErrors(self.gate(super().build_middleware_stack())))
 
     def openapi(self) -> dict[str, Any]:
-        """The document, with what the front door adds."""
+        """The document, with the middleware's additions."""
         if self.openapi_schema is None:
             self.openapi_schema = openapi.with_front_door(super().openapi(), self.state.service.settings)
         return self.openapi_schema
@@ -130,25 +130,25 @@ def create_app(
 
     Args:
         client: a started engine; the app's lifespan closes it at the end.
-        tokenizer: the model's, or None: then prompts are token ids and texts empty.
-        model_id: the model's name to clients.
-        version: shown in the API's documentation.
-        settings: of the service (default: all defaults; the environment is not read).
-        drain: through which the service is told to stop.
-        api_keys: those of the settings, if they have been read already.
-        tracing: that of the settings, if it has been started already; the app's lifespan closes it.
-        memory: what the process may have (default: as much as it gets).
-        response_store: that of the settings, if it has been opened already; the app's lifespan closes it.
+        tokenizer: the model's tokenizer; None: prompts are token ids and texts are empty.
+        model_id: the model's name for clients.
+        version: version shown in the API's documentation.
+        settings: the service's settings (default: all defaults; the environment is not read).
+        drain: tells the service to stop.
+        api_keys: the keys from the settings, if they are already read.
+        tracing: the tracing from the settings, if it is already started; the app's lifespan closes it.
+        memory: the memory limit of the process (default: none).
+        response_store: the store from the settings, if it is already open; the app's lifespan closes it.
         batch_store: likewise, of batches.
-        commons: what this process has in common with others that answer HTTP beside it (default: there are none); the
-            app's lifespan closes it.
-        created: Unix seconds, shown as the model's time of creation (default: now).
+        commons: the state shared with other processes that answer HTTP (default: there are none); the app's lifespan
+            closes it.
+        created: the model's creation time in Unix seconds (default: now).
         several: the models of a service that has several; `client` is then `server.models.engines.AllEngines`, and
             `commons` must be given.
 
     Raises:
-        ConfigError: the file with API keys cannot be read, Redis cannot be used, requests cannot be traced, answers
-            cannot be stored, or a parser is not known.
+        ConfigError: the file with API keys cannot be read, Redis or tracing cannot be used, answers cannot be stored,
+            or a parser is unknown.
     """
 
     @asynccontextmanager
@@ -188,7 +188,7 @@ def create_app(
         version=version,
         summary="An OpenAI-compatible model server.",
         lifespan=lifespan,
-        redirect_slashes=False,  # clients do not follow with a body; an unknown route says what is wrong
+        redirect_slashes=False,  # clients would drop the body; a 404 is clearer
         middleware=[
             Middleware(HeadMiddleware),
             Middleware(DrainGate, drain=drain, rejected=metrics.rejected),
@@ -306,10 +306,10 @@ async def _running(batches: Batches | None) -> AsyncIterator[None]:
 
 
 def make_reader(tokenizer: Tokenizer | None, settings: ServerSettings) -> AnswerReader:
-    """The object that reads the answers of a model with this tokenizer.
+    """The object that parses the answers of a model with this tokenizer.
 
     Raises:
-        ConfigError: the settings name a format that there is not.
+        ConfigError: the settings name an unknown format.
     """
     if tokenizer is None:
         return AnswerReader(Formats())
@@ -327,7 +327,7 @@ def make_reader(tokenizer: Tokenizer | None, settings: ServerSettings) -> Answer
 
 
 def needed_bodies(info: EngineInfo) -> dict[str, int]:
-    """Bytes that bodies need at most where they hold one text: many for each token that the model reads."""
+    """Maximum bytes of bodies with a single text: many bytes per token that the model reads."""
     longest = max(Room.of_prompt(info).tokens, MAX_TOKENIZED)
     paths = (
         "/v1/chat/completions", "/chat/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages",
@@ -340,8 +340,8 @@ def needed_bodies(info: EngineInfo) -> dict[str, int]:
 
 
 def full_checks(commons: Commons, store: ResponseStore | None) -> dict[str, Check]:
-    """The checks, by path, that say when no request to a path would be admitted. With a store, a response may wait in
-    the background; only its body says so."""
+    """The checks, by path, that refuse a request if no request to the path would be admitted. With a store, a response
+    may wait in the background; only its body tells, so its path has no check."""
     checks: dict[str, Check] = {}
     for module, gate in (
         (completions, commons.generating),

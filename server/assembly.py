@@ -1,4 +1,4 @@
-"""A service in one process, without what carries it: the engine, the app over it, and what both have in common."""
+"""A service in one process, without its web server: the engine, the app, and their shared parts."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """The parts that a server carries.
+    """The parts that a server runs.
 
     Attributes:
         app: its lifespan closes the client at the end.
-        client: of an engine that has loaded.
-        drain: through which the app is told to stop.
+        client: the client of a loaded engine.
+        drain: tells the app to stop.
     """
 
     app: FastAPI
@@ -51,19 +51,19 @@ def assemble(
     api_keys: KeyRing,
     tell: Tell = lambda percent: None,
 ) -> Assembly:
-    """Load the model and build the app over it; blocks until it can serve.
+    """Load the model and build the app; blocks until it can serve.
 
     Args:
         config: the engine's settings.
-        settings: the service's.
-        model_id: the model's name to clients.
-        version: shown in the API's documentation.
-        log_format: of the engine's lines.
-        api_keys: asked at each request, so that they may change.
-        tell: called with the percentage of the weights that are loaded.
+        settings: the service's settings.
+        model_id: the model's name for clients.
+        version: version shown in the API's documentation.
+        log_format: format of the engine's log lines.
+        api_keys: read at each request, so that they may change.
+        tell: called with the percentage of the loaded weights.
 
     Raises:
-        OctavoError: the model cannot be loaded, or a setting is wrong.
+        OctavoError: the model cannot be loaded, or a setting is invalid.
     """
     tracing = start_tracing(settings, version)
     response_store = open_store(settings)
@@ -72,7 +72,7 @@ def assemble(
 
     def known() -> Known:
         workers.start()
-        # Beside the worker that reads the config: the engine waits for that, and not for the app.
+        # In parallel with the worker that reads the config: the engine waits for the worker, not for the app.
         threading.Thread(target=import_app, name="octavo-app", daemon=True).start()
         return ask_known(config, workers)
 
@@ -84,7 +84,7 @@ def assemble(
     tokenizer = read_tokenizer(config, client.info, *early)
     log_facts(client.info, tokenizer, model_id)
     if tokenizer is None or tokenizer.chat_template is None:
-        workers.close()  # where there are conversations, they are ready for the first one
+        workers.close()  # workers for chat templates are ready for the first conversation
     drain = Drain()
     app = create_app(
         client,

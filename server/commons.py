@@ -1,5 +1,5 @@
-"""The common state of the processes that answer HTTP: kept here if there is one process, or by another process
-(`server.processes`) if there are several beside one engine."""
+"""The shared state of the processes that answer HTTP: kept here if there is one process, or by another process
+(`server.processes`) if several share one engine."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Commons:
     """The counts over all processes.
 
     Attributes:
-        metrics: where this process counts.
-        generating: bounds what generates.
-        pooling: bounds requests for vectors, classes and masked tokens; each counts as one, whatever it holds.
-        tokenizing: bounds calls of /tokenize and /detokenize.
-        keys: what API keys have running.
-        make_turns: what hands inputs to an engine with these facts; called once.
-        render: the exposition of all metrics, and its content type, for what a scraper accepts.
-        cancel: ends an answer of a tenant, by its id, that another process streams; it as far as it is, or None if
-            there is none.
-        close: gives up what is held.
+        metrics: the metrics of this process.
+        generating: limits requests that generate text.
+        pooling: limits requests for vectors, classes and masked tokens; each counts as one, however many inputs it has.
+        tokenizing: limits calls of /tokenize and /detokenize.
+        keys: counts the running requests of API keys.
+        make_turns: makes the object that submits inputs to an engine with these facts; called once.
+        render: the text of all metrics and its content type, in a format that the scraper accepts.
+        cancel: ends a tenant's answer, by id, that another process streams; returns the answer so far, or None if there
+            is none.
+        close: releases all resources.
     """
 
     metrics: RequestMetrics
@@ -51,12 +51,12 @@ class Commons:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admissions:
-    """The bounds that the settings ask for, each of a kind of requests.
+    """The limits from the settings, one for each kind of request.
 
     Args:
         client: the engine.
-        settings: of the service.
-        rejected: told why, for each refused request.
+        settings: the service's settings.
+        rejected: called with the reason for each refused request.
     """
 
     generating: Admission
@@ -65,7 +65,7 @@ class Admissions:
 
     @classmethod
     def of(cls, client: EngineClient, settings: ServerSettings, rejected: Callable[[str], None]) -> Admissions:
-        """The commons of a service."""
+        """The shared state of a service."""
         generating = _admission(
             client.info,
             settings,
@@ -78,7 +78,7 @@ class Admissions:
 
 
 def own_commons(client: EngineClient, settings: ServerSettings, model_id: str, version: str) -> Commons:
-    """The commons of a process that is alone.
+    """The shared state of a service with one HTTP process.
 
     Raises:
         ConfigError: Redis cannot be used.
@@ -97,7 +97,7 @@ def own_commons(client: EngineClient, settings: ServerSettings, model_id: str, v
         return metrics.render(accept)
 
     async def cancel(response_id: str, tenant: str | None) -> None:
-        """There is no other process."""
+        """Does nothing: there is no other process."""
 
     return Commons(
         metrics=metrics,
@@ -113,8 +113,8 @@ def own_commons(client: EngineClient, settings: ServerSettings, model_id: str, v
 
 
 def max_queued_tokens(info: EngineInfo, settings: ServerSettings) -> int:
-    """Prompt tokens that may wait. By default they fill the KV cache `QUEUED_CACHES` times, or, where a model has none,
-    the largest that one might have."""
+    """Maximum prompt tokens that may wait. By default they fill the KV cache `QUEUED_CACHES` times; for a model without
+    one, the largest cache that it might have."""
     if settings.max_num_queued_tokens is not None:
         return settings.max_num_queued_tokens
     held = _max_running(info) * info.max_model_len if info.encoder_only else info.num_blocks * info.block_size

@@ -38,7 +38,7 @@ from server.metrics.requests import RequestMetrics
 from server.models.status import ModelStatus
 from server.response_store import ResponseStore
 
-# What clients of servers with a single model call it: llama.cpp's, text-generation-inference's and others.
+# Names for the model that clients of single-model servers send: llama.cpp's, text-generation-inference's and others.
 ANY_MODEL = frozenset({"", "default", "dummy", "tgi"})
 
 
@@ -48,17 +48,17 @@ class Cancellable(Protocol):
     terms: Terms
 
     def cancel(self) -> dict[str, Any]:
-        """End it; it as far as it is."""
+        """End the answer; returns the answer so far."""
 
 
 class Followed(Protocol):
-    """An answer that is made whether its client stays or not; see `server.answering.background`."""
+    """An answer that does not depend on its client; see `server.answering.background`."""
 
     events: list[str]
     done: bool
 
     async def changed(self) -> None:
-        """Wait until there are further events, or there will be none."""
+        """Wait until there are new events or the answer has ended."""
 
 
 class Batches(Protocol):
@@ -77,7 +77,7 @@ class Models(Protocol):
         """A context in which models are loaded and unloaded."""
 
     def statuses(self) -> list[ModelStatus]:
-        """All of them, the default one first."""
+        """The statuses of all models, the default one first."""
 
     def find(self, name: str) -> ModelStatus | None:
         """The model that a request with this `model` gets: by its name, an alias, or the name of an adapter; None if
@@ -107,8 +107,8 @@ class Models(Protocol):
         """
 
     def keep(self, name: str, seconds: float | None) -> None:
-        """Unload a loaded model when no request has used it for so many seconds, until it is loaded again; None:
-        never, if its memory is not needed."""
+        """Unload a loaded model when no request has used it for this many seconds, until it is loaded again; None:
+        never, unless its memory is needed."""
 
     def service_of(self, name: str) -> Service | None:
         """The service of a loaded model; None if it is not loaded, or there is none of this name."""
@@ -119,36 +119,36 @@ class Models(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """The served model and the way to it.
+    """The served model and everything needed to serve it.
 
     Attributes:
         client: the engine.
-        tokenizer: None if the model has none: then prompts are token ids and texts empty.
-        model_id: the name under which clients know the model.
+        tokenizer: the tokenizer; None: prompts are token ids and texts are empty.
+        model_id: the model's name for clients.
         metrics: this app's counters.
-        commons: what is counted over all processes that answer HTTP.
-        turns: hands inputs for vectors, classes and masked tokens to the engine.
-        live: what clients of the live feed are shown.
-        response_store: keeps answers of /v1/responses; None if none are kept.
+        commons: the counts over all processes that answer HTTP.
+        turns: submits inputs for vectors, classes and masked tokens to the engine.
+        live: the live feed.
+        response_store: stores answers of /v1/responses; None if none are stored.
         batches: keeps files and batches; None if there are none.
-        running_responses: its streams, by their ids.
-        background: its answers that this process makes in the background, by their ids.
-        drain: whether the service stops.
-        memory: whether the process has too much.
+        running_responses: its streams, by id.
+        background: its background answers in this process, by id.
+        drain: whether the service is stopping.
+        memory: whether the process uses too much memory.
         renderer: renders chat messages.
-        answers: the object that reads the model's answers.
-        grammars: tries what answers must look like, before the engine is asked.
-        images: reads those of requests; None if that is not needed.
+        answers: parses the model's answers.
+        grammars: tries formats of answers before they reach the engine.
+        images: decodes images in requests; None if the model takes none.
         chat_images: reads those of conversations; None: the model reads none there.
-        reading: held while a large body is read, so that memory is needed for one at a time.
-        decoding: held while a part of a sound is decoded, which takes the memory of the file several times.
-        queueing: held by the background responses that ask for room next; the others wait behind them.
-        settings: of the service.
-        created: Unix seconds, shown as the model's time of creation.
-        version: of the service.
+        reading: held while a large body is parsed, so that only one needs memory at a time.
+        decoding: held while a part of a sound is decoded, which takes several times the memory of the file.
+        queueing: held by the background responses that ask for room next; the others wait.
+        settings: the service's settings.
+        created: the model's creation time in Unix seconds.
+        version: the service's version.
         aliases: other names of the model.
         using: a context in which the model stays loaded, for work that outlives its request.
-        models: of a service with several; None if there is one.
+        models: the models of a service with several; None if there is one.
     """
 
     client: EngineClient
@@ -181,33 +181,33 @@ class Service:
 
     @property
     def fingerprint(self) -> str:
-        """`system_fingerprint` of answers: by which server they were made."""
+        """`system_fingerprint` of answers: it identifies the server."""
         return f"octavo-{self.version}"
 
     @property
     def admission(self) -> Gate:
-        """Bounds requests that generate text."""
+        """Limits requests that generate text."""
         return self.commons.generating
 
     @property
     def pooling(self) -> Gate:
-        """Bounds requests for vectors, classes and masked tokens."""
+        """Limits requests for vectors, classes and masked tokens."""
         return self.commons.pooling
 
     @property
     def tokenizing(self) -> Gate:
-        """Bounds calls of /tokenize and /detokenize."""
+        """Limits calls of /tokenize and /detokenize."""
         return self.commons.tokenizing
 
     async def admit(self, prompts: int, tokens: int, terms: Terms, *, patient: bool = False) -> Place:
-        """Slots for so many prompts with about so many tokens.
+        """Slots for prompts with an estimated number of tokens.
 
         Args:
-            patient: the request waits and asks again, so that a refusal does not count as one.
+            patient: the request waits and asks again, so a refusal does not count.
 
         Raises:
-            EngineDeadError: nothing can be served at the moment.
-            ApiError: there is no room, or none in time.
+            EngineDeadError: nothing can be served now.
+            ApiError: there is no room, or none before the deadline.
         """
         self._check_alive(counts=not patient)
         place = await self.admission.admit(prompts, tokens, terms.tenant, terms.deadline, patient=patient)
@@ -215,10 +215,10 @@ class Service:
         return place
 
     async def admit_pooling(self, tokens: int, terms: Terms) -> Place:
-        """A place for a request whose inputs, however many, have about so many tokens together.
+        """A slot for a request whose inputs, however many, have this many tokens in total (estimated).
 
         Raises:
-            EngineDeadError: nothing can be served at the moment.
+            EngineDeadError: nothing can be served now.
             ApiError: there is no room.
         """
         self._check_alive()
@@ -233,7 +233,7 @@ class Service:
             raise EngineDeadError("the engine is not running")
 
     def check_model(self, model: str | None, *, exactly: bool = False) -> None:
-        """Refuse a model that is not the served one; `exactly`: by its id alone.
+        """Refuse a model that is not the served one; `exactly` accepts only its id.
 
         Raises:
             ApiError: 404, code model_not_found.
@@ -246,7 +246,7 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def adapter_of(self, model: str | None) -> str | None:
-        """The adapter that a request means by its model; None: the base model."""
+        """The adapter that a request's model names; None for the base model."""
         return model if model in self.client.adapters else None
 
     def failure(self, reason: str, adapter: str | None) -> Exception:
@@ -257,7 +257,7 @@ class Service:
         return ApiError(404, message, param="model", code="model_not_found")
 
     def name_of(self, terms: Terms) -> str:
-        """The model's name in the answer to a request: that of its adapter, if it has one."""
+        """The model's name in an answer: the adapter's, if the request has one."""
         return terms.adapter or self.model_id
 
     async def render(
@@ -271,13 +271,13 @@ class Service:
         """Chat messages as a prompt.
 
         Args:
-            rendering: what the template is given besides (default: nothing).
-            terms: of a request that the conversation may go on from: its tokens are remembered.
+            rendering: further inputs of the template (default: none).
+            terms: the terms of a request that may continue the conversation; its tokens are remembered.
             pictures: the images in the messages; None: there are none.
 
         Raises:
-            ApiError: there is no tokenizer, its chat template takes too much time or memory or refuses these messages,
-                or they are far longer than there is room.
+            ApiError: there is no tokenizer, the template takes too much time or memory or refuses these messages, or
+                the conversation is far too long.
             InvalidRequestError: there is no template.
         """
         if self.tokenizer is None:
@@ -299,15 +299,15 @@ class Service:
 
 
 async def get_service(request: Request) -> Service:
-    """The app's service, as a FastAPI dependency. (One that is not async would be run in a thread.)"""
+    """The app's service, as a FastAPI dependency. (A dependency that is not async would run in a thread.)"""
     service = request.app.state.service
     assert isinstance(service, Service)
     return service if service.models is None else await service.models.serve(request)
 
 
 async def get_house(request: Request) -> Service:
-    """The app's service for requests that no model works for: of a service with several models, it has an engine of
-    none (`server.models.engines`)."""
+    """The app's service for requests that need no model: in a service with several models, its client is no model's
+    engine (`server.models.engines`)."""
     service = request.app.state.service
     assert isinstance(service, Service)
     return service

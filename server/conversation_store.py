@@ -1,4 +1,4 @@
-"""Conversations of /v1/conversations: their items, in the file of stored responses, with its limits and its tenants."""
+"""Conversations of /v1/conversations: their items, in the file of stored responses, with its limits and tenants."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CREATE TRIGGER IF NOT EXISTS item_lost AFTER DELETE ON items BEGIN
 END;
 """
 TABLES += counting("conversations", "items", "conversation")
-_ROW = 64  # bytes that a conversation counts besides its items
+_ROW = 64  # bytes that a conversation counts in addition to its items
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ Item = dict[str, Any]
 
 
 class TooLargeError(Exception):
-    """A conversation would have more items, or more bytes, than one may have."""
+    """A conversation would exceed the limit on items or bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +70,24 @@ class Page:
 
 
 class Runs(Protocol):
-    """Calls in the store's thread."""
+    """Runs calls in the store's thread."""
 
     async def __call__(self, work: Callable[..., T], *args: Any) -> T:
-        """The result of the work."""
+        """The result of the call."""
 
 
 class Conversations:
-    """Conversations by id, those of each tenant apart. If a conversation is missing or too old, the result is None.
+    """Conversations by id, separate for each tenant. If a conversation is missing or too old, the result is None.
 
     Args:
-        database: of the store.
-        run: calls in the store's thread.
-        transaction: around changes.
+        database: the store's database.
+        run: runs calls in the store's thread.
+        transaction: a context around changes.
         now: seconds since 1970.
-        oldest: those that were last used before that are too old.
-        make_room: ends a change: others go if there is no room. It gets the id of the item that stays.
-        overwrite: called after a deletion, so that nothing is left of the text.
+        oldest: conversations last used before this time are too old.
+        make_room: called at the end of a change: deletes others if there is no room. It gets the id of the item to
+            keep.
+        overwrite: called after a deletion, so that no text remains in the file.
     """
 
     def __init__(
@@ -110,18 +111,18 @@ class Conversations:
     async def create(
         self, tenant: str | None, metadata: dict[str, str], items: Sequence[Item], max_size: int | None = None
     ) -> Conversation:
-        """A new one.
+        """Create a conversation.
 
         Args:
-            max_size: bytes that it may have as JSON; None: any number.
+            max_size: maximum bytes as JSON; None for no limit.
 
         Raises:
-            TooLargeError: it would have more.
+            TooLargeError: it would exceed the limit.
         """
         return await self._run(self._create, tenant or "", metadata, items, max_size)
 
     async def get(self, id_: str, tenant: str | None) -> Conversation | None:
-        """One that is there."""
+        """Get an existing conversation."""
         return await self._run(self._get, id_, tenant or "")
 
     async def update(self, id_: str, tenant: str | None, metadata: dict[str, str]) -> Conversation | None:
@@ -129,7 +130,7 @@ class Conversations:
         return await self._run(self._update, id_, tenant or "", metadata)
 
     async def delete(self, id_: str, tenant: str | None) -> bool:
-        """Delete it with its items; whether there was one."""
+        """Delete it with its items; returns whether it existed."""
         return await self._run(self._delete, id_, tenant or "")
 
     async def add(
@@ -140,27 +141,27 @@ class Conversations:
         most: int | None = None,
         max_size: int | None = None,
     ) -> list[Item] | None:
-        """Items at its end; they come back with the ids that they have there.
+        """Add items at its end; returns them with the ids that they have there.
 
         Args:
-            most: so many may be in it; None: any number.
-            max_size: bytes that it may have as JSON; None: any number.
+            most: maximum items in it; None for no limit.
+            max_size: maximum bytes as JSON; None for no limit.
 
         Raises:
-            TooLargeError: there would be more.
+            TooLargeError: it would exceed a limit.
         """
         return await self._run(self._add, id_, tenant or "", items, most, max_size)
 
     async def page(
         self, id_: str, tenant: str | None, *, after: str | None, limit: int, ascending: bool
     ) -> Page | None:
-        """Some of its items.
+        """A page of its items.
 
         Args:
-            after: the id of the item that they follow; that one must be there.
+            after: the id of the item before the page; the item must exist.
 
         Raises:
-            KeyError: it is not.
+            KeyError: it does not exist.
         """
         return await self._run(self._page, id_, tenant or "", after, limit, ascending)
 
@@ -169,15 +170,15 @@ class Conversations:
         return await self._run(self._item, id_, tenant or "", item)
 
     async def delete_item(self, id_: str, tenant: str | None, item: str) -> Conversation | None:
-        """Delete one of its items; None if that is not there either."""
+        """Delete one of its items; returns None if it does not exist."""
         return await self._run(self._delete_item, id_, tenant or "", item)
 
     async def history(self, id_: str, tenant: str | None, most: int, max_size: int) -> list[Item] | None:
-        """All of its items, the oldest first.
+        """All of its items, oldest first.
 
         Args:
-            most: so many may be in it.
-            max_size: bytes that it may have as JSON.
+            most: maximum items.
+            max_size: maximum bytes as JSON.
 
         Raises:
             TooLargeError: there are more.
@@ -262,14 +263,14 @@ class Conversations:
             added.append(item)
         size = database.execute("SELECT size FROM conversations WHERE number = ?", (number,)).fetchone()[0]
         if max_size is not None and size > max_size:
-            raise TooLargeError(f"it would have {size} bytes, and at most {max_size} may be in one (max_body_size)")
+            raise TooLargeError(f"it would have {size} bytes, but at most {max_size} are allowed (max_body_size)")
         return added
 
     def _check_count(self, number: int, most: int, more: int = 0) -> None:
         question = "SELECT count(*) FROM items WHERE conversation = ?"
         count = self._database.execute(question, (number,)).fetchone()[0] + more
         if count > most:
-            raise TooLargeError(f"it would have {count} items, and at most {most} may be in one")
+            raise TooLargeError(f"it would have {count} items, but at most {most} are allowed")
 
     def _page(self, id_: str, tenant: str, after: str | None, limit: int, ascending: bool) -> Page | None:
         row = self._find(id_, tenant)
@@ -311,7 +312,7 @@ class Conversations:
         if row is None:
             return None
         if row[3] > max_size:
-            raise TooLargeError(f"it has {row[3]} bytes, and at most {max_size} are read (max_body_size)")
+            raise TooLargeError(f"it has {row[3]} bytes, but at most {max_size} are read (max_body_size)")
         self._check_count(row[0], most)
         question = "SELECT item FROM items WHERE conversation = ? ORDER BY number"
         return [msgspec.json.decode(text) for (text,) in self._database.execute(question, (row[0],))]

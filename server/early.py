@@ -1,4 +1,4 @@
-"""Work that is done while the engine's process imports torch and loads the model, to shorten the start."""
+"""Work done while the engine's process imports torch and loads the model, to shorten the start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from server.workers.pool import RefusedError, WorkerLostError, WorkerPool, Worke
 
 logger = logging.getLogger("octavo.server")
 
-_TIME_LIMIT = 60.0  # seconds for a config
+_TIME_LIMIT = 60.0  # maximum seconds for a config
 
 
 def import_app() -> None:
@@ -23,7 +23,7 @@ def import_app() -> None:
 
 
 def ask_known(config: EngineConfig, workers: WorkerPool) -> Known:
-    """The facts that a worker finds about the model; empty if only the engine can find them."""
+    """Facts about the model that a worker finds; empty if only the engine can find them."""
     if config.distributed_executor_backend != "uni" or known_folder(config.model) is None:
         return Known()
     try:
@@ -34,8 +34,8 @@ def ask_known(config: EngineConfig, workers: WorkerPool) -> Known:
 
 
 def read_early(config: EngineConfig, settings: ServerSettings) -> EarlyTokenizer | None:
-    """The tokenizer that the model will probably have. None if it is not known or cannot be read; the error then comes
-    once the engine has loaded."""
+    """The tokenizer that the model will probably have. None if it is unknown or cannot be read; the error is then
+    raised once the engine has loaded."""
     from server.app import make_reader
 
     source = config.tokenizer or known_folder(config.model)

@@ -1,4 +1,4 @@
-"""One error body, OpenAI's, for everything that can go wrong."""
+"""One error body, OpenAI's, for all errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from engine import EngineDeadError, InvalidRequestError
 logger = logging.getLogger("octavo.server")
 request_logger = structlog.get_logger("octavo.request")
 
-# Endings of the paths whose requests have a line in the log each.
+# Endings of paths whose requests are logged, one line each.
 _LOGGED = (
     "/completions", "/responses", "/messages", "/decisions", "/systemone", "/generate", "/infill",
     "/embeddings", "/pooling", "/score", "/rerank", "/classify", "/answer",
@@ -29,7 +29,7 @@ _LOGGED = (
     "/embed", "/embed_sparse", "/embed_all", "/predict", "/similarity", "/api/chat",
 )  # fmt: skip
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
-_SHOWN = 80  # characters of a wrong value that an error message repeats
+_SHOWN = 80  # maximum characters of a wrong value that an error message repeats
 
 
 class ErrorDetail(BaseModel):
@@ -55,7 +55,7 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 class ApiError(HTTPException):
-    """An error with the status and body that the client is to see."""
+    """An error with the status and body for the client."""
 
     def __init__(
         self,
@@ -77,11 +77,11 @@ class ApiError(HTTPException):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def body(self) -> str:
-        """The body as ASCII JSON: a message may repeat what the client sent, lone surrogates included."""
+        """The body as ASCII JSON, because a message may repeat the client's text, including lone surrogates."""
         return json.dumps(self.payload())
 
     def response(self) -> Response:
-        """The error as an answer."""
+        """The error as an HTTP response."""
         return Response(self.body(), self.status_code, self.headers, media_type="application/json")
 
 
@@ -90,17 +90,17 @@ _repr.maxstring = _repr.maxother = _repr.maxlong = _SHOWN
 
 
 def shown(value: Any) -> str:
-    """A wrong value as an error message repeats it: in ASCII, and cut where it is long or deep."""
+    """A wrong value for an error message: in ASCII, and shortened if it is long or deeply nested."""
     text = _repr.repr(value).encode("ascii", "backslashreplace").decode()
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
 def describe_validation(problems: list[Any]) -> ApiError:
-    """One sentence from pydantic's list: the first field at fault, with all that is said about it."""
+    """One sentence from pydantic's list: the first invalid field, with all its errors."""
     first = problems[0]
     location = list(first["loc"])
     if location[:1] and location[0] in ("body", "path", "query"):
-        del location[0]  # where it stands; "query" may be a field, too
+        del location[0]  # its location; "query" may be a field too
     if not location and first["type"] == "limit":
         return ApiError(400, f"The body {first['msg']}.", code="invalid_value")
     if not location:
@@ -121,18 +121,18 @@ def describe_validation(problems: list[Any]) -> ApiError:
 
 
 def _param(location: Sequence[Any]) -> str:
-    """A field's name. In stream_options and questions, the place within it."""
+    """A field's name. For stream_options and questions, the path within it."""
     field, *below = location or ("",)
     if field == "questions" and below:
-        # In a list, the question's type follows its index. Below a value stand the branches of its type.
+        # In a list, the question's type follows its index. Below a value are the branches of its type.
         below = [below[0], *below[2:5]] if isinstance(below[0], int) else [below[0][:_SHOWN], *below[1:2]]
-    elif field != "stream_options":  # below other fields stand the branches of their types, too
+    elif field != "stream_options":  # below other fields are the branches of their types too
         below = []
     return ".".join(map(str, [field, *below]))
 
 
 def to_api_error(problem: Exception) -> ApiError:
-    """The answer to any exception. The server's own failures are logged, and answered without detail."""
+    """The error response for any exception. The server's own failures are logged and answered without details."""
     if isinstance(problem, ApiError):
         return problem
     if isinstance(problem, RequestValidationError):
@@ -144,20 +144,20 @@ def to_api_error(problem: Exception) -> ApiError:
     if isinstance(problem, StarletteHTTPException):
         return ApiError(problem.status_code, str(problem.detail), headers=problem.headers)
     if isinstance(problem, EngineDeadError):
-        logger.debug("The engine is dead: %s", problem)  # its client has said so, once and louder
+        logger.debug("The engine is dead: %s", problem)  # its client has already logged this
         return ApiError(
             503,
             "The engine has stopped and is restarting. Try again later.",
             code="engine_dead",
             headers={"Retry-After": "5"},
         )
-    # The exception's own words may repeat a prompt: they are left to the traceback, which knows what to hide.
+    # The exception's message may repeat a prompt, so only the traceback, which hides prompts, is logged.
     logger.error("A request failed: %s", type(problem).__name__, exc_info=problem)
     return ApiError(500, "The server failed to answer this request. See its log for the reason.", code="internal_error")
 
 
 async def _on_error(request: Request, problem: Exception) -> Response:
-    # Asynchronous, because Starlette runs any other handler in a thread: too much for a refusal.
+    # Asynchronous, because Starlette runs other handlers in a thread, which is too expensive for a refusal.
     error = to_api_error(problem)
     if error.code is None and error.status_code == 404:
         where = f"{request.method} {_path(request)}"
@@ -175,11 +175,11 @@ async def _on_error(request: Request, problem: Exception) -> Response:
 
 
 def _log_refusal(request: Request, error: ApiError) -> None:
-    """The log line of a request to the model that was refused before it had a record of its own. Without the
-    message, which may repeat a prompt."""
+    """The log line of a model request that was refused before it had a record. Without the message, which may repeat a
+    prompt."""
     path = str(request.scope["path"])
     asks = request.method == "POST" and path.endswith(_LOGGED) and "endpoint" in request.scope
-    logged = getattr(request.state, "recorded", False) or error.status_code in (408, 413)  # the door says these
+    logged = getattr(request.state, "recorded", False) or error.status_code in (408, 413)  # the middleware sends these
     if asks and not logged and error.status_code < 500:
         facts = {"path": path, "status": error.status_code, "code": error.code, "param": error.param}
         request_logger.info("request finished", outcome="refused", **facts)
@@ -196,7 +196,7 @@ def _allowed(request: Request) -> str:
 
 
 def _path(request: Request) -> str:
-    # Not request.url: that is made with the Host header, which may be anything.
+    # Not request.url, because it is built from the Host header, which may be anything.
     path = str(request.scope["path"])
     return path if len(path) <= _SHOWN else path[:_SHOWN] + "..."
 

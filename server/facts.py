@@ -1,4 +1,4 @@
-"""The log lines at the start about the served model: its name, its sizes, its endpoints."""
+"""The log lines at start about the served model: its name, sizes and endpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.pooled import check_sides
 from engine.text.processor import Tokenizer, check_vocabulary, load_tokenizer
 from server.config.settings import DEMOS
 
-# What clients call a bundled model, and what the log says of it.
+# Ids of bundled models, and their descriptions for the log.
 DEMO_IDS = {DEMOS["chat"]: "octavo-demo", DEMOS["seq2seq"]: "octavo-demo-seq2seq"}
 
 logger = logging.getLogger("octavo.server")
@@ -20,14 +20,15 @@ logger = logging.getLogger("octavo.server")
 
 @dataclass(frozen=True, slots=True)
 class EarlyTokenizer:
-    """A tokenizer, and the folder that it was read from."""
+    """A tokenizer and the folder that it was read from."""
 
     source: str
     tokenizer: Tokenizer | None
 
 
 def served_model_id(model: str, served_model_name: str | None) -> str:
-    """The model's name to clients: as set, else the folder's last name or the GGUF file's, else the hub id."""
+    """The model's name for clients: the setting, else the last part of the folder's or GGUF file's name, else the hub
+    id."""
     if served_model_name:
         return served_model_name
     path = Path(model)
@@ -39,10 +40,10 @@ def served_model_id(model: str, served_model_name: str | None) -> str:
 
 
 def read_tokenizer(config: EngineConfig, info: EngineInfo, early: EarlyTokenizer | None = None) -> Tokenizer | None:
-    """The tokenizer of the model that an engine has loaded; None if there is none, or none is wanted.
+    """The tokenizer of the model that an engine has loaded; None if there is none or none is wanted.
 
     Args:
-        early: the tokenizer that was read while the engine loaded; used if it is that of the engine's model.
+        early: a tokenizer that was read while the engine loaded; used if it belongs to the engine's model.
     """
     if config.skip_tokenizer_init:
         return None
@@ -63,7 +64,7 @@ def read_tokenizer(config: EngineConfig, info: EngineInfo, early: EarlyTokenizer
     check_sides(info, tokenizer)
     adopt_libraries()
     if tokenizer is not None:
-        from server.answering.long_texts import leave_to_worker  # with the app, while the engine loads
+        from server.answering.long_texts import leave_to_worker  # in parallel with the app, while the engine loads
 
         leave_to_worker(tokenizer)
     return tokenizer
@@ -71,7 +72,7 @@ def read_tokenizer(config: EngineConfig, info: EngineInfo, early: EarlyTokenizer
 
 def log_facts(info: EngineInfo, tokenizer: Tokenizer | None, model_id: str) -> None:
     """Log the model's name, sizes and endpoints."""
-    from server.answering.endpoints import served_endpoints  # with the app, while the engine loads
+    from server.answering.endpoints import served_endpoints  # in parallel with the app, while the engine loads
 
     endpoints = ", ".join(served_endpoints(info, tokenizer)) or "no endpoint"
     if tokenizer is None:
@@ -109,12 +110,12 @@ def _log_encoder(info: EngineInfo, model_id: str) -> None:
 
 
 def _log_decoder(info: EngineInfo, model_id: str) -> None:
-    # Of shorter ones at least as many as of the longest, whose pages outside a sliding window are free again.
+    # At least as many shorter requests fit as longest ones, whose pages outside a sliding window are free again.
     longest, least = info.max_model_len, info.full_requests
     room = f"up to {longest} tokens for prompt and answer together"
     if "generate" not in info.tasks:
         room = f"{', '.join(info.tasks)}, inputs of up to {longest} tokens"
-    if info.max_encoder_len is not None:  # its tokens have pages, too
+    if info.max_encoder_len is not None:  # its tokens need pages too
         room = f"encoder-decoder, prompts of up to {info.max_encoder_len} tokens, answers of up to {longest}"
         longest, least = longest + info.max_encoder_len, 0.0
     logger.info(

@@ -1,4 +1,4 @@
-"""The interface of admission, wherever the counts are kept: in this process, or in one that several share."""
+"""The interface of admission, wherever the counts are kept: in this process, or in one shared by several."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Protocol, Self
 
 
 class Place(Protocol):
-    """The slots of one request, given back when its context is left; see `server.admission.Ticket`.
+    """The slots of one request, released when its context is left; see `server.admission.Ticket`.
 
     Attributes:
-        num_unfinished: prompts that have not ended in order.
+        num_unfinished: prompts that have not ended normally.
     """
 
     num_unfinished: int
 
     def __enter__(self) -> Self:
-        """It is released at the end."""
+        """The slots are released at the end."""
 
     def __exit__(
         self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
@@ -28,14 +28,14 @@ class Place(Protocol):
         """Replace the estimate by each prompt's number of tokens.
 
         Raises:
-            ApiError: 503, if these are too many.
+            ApiError: 503 if there are too many tokens.
         """
 
     def started(self, index: int) -> None:
         """A prompt's first token has come."""
 
     def progressed(self, index: int, tokens: int) -> None:
-        """Note that so many of a prompt's tokens wait no longer."""
+        """Record that this many of a prompt's tokens no longer wait."""
 
     def finished(self, index: int) -> None:
         """A prompt's answers are complete."""
@@ -45,11 +45,11 @@ class Gate(Protocol):
     """Admits requests while there is room; see `server.admission.Admission`."""
 
     async def look(self, tenant: str | None = None) -> None:
-        """Refuse a request of this tenant if every request of the tenant would be refused. Nothing else is known of it
+        """Refuse a request of this tenant if every request of the tenant would be refused. Only the tenant is known
         yet.
 
         Raises:
-            ApiError: 503, there is no room.
+            ApiError: 503 if there is no room.
         """
 
     async def admit(
@@ -61,11 +61,11 @@ class Gate(Protocol):
         *,
         patient: bool = False,
     ) -> Place:
-        """Slots for so many prompts with about so many tokens.
+        """Slots for prompts with an estimated number of tokens.
 
         Args:
-            patient: the request waits and asks again, so that a refusal does not count as one.
+            patient: the request waits and asks again, so a refusal does not count.
 
         Raises:
-            ApiError: 503 while there is no room, or none in time; 400 if there never will be.
+            ApiError: 503 while there is no room, or none before the deadline; 400 if there will never be room.
         """

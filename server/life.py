@@ -1,4 +1,4 @@
-"""The stages of every service, however many processes it has: load, announce itself, end."""
+"""The stages of every service, however many processes it has: load, announce, end."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _DEMO_NOTES = {
     DEMOS["chat"]: "a tiny model that tells short stories and answers questions about Octavo and transformers",
     DEMOS["seq2seq"]: "a tiny encoder-decoder that translates a toy language into English",
 }
-_LOOK = 2.0  # seconds between two looks at a Unix socket's file
+_LOOK = 2.0  # seconds between two checks of a Unix socket's file
 
 logger = logging.getLogger("octavo.server")
 
 
 def announcement(settings: ServerSettings, listener: Listener, model_id: str) -> str:
-    """The address of the service, once it listens."""
+    """The address of the listening service, for the log."""
     page = f"playground: {listener.url}/, " if settings.enable_playground else ""
     hints = "" if settings.uds else f" ({page}API docs: {listener.url}/docs)"
     return f"Serving {model_id} on {listener.url}{hints}"
@@ -50,8 +50,8 @@ def load(
 
     Args:
         known: finds facts about the model for the engine; called while the engine imports its modules.
-        tell: called with the percentage of the weights that are loaded.
-        meanwhile: called then, while the engine loads.
+        tell: called with the percentage of the loaded weights.
+        meanwhile: called while the engine loads.
 
     Raises:
         OctavoError: the model cannot be loaded.
@@ -65,36 +65,36 @@ def load(
 
 
 def say_end(failure: str | None) -> int:
-    """The last lines of the log; returns the exit status.
+    """Log the last lines; returns the exit status.
 
     Args:
-        failure: why the engine was given up, if it was.
+        failure: the reason if the engine was abandoned.
     """
     logger.info("Stopped.")
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        # Python gives its own handlers up while it exits; a late signal would make that look like a crash.
+        # Python removes its own handlers while it exits, so a late signal would look like a crash.
         signal.signal(signum, signal.SIG_IGN)
     if failure is not None:
-        cause = " ".join(line.strip() for line in failure.splitlines())  # CUDA's have several
+        cause = " ".join(line.strip() for line in failure.splitlines())  # CUDA's messages have several lines
         print(f"octavo: the engine keeps failing: {cause}", file=sys.stderr, flush=True)
         return 1
     return 0
 
 
 def end_at_once(status: int, listener: Listener) -> NoReturn:
-    """End the process, and leave no file of its socket."""
+    """End the process and remove its socket's file."""
     listener.close()
     os._exit(status)
 
 
 def end_at_second_signal(listener: Listener) -> NoReturn:
-    """Say so, and end the process."""
+    """Log the second signal and end the process."""
     print("octavo: second signal: stopped immediately.", file=sys.stderr, flush=True)
     end_at_once(1, listener)
 
 
 async def tell_when_unreachable(listener: Listener, drain: Drain) -> None:
-    """Wait until no client can connect any more, and say so."""
+    """Wait until clients can no longer connect, and log it."""
     while listener.is_reachable():
         await asyncio.sleep(_LOOK)
     if not drain.draining:

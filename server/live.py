@@ -1,7 +1,7 @@
-"""The live feed: what the pages of the KV cache hold, and the requests that run and wait.
+"""The live feed: the state of the pages of the KV cache, and the running and waiting requests.
 
-The engine is asked a few times a second while the feed is watched, once for all its watchers, and not at all otherwise.
-Nothing in a frame is a request's content or id.
+The server queries the engine a few times a second while someone watches the feed, once for all watchers, and otherwise
+not at all. A frame contains no content or id of a request.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from engine.process.client import EngineClient
 from server.door.drain import Drain
 from server.errors import ApiError
 
-INTERVAL = 0.25  # seconds between questions to the engine
+INTERVAL = 0.25  # seconds between queries to the engine
 MAX_WATCHERS = 32
 
 
 class LiveFeed:
-    """Asks the engine once for all clients of the feed.
+    """Queries the engine once for all clients of the feed.
 
     Args:
         client: the engine.
-        drain: when the service stops, the feed ends.
-        keepalive: seconds without news after which there is an empty frame; 0 for never.
+        drain: ends the feed when the service stops.
+        keepalive: seconds without a change after which an empty frame is sent; 0 for never.
     """
 
     def __init__(self, client: EngineClient, drain: Drain, keepalive: float):
@@ -41,7 +41,7 @@ class LiveFeed:
         self.num_watchers = 0
 
     def check_room(self) -> None:
-        """Refuse one watcher more than may be.
+        """Refuse a watcher if there are too many.
 
         Raises:
             ApiError: 503.
@@ -54,8 +54,8 @@ class LiveFeed:
             raise ApiError(503, message, code="overloaded", headers={"Retry-After": "5"})
 
     async def frames(self) -> AsyncGenerator[str, None]:
-        """The frame of this moment and each one that differs from the one before, as JSON; a slow client misses some.
-        Empty where there was nothing new for too long. It ends when the service stops."""
+        """The current frame and each changed one, as JSON; a slow client misses some. A frame is empty if nothing has
+        changed for too long. It ends when the service stops."""
         self.num_watchers += 1
         if self._task is None or self._task.done():
             self._frame, self._changed = b"", asyncio.Event()
@@ -72,7 +72,7 @@ class LiveFeed:
                 elif shown := self._frame:
                     yield shown.decode()
             if not task.cancelled():
-                task.result()  # what made it fail is for the watcher
+                task.result()  # the watcher gets the failure
         finally:
             self.num_watchers -= 1
             if not self.num_watchers and self._task is not None:
@@ -111,16 +111,16 @@ class LiveFeed:
 
 
 def label(request_id: str) -> str:
-    """The label of a request in frames: the last 20 bits of its id's CRC-32. The id gives the label, and the label
-    does not give the id, which is random."""
+    """The label of a request in frames: the last 20 bits of its id's CRC-32. The label follows from the id, but not the
+    id, which is random, from the label."""
     return f"{zlib.crc32(request_id.encode()) & 0xFFFFF:05x}"
 
 
 def make_frame(cache_map: CacheMap, stats: EngineStats) -> dict[str, Any]:
-    """A frame, as docs/api.md describes it."""
+    """A frame, described in docs/api.md."""
     kinds = cache_map.kinds
     cells = list(zip(cache_map.runs[::2], cache_map.runs[1::2], strict=True))
-    # Of the map's own moment; the statistics may be a step younger.
+    # The time of the map; the statistics may be one step newer.
     held, cached = (sum(count * pages[kind] for count, kind in cells) for pages in (kinds.held, kinds.cached))
     names = [label(request.request_id) for request in cache_map.running]
     return {

@@ -1,7 +1,7 @@
-"""Structured logs: whatever is logged, by structlog or the standard library, becomes one line of one layout.
+"""Structured logs: every record of structlog or the standard library becomes one line in one format.
 
-Modules log as they like (`logging.getLogger`, with `extra=` for fields, or `structlog.get_logger`). A field
-bound with `structlog.contextvars`, such as a request's id, is in every line of that request.
+Modules log with either (`logging.getLogger`, with `extra=` for fields, or `structlog.get_logger`). A field bound with
+`structlog.contextvars`, such as a request's id, is in every log line of the request.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HIDDEN = "(hidden; --log-prompts shows it)"
 
 
 def choose_format(log_format: str, stream: TextIO | None = None) -> LogFormat:
-    """The format that "auto" means: console where a person reads the stream, json where a machine does."""
+    """The meaning of "auto": console if the stream is a terminal, otherwise json."""
     if log_format == "auto":
         return "console" if (stream or sys.stderr).isatty() else "json"
     return "console" if log_format == "console" else "json"
@@ -32,16 +32,15 @@ def choose_format(log_format: str, stream: TextIO | None = None) -> LogFormat:
 def configure(
     level: str, log_format: LogFormat, *, log_prompts: bool = False, stream: TextIO | None = None
 ) -> logging.Handler:
-    """Send all logs of this process to the stream.
+    """Send all log records of this process to the stream.
 
     Args:
         level: debug, info, warning or error.
-        log_format: as from `choose_format`.
-        log_prompts: whether a traceback may repeat what a client sent or a model wrote.
-        stream: default: stderr.
+        log_format: the result of `choose_format`.
+        log_prompts: whether a traceback may repeat text from a client or a model.
+        stream: the output stream (default: stderr).
 
-    Returns:
-        The root logger's one handler.
+    Returns: The only handler of the root logger.
     """
     common: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -73,7 +72,7 @@ def configure(
     )
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
-    # What uvicorn says at info, the service says itself.
+    # The service itself logs what uvicorn logs at info.
     quiet = logging.WARNING if level == "info" else logging.NOTSET
     logging.getLogger("uvicorn.error").setLevel(quiet)
     return handler
@@ -83,7 +82,7 @@ def _renderer(log_format: LogFormat) -> Callable[[WrappedLogger, str, EventDict]
     render = json_line if log_format == "json" else console_line
 
     def line(logger: WrappedLogger, name: str, fields: EventDict) -> str:
-        fields.pop("color_message", None)  # uvicorn's second version of the same
+        fields.pop("color_message", None)  # uvicorn's second record of the same event
         return render(fields)
 
     return line
@@ -103,8 +102,8 @@ def _with_traceback(log_prompts: bool) -> structlog.typing.Processor:
 
 
 def traceback_text(problem: BaseException, *, log_prompts: bool = False) -> str:
-    """The traceback as Python writes it; without `log_prompts` the values that failed validation are left out
-    of it, since a client sent them or a model wrote them."""
+    """The traceback as Python writes it. Without `log_prompts`, values that failed validation are left out, because
+    they come from a client or a model."""
     text = "".join(traceback.format_exception(problem)).rstrip()
     if not log_prompts:
         for line, safe in _unsafe_lines(problem, set()):
@@ -113,13 +112,13 @@ def traceback_text(problem: BaseException, *, log_prompts: bool = False) -> str:
 
 
 def _validation_errors() -> tuple[type[BaseException], ...]:
-    """pydantic's, and FastAPI's where that is imported: nowhere else can there be one."""
+    """pydantic's exceptions, and FastAPI's if it is imported; otherwise there can be none."""
     fastapi = sys.modules.get("fastapi.exceptions")
     return (ValidationError,) if fastapi is None else (ValidationError, fastapi.ValidationException)
 
 
 def _unsafe_lines(problem: BaseException, seen: set[int]) -> Iterator[tuple[str, str]]:
-    """The lines of the messages of this exception and of all exceptions shown with it, and their replacements."""
+    """The lines of the messages of this exception and of all exceptions shown with it, with their replacements."""
     seen.add(id(problem))
     if isinstance(problem, _validation_errors()):
         for line in str(problem).splitlines():

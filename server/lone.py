@@ -22,10 +22,10 @@ logger = logging.getLogger("octavo.server")
 
 
 class LoneServer(Server):
-    """One that is the whole service, but for its engine.
+    """A server that is the whole service except for the engine.
 
     Attributes:
-        failure: why the engine was given up, if it was.
+        failure: the reason if the engine was abandoned.
     """
 
     def __init__(
@@ -64,5 +64,5 @@ class LoneServer(Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
-            end_at_second_signal(self._listener)  # neither the engine's step nor a client is waited for
+            end_at_second_signal(self._listener)  # do not wait for the engine's step or for a client
         self.stop()

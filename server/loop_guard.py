@@ -1,14 +1,14 @@
-"""Ends the process that started it once no heartbeat has come from there for too long: a process of its own, which
-`server.watchdog` starts, with the heartbeats on its standard input.
+"""Ends its parent process if heartbeats stop for too long. This is a separate process that `server.watchdog` starts;
+the heartbeats come over standard input.
 
     python -I -S loop_guard.py SECONDS
 
-A thread of the watched process could not run while another one holds the interpreter's lock, and a timer that needs no
-lock (`faulthandler.dump_traceback_later`) ends a process that was stopped for a while (SIGSTOP, a frozen container) as
-soon as it goes on. Here silences are counted, not seconds: the time in which this process was stopped as well is at
-most one of them, and one in which the other process was stopped is none.
+A thread of the watched process could not run while another thread holds the interpreter's lock. A timer that needs no
+lock (`faulthandler.dump_traceback_later`) would end a process that was only suspended (SIGSTOP, a frozen container) as
+soon as it resumes. So this process counts silent intervals, not seconds. The time in which it was itself suspended
+counts as at most one interval, and an interval in which the other process was suspended does not count.
 
-Imports what starts fast and is small, and nothing of this package.
+It imports only small modules that load fast, and nothing from this package.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import signal
 import sys
 
 SIGNAL = signal.SIGQUIT
-_SILENCES = 10  # in a row, a tenth of the limit each
-_GRACE = 5.0  # seconds to end by SIGNAL
+_SILENCES = 10  # silent intervals in a row, each a tenth of the limit
+_GRACE = 5.0  # seconds that the process has to end after SIGNAL
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped by a signal or a debugger; False if the system does not tell."""
+    """Whether a process is suspended by a signal or a debugger; False if the system does not report it."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
@@ -33,10 +33,10 @@ def is_stopped(pid: int) -> bool:
 
 
 def is_silent(seconds: float) -> bool:
-    """Whether nothing comes for so long.
+    """Whether nothing arrives for this long.
 
     Raises:
-        EOFError: the other side has ended.
+        EOFError: the other process has ended.
     """
     if not select.select([0], [], [], seconds)[0]:
         return True
@@ -46,30 +46,30 @@ def is_silent(seconds: float) -> bool:
 
 
 def watch(pid: int, timeout: float) -> None:
-    """Until that process has ended, or is to be ended."""
+    """Watch until that process ends or must be ended."""
     silences = 0
     while silences < _SILENCES:
         silences = silences + 1 if is_silent(timeout / _SILENCES) and not is_stopped(pid) else 0
 
 
 def end(pid: int, timeout: float) -> None:
-    """End that process, after a word about why."""
+    """End that process, after a message with the reason."""
     print(
-        f"octavo: the event loop has stood still for {timeout:g} seconds (loop_timeout), so the process ends with "
-        f"status {SIGNAL:d}. What each thread does:",
+        f"octavo: the event loop has been blocked for {timeout:g} seconds (loop_timeout), so the process ends with "
+        f"status {SIGNAL:d}. What each thread is doing:",
         file=sys.stderr,
         flush=True,
     )
     os.kill(pid, SIGNAL)
-    while not is_silent(_GRACE):  # heartbeats that come now are too late
+    while not is_silent(_GRACE):  # heartbeats that arrive now are too late
         pass
     os.kill(pid, signal.SIGKILL)
 
 
 def main() -> None:
-    """Watch the parent."""
+    """Watch the parent process."""
     parent = os.getppid()
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # meant for the service
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # signals meant for the service
         signal.signal(signum, signal.SIG_IGN)
     try:
         watch(parent, float(sys.argv[1]))

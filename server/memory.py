@@ -1,5 +1,5 @@
-"""The memory of the process that answers HTTP: while it has too much, new requests are refused, so that what runs goes
-on and neither the machine nor the container ends it.
+"""Limits the memory of the process that answers HTTP: above the limit, new requests are refused, so that running ones
+continue and neither the machine nor the container kills the process.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from server.errors import ApiError
 
 logger = logging.getLogger("octavo.server")
 
-_SHARE = 4  # the default: a quarter of what is free at the start, beyond what the process has then ...
-_LEAST_ROOM = 256 * 2**20  # ... and no less than this
-_FRESH = 0.05  # seconds for which a look is good: requests may come faster
-_PERIOD = 1.0  # seconds between two looks where none come
-_GROWTH = 16 * 2**20  # bytes more than after the last time that memory was given back, after which it is again ...
-_REST = 30.0  # ... but not sooner than so many seconds after it
-_COMPLAINT = 60.0  # seconds above the limit with nothing running after which the log says so, and says it again
+_SHARE = 4  # the default limit: this share of the memory free at start, plus the process's own then ...
+_LEAST_ROOM = 256 * 2**20  # ... but at least this
+_FRESH = 0.05  # seconds for which a measurement is reused, because requests may come faster
+_PERIOD = 1.0  # seconds between measurements without requests
+_GROWTH = 16 * 2**20  # bytes of growth since memory was last returned, after which it is returned again ...
+_REST = 30.0  # ... but at most once in this many seconds
+_COMPLAINT = 60.0  # seconds above the limit without running requests until the log reports it, each time
 _MIB = 2**20
 
 
 def resident_memory() -> int:
-    """Bytes of this process that are in memory; 0 if the system does not tell."""
+    """Resident bytes of this process; 0 if the system does not report them."""
     try:
         return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -37,14 +37,14 @@ def resident_memory() -> int:
 
 
 def find_limit(setting: int | str | None, num_processes: int = 1) -> int | None:
-    """Bytes that this process, which is about to serve, may have; None: as many as it gets.
+    """The maximum bytes for this process, which is about to serve; None for no limit.
 
     Args:
-        setting: max_api_memory: a size, 0 for no limit, or None for its present size and `_SHARE` of the free memory.
-        num_processes: so many share that.
+        setting: max_api_memory: a size, 0 for no limit, or None for the present size plus `_SHARE` of the free memory.
+        num_processes: the number of processes that share it.
 
     Raises:
-        ConfigError: it has more than that already.
+        ConfigError: the process already uses more.
     """
     if setting == 0:
         return None
@@ -61,13 +61,13 @@ def find_limit(setting: int | str | None, num_processes: int = 1) -> int | None:
 
 
 class MemoryGuard:
-    """Whether this process has more memory than it may.
+    """Whether this process uses more memory than allowed.
 
     Args:
-        limit: bytes; None: there is no limit.
-        resident: bytes that it has.
-        clock: seconds that only grow.
-        give_back: lets it have less, if that is possible.
+        limit: the limit in bytes; None for no limit.
+        resident: returns the bytes in use.
+        clock: monotonic seconds.
+        give_back: returns freed memory to the system, if possible.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class MemoryGuard:
         self._exceeded = False
 
     def exceeded(self) -> bool:
-        """Whether it has too much, as of a moment ago."""
+        """Whether it uses too much, measured a moment ago."""
         now = self._clock()
         if self._limit is not None and now >= self._looked + _FRESH:
             self._looked = now
@@ -95,7 +95,7 @@ class MemoryGuard:
         return self._exceeded
 
     def refusal(self) -> ApiError:
-        """The answer to a request that is refused meanwhile. Its body is not read."""
+        """The error for a request that is refused meanwhile. Its body is not read."""
         message = (
             f"The service uses more memory than the limit of {(self._limit or 0) // _MIB} MiB (max_api_memory) and "
             f"accepts "
@@ -105,14 +105,14 @@ class MemoryGuard:
 
     @asynccontextmanager
     async def watched(self, num_running: Callable[[], int], period: float = _PERIOD) -> AsyncIterator[None]:
-        """While the block runs, give memory back where there is too much of it, and say so where that does not help.
+        """A context that returns memory to the system while the process uses too much, and logs if that does not help.
 
-        It is also given back after the process has grown. glibc's threads keep what they have freed: two processes that
+        It also returns memory after the process has grown. glibc's threads keep freed memory: two processes that
         answered HTTP for three minutes used 27 MB each throughout, and the unused part grew from 2 to 27 MB.
 
         Args:
-            num_running: requests that are being answered.
-            period: seconds between two looks.
+            num_running: returns the number of requests being answered.
+            period: seconds between measurements.
         """
         watch = asyncio.create_task(self._watch(num_running, period), name="octavo-memory")
         try:

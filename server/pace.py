@@ -1,4 +1,4 @@
-"""Averages of durations, and of the rate of events while there is a reason for them."""
+"""Averages of durations, and of event rates while events are expected."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 
 class Mean:
-    """The recent mean of something, 0 before the first value.
+    """A moving average, 0 before the first value.
 
     Args:
-        memory: a new value counts as one of so many at least.
+        memory: a new value weighs at least one in this many.
 
     Attributes:
-        value: the mean.
-        count: of the values so far, or the memory, if that is less.
+        value: the average.
+        count: the number of values so far, or the memory if that is less.
     """
 
     def __init__(self, memory: int):
@@ -23,41 +23,41 @@ class Mean:
         self.count = 0
 
     def add(self, value: float) -> None:
-        """One more value."""
+        """Add a value."""
         self.count = min(self.count + 1, self._memory)
         self.value += (value - self.value) / self.count
 
 
 class Pace:
-    """The pace of events by a watch of its own, which runs only while it is switched on.
+    """The pace of events, measured by a stopwatch that runs only while it is switched on.
 
     Args:
-        clock: seconds that only grow.
-        memory: the latest so many events count.
+        clock: monotonic seconds.
+        memory: the number of latest events that count.
     """
 
     def __init__(self, clock: Callable[[], float], memory: int):
         self._clock = clock
         self._memory = memory
-        self._passed = 0.0  # until the watch was last stopped
-        self._since: float | None = None  # when it was started, by the clock; None: it stands
+        self._passed = 0.0  # time on the stopwatch when it was last stopped
+        self._since: float | None = None  # when it was started, on the clock; None if it is stopped
         self._marks: deque[float] = deque([0.0], maxlen=memory + 1)
 
     def switch(self, on: bool) -> None:
-        """Let the watch run or stand."""
+        """Start or stop the stopwatch."""
         if on and self._since is None:
             self._since = self._clock()
         elif not on and self._since is not None:
             self._passed, self._since = self._watch(), None
 
     def count(self, events: int = 1) -> None:
-        """Note so many events."""
+        """Record this many events."""
         self._marks.extend([self._watch()] * min(events, self._memory))
 
     @property
     def seconds(self) -> float:
-        """Seconds from one event to the next, the one that is due included: an event that is long in coming shows.
-        Before the first one it is the time that has passed."""
+        """Average seconds between events, including the wait for the next one, so that a late event shows. Before the
+        first event, it is the time that has passed."""
         return (self._watch() - self._marks[0]) / len(self._marks)
 
     def _watch(self) -> float:

@@ -1,7 +1,7 @@
-"""Answers of /v1/responses that are kept: a SQLite file, with limits of age and size.
+"""Stored answers of /v1/responses: a SQLite file, with limits of age and size.
 
-SQLite's calls block, so a thread of its own makes all of them. No tenant can see the responses of another. When the
-file is full, the tenant with the most data loses its oldest responses first.
+SQLite's calls block, so a separate thread makes all of them. No tenant can see another's responses. When the file is
+full, the tenant with the most data loses its oldest responses first.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ logger = logging.getLogger("octavo.server")
 T = TypeVar("T")
 
 _APPLICATION = 0x4F637476  # SQLite's application_id of the file
-_VERSION = 2  # of its tables
+_VERSION = 2  # version of its tables
 _PATIENCE = 5.0  # seconds to wait for another process's transaction
-_RETRY = 0.01  # seconds between two attempts, where SQLite does not wait
-_PURGE_INTERVAL = 60.0  # seconds between looks for what is too old
-_PURGED_AT_ONCE = 256  # answers in one transaction
-_MAX_TURNS = 4096  # of one conversation
+_RETRY = 0.01  # seconds between two attempts where SQLite itself does not wait
+_PURGE_INTERVAL = 60.0  # seconds between checks for old data
+_PURGED_AT_ONCE = 256  # answers deleted in one transaction
+_MAX_TURNS = 4096  # maximum turns of one conversation
 _LOG_INTERVAL = 10.0  # seconds; failures in between are not logged again
 _TABLES = """
 CREATE TABLE IF NOT EXISTS responses (
@@ -89,15 +89,15 @@ SELECT * FROM (
 
 
 class StoreError(Exception):
-    """The store could not do it; its words are for the log, and for people."""
+    """An operation of the store failed; the message is for the log and for people."""
 
 
 class HistoryError(Exception):
-    """A conversation that is not there as a whole.
+    """A conversation that is incomplete or too long.
 
     Attributes:
-        missing: the id of the answer that is not there; None if the conversation is too long.
-        running: that answer is still being made.
+        missing: the id of the missing answer; None if the conversation is too long.
+        running: whether that answer is still being generated.
     """
 
     def __init__(self, message: str, missing: str | None, running: bool = False):
@@ -116,9 +116,9 @@ class Kept:
 
     Attributes:
         frame: the answer without its output.
-        input: the items that were sent with it, earlier turns not among them.
+        input: the input items of its own request, without earlier turns.
         output: the items of the answer.
-        ended: the answer is not being made any more.
+        ended: whether the answer is complete.
     """
 
     frame: str
@@ -128,7 +128,7 @@ class Kept:
 
     @property
     def background(self) -> bool:
-        """It was made whether its client stayed or not."""
+        """Whether the answer was generated in the background."""
         return bool(msgspec.json.decode(self.frame, type=_Made).background)
 
     def items(self) -> list[dict[str, Any]]:
@@ -142,7 +142,7 @@ class Kept:
 
 
 def open_store(settings: ServerSettings) -> ResponseStore | None:
-    """The store that the settings ask for, if they do.
+    """The store from the settings, if they name one.
 
     Raises:
         ConfigError: the file cannot be used.
@@ -154,19 +154,19 @@ def open_store(settings: ServerSettings) -> ResponseStore | None:
 
 
 class ResponseStore:
-    """Answers by id, those of each tenant apart; and conversations.
+    """Answers by id, separate for each tenant, and conversations.
 
     Args:
-        path: of the file; made if it is not there, for this user alone.
-        max_age: seconds that an answer is kept.
-        max_size: bytes of all answers together.
+        path: path of the file; created if missing, for this user only.
+        max_age: seconds that an answer is stored.
+        max_size: maximum bytes of all answers together.
         clock: seconds since 1970.
 
     Attributes:
-        conversations: those of /v1/conversations, in the same file.
+        conversations: the conversations of /v1/conversations, in the same file.
 
     Raises:
-        ConfigError: the file cannot be opened, or something else made it.
+        ConfigError: the file cannot be opened, or another program made it.
     """
 
     def __init__(
@@ -178,23 +178,23 @@ class ResponseStore:
         self._clock = clock
         self._logged = float("-inf")
         self._presence = Presence(self._path)
-        self._making: set[str] = set()  # answers that this process is making
-        self._has_remains = True  # text that was deleted may be in the write-ahead log, or in pages behind it
+        self._making: set[str] = set()  # answers that this process is generating
+        self._has_remains = True  # whether deleted text may remain in the write-ahead log, or in pages of the file
         self._database = self._open()
         self.conversations = Conversations(
             self._database, self._run, self._transaction, clock, lambda: self._oldest, self._make_room, self._overwrite
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="response-store")
 
-    # ---------------------------------------------------------------- what is asked of it
+    # ---------------------------------------------------------------- public methods
 
     async def put(
         self, id_: str, tenant: str | None, *, previous: str | None, frame: str, input: str, output: str
     ) -> None:
-        """Keep an answer; others go if there is no room.
+        """Store an answer; others are deleted if there is no room.
 
         Raises:
-            StoreError: it cannot be kept.
+            StoreError: it cannot be stored.
         """
         kept = Kept(frame=frame, input=input, output=output)
         await self._run(self._put, id_, tenant or "", previous, kept)
@@ -202,14 +202,14 @@ class ResponseStore:
     async def begin(
         self, id_: str, tenant: str | None, *, previous: str | None, frame: str, input: str, events: Sequence[str]
     ) -> None:
-        """Keep an answer that is being made. If this process ends before `update` says that the answer has ended, the
+        """Store an answer that is being generated. If this process ends before `update` marks the answer as ended, the
         answer has failed.
 
         Args:
-            events: the first events of its stream; none where there is no stream to resume.
+            events: the first events of its stream; empty if no stream can be resumed.
 
         Raises:
-            StoreError: it cannot be kept.
+            StoreError: it cannot be stored.
         """
         self._making.add(id_)
         try:
@@ -229,15 +229,15 @@ class ResponseStore:
         events: Sequence[str] = (),
         first: int = 0,
     ) -> bool:
-        """Keep the news of an answer that is being made; returns whether it is still there.
+        """Store new data of an answer that is being generated; returns whether the answer still exists.
 
         Args:
             output: the items of the answer, which has ended.
             events: further events of its stream.
-            first: the number of the first of them.
+            first: the number of the first event.
 
         Raises:
-            StoreError: they cannot be kept. An answer that has ended has failed then.
+            StoreError: they cannot be stored. An answer that has ended then counts as failed.
         """
         try:
             return await self._run(self._update, id_, tenant or "", frame, output, events, first)
@@ -246,8 +246,8 @@ class ResponseStore:
                 self._making.discard(id_)
 
     async def events(self, id_: str, tenant: str | None, after: int) -> tuple[list[str], bool] | None:
-        """The events of an answer's stream behind one of this number, and whether they are the last; None if there
-        is no such answer, or no stream of it.
+        """The events of an answer's stream after this number, and whether they are the last; None if the answer or its
+        stream does not exist.
 
         Raises:
             StoreError: the file cannot be read.
@@ -255,7 +255,7 @@ class ResponseStore:
         return await self._run(self._events, id_, tenant or "", after)
 
     async def get(self, id_: str, tenant: str | None) -> Kept | None:
-        """An answer of this tenant; None if there is none, or it is too old.
+        """An answer of this tenant; None if it does not exist or is too old.
 
         Raises:
             StoreError: the file cannot be read.
@@ -263,7 +263,7 @@ class ResponseStore:
         return await self._run(self._get, id_, tenant or "")
 
     async def delete(self, id_: str, tenant: str | None) -> bool:
-        """Whether there was one to delete. Responses that continue it can no longer be continued.
+        """Delete an answer; returns whether it existed. Responses that continue it can no longer be continued.
 
         Raises:
             StoreError: the file cannot be written.
@@ -271,20 +271,20 @@ class ResponseStore:
         return await self._run(self._delete, id_, tenant or "")
 
     async def history(self, id_: str, tenant: str | None, max_size: int) -> list[dict[str, Any]]:
-        """The items of a conversation up to and with this answer, the oldest first.
+        """The items of a conversation up to and including this answer, oldest first.
 
         Args:
-            max_size: characters that it may have as JSON.
+            max_size: maximum characters as JSON.
 
         Raises:
-            HistoryError: a part of it is not there, or it is too long.
+            HistoryError: a part of it is missing, or it is too long.
             StoreError: the file cannot be read.
         """
         return await self._run(self._history, id_, tenant or "", max_size)
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
-        """Around the service's life: what is too old goes meanwhile, and the file is closed at the end."""
+        """A context for the service's lifetime: old data is deleted meanwhile, and the file is closed at the end."""
         task = asyncio.create_task(self._purge_all())
         try:
             yield
@@ -294,7 +294,7 @@ class ResponseStore:
                 await task
             await asyncio.to_thread(self._close)
 
-    # ---------------------------------------------------------------- in its thread
+    # ---------------------------------------------------------------- in the store's thread
 
     async def _run(self, work: Callable[..., T], *args: Any) -> T:
         def guarded() -> T:
@@ -307,7 +307,7 @@ class ResponseStore:
 
     def _open(self) -> sqlite3.Connection:
         try:
-            # SQLite gives its other files the same rights.
+            # SQLite gives its other files the same permissions.
             os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
             database = sqlite3.connect(self._path, _PATIENCE, isolation_level=None, check_same_thread=False)
         except (OSError, sqlite3.Error) as problem:
@@ -326,7 +326,7 @@ class ResponseStore:
         return database
 
     def _prepare(self, database: sqlite3.Connection) -> None:
-        # Several processes may open a new file at once, and each of them makes what is not there yet.
+        # Several processes may open a new file at once; each creates the tables that are missing.
         database.execute("BEGIN")
         application, version, num_tables = (
             database.execute(question).fetchone()[0]
@@ -340,7 +340,7 @@ class ResponseStore:
                 f"response_store {str(self._path)!r} was made by another version of Octavo (it has version "
                 f"{version}, this one needs {_VERSION}). Choose another file."
             )
-        # A crash of the machine may lose the last answers, and damages nothing. What is deleted is overwritten.
+        # A crash of the machine may lose the last answers, but damages nothing. Deleted data is overwritten.
         _write_ahead(database)
         for setting in ("synchronous = NORMAL", "secure_delete = ON", "temp_store = MEMORY"):
             database.execute(f"PRAGMA {setting}")
@@ -432,8 +432,8 @@ class ResponseStore:
             self._has_remains = True
 
     def _evict(self, database: sqlite3.Connection, but: str) -> None:
-        """Delete the oldest answer or conversation: of the tenant that has the most, or of all if that one has no
-        other."""
+        """Delete the oldest answer or conversation: of the tenant with the most data, or of all tenants if that one has
+        no other."""
         (tenant,) = database.execute("SELECT tenant FROM usage ORDER BY size DESC LIMIT 1").fetchone()
         names = {"but": but, "tenant": tenant}
         for whose in ("AND tenant = :tenant", ""):
@@ -472,13 +472,13 @@ class ResponseStore:
         return self._database.execute(question, (id_,)).fetchone() is not None
 
     def _is_abandoned(self, id_: str, owner: str | None) -> bool:
-        """Nothing is making this answer any more, although it has not ended."""
+        """Whether no process is generating this answer any more, although it has not ended."""
         if owner is None:
             return False
         return id_ not in self._making if owner == self._presence.name else not self._presence.is_there(owner)
 
     def _fail_abandoned(self) -> None:
-        """Write down that answers have failed which nothing is making any more."""
+        """Mark answers as failed that no process is generating any more."""
         self._presence.sweep()
         with self._transaction() as database:
             rows = database.execute(
@@ -511,8 +511,8 @@ class ResponseStore:
         return found
 
     def _overwrite(self) -> None:
-        """Carry the log over into the file and empty it: both hold deleted text until then. If another process blocks
-        it for long, the next purge tries again."""
+        """Copy the log into the file and empty it, because both contain deleted text until then. If another process
+        blocks this for long, the next purge tries again."""
         self._has_remains = True
         busy, _, _ = self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         self._has_remains = bool(busy)
@@ -575,14 +575,14 @@ class ResponseStore:
 
 
 class Presence:
-    """Tells the processes that have a store's file which of them still run. Each has a file beside it, which is locked
-    for as long as the process lives.
+    """Tells the processes that share a store's file which of them still run. Each has a file beside it, which is locked
+    while the process lives.
 
     Args:
-        path: of the store.
+        path: path of the store.
 
     Attributes:
-        name: of this process.
+        name: name of this process.
     """
 
     def __init__(self, path: Path):
@@ -591,13 +591,13 @@ class Presence:
         self.name = uuid.uuid4().hex
 
     def announce(self) -> str:
-        """The name of this process, which others see from now on."""
+        """The name of this process, which others can see from now on."""
         while self._lock is None:
             lock = os.open(self._file(self.name), os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX)
             if os.fstat(lock).st_nlink:
                 self._lock = lock
-            else:  # another process took it for a remnant, before it was locked
+            else:  # another process mistook it for a remnant before it was locked
                 os.close(lock)
         return self.name
 
@@ -607,7 +607,7 @@ class Presence:
             self.is_there(path.stem.removeprefix(f"{self._path.name}-"))
 
     def is_there(self, name: str) -> bool:
-        """Whether the process of this name still runs. If not, its data is removed."""
+        """Whether the process with this name still runs. If not, its data is removed."""
         try:
             lock = os.open(self._file(name), os.O_RDWR)
         except FileNotFoundError:
@@ -623,7 +623,7 @@ class Presence:
             os.close(lock)
 
     def close(self) -> None:
-        """This process is there no more."""
+        """Remove this process from the list."""
         if self._lock is not None:
             self._file(self.name).unlink(missing_ok=True)
             os.close(self._lock)
@@ -638,7 +638,7 @@ def _size(*texts: str) -> int:
 
 
 def _write_ahead(database: sqlite3.Connection) -> None:
-    """Let readers go on beside a writer. SQLite itself does not wait here where another process has the file."""
+    """Let readers continue beside a writer. SQLite itself does not wait here if another process has the file open."""
     until = time.monotonic() + _PATIENCE
     while True:
         try:

@@ -36,33 +36,33 @@ def serve(
     notes: Sequence[str] = (),
     several: Sequence[Declared] = (),
 ) -> int:
-    """Load the model, serve until SIGTERM or Ctrl-C, stop cleanly; returns the exit status, which is 1 if
-    the engine died too often.
+    """Load the model, serve until SIGTERM or Ctrl-C, stop cleanly; returns the exit status, which is 1 if the engine
+    crashed too often.
 
     Args:
         config: the engine's settings.
-        settings: the service's.
-        version: shown in the API's documentation.
-        notes: what the log is to say first, as warnings.
+        settings: the service's settings.
+        version: version shown in the API's documentation.
+        notes: warnings to log first.
         several: the models, if there are several; `config` is not used then.
 
     Raises:
         StartupError: the address cannot be bound, or the certificate cannot be used.
         OctavoError: the model cannot be loaded, or the file with API keys cannot be read.
     """
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nothing has been read yet that could be read again
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nothing has been read yet that could be reloaded
     log_format = _set_up_logging(settings)
     if log_format == "json":
-        config = replace(config, show_progress=False)  # a progress bar is no log line
+        config = replace(config, show_progress=False)  # a progress bar is not a log line
     for note in notes:
         logger.warning(note)
     check_certificate(settings)
     for engine in [model.engine for model in several] or [config]:
-        find_here(engine.model)  # a wrong name is known before any process starts
+        find_here(engine.model)  # finds a wrong name before any process starts
         if engine.chat_template is not None:
             read_template(engine.chat_template)
     raise_file_limit()
-    # Bound before the model loads, so that a taken port is known at once.
+    # Bound before the model loads, so that a taken port is reported at once.
     with Listener(settings) as listener:
         if is_public(settings) and not (settings.api_key or settings.api_key_file):
             logger.warning(

@@ -1,4 +1,5 @@
-"""A process that answers HTTP: uvicorn with the service's door, from its first connection to its last."""
+"""A process that answers HTTP: uvicorn with the service's protocol and middleware, from its first connection to its
+last."""
 
 from __future__ import annotations
 
@@ -26,13 +27,13 @@ from server.watchdog import LoopWatchdog
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-KEEP_ALIVE = 75  # seconds; longer than clients and gateways keep an idle connection, so that they end it, not we
+KEEP_ALIVE = 75  # seconds; longer than clients and gateways keep an idle connection, so that they close it first
 
 logger = logging.getLogger("octavo.server")
 
 
 def uvicorn_config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
-    """uvicorn with the service's protocol and logs, on uvloop where there is one, without websockets."""
+    """uvicorn with the service's protocol and logs, on uvloop if available, without websockets."""
     return uvicorn.Config(
         RootPath(app, settings.root_path),
         http=http_protocol(settings),
@@ -50,14 +51,14 @@ def uvicorn_config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, telling when it listens, and answering while it drains.
+    """uvicorn that reports when it listens, and that keeps answering while it drains.
 
     Args:
-        config: of `uvicorn_config`.
-        settings: of the service.
-        drain: told when it stops.
-        slots: one for each connection.
-        watches: run from its start to its end.
+        config: the result of `uvicorn_config`.
+        settings: the service's settings.
+        drain: notified when it stops.
+        slots: the connection slots.
+        watches: tasks that run from its start to its end.
         listening: called once it listens.
     """
 
@@ -81,7 +82,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
-        # What is here now stays: a full collection that looked through it would hold up every stream.
+        # These objects stay: a full garbage collection over them would delay every stream.
         gc.collect()
         gc.freeze()
         self._watchdog.start()
@@ -114,7 +115,7 @@ class Server(uvicorn.Server):
         patience = f" {running} running requests get up to {limit:g} seconds." if running else ""
         logger.info("Stopping.%s A second signal stops immediately.", patience)
         await drain_connections(self._drain, self.server_state.connections, limit)
-        # Nothing runs any more; what is left is to close what listens, and the bytes on their way.
+        # Nothing runs any more; only the listening sockets and bytes in transit remain.
         for server in self.servers:
             server.close()
         for listener in sockets or []:
@@ -125,18 +126,19 @@ class Server(uvicorn.Server):
         self._watchdog.stop()
 
     def stop(self) -> None:
-        """Serve no new requests, and end once the running ones have ended. Safe in a signal's handler."""
+        """Refuse new requests, and end once the running ones have ended. Safe in a signal handler."""
         self._drain.begin()
         self.should_exit = True
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    """Makes event loops as uvicorn does."""
+    """Makes event loops like uvicorn's."""
     return auto_loop_factory(use_subprocess=False)
 
 
 def end_soon(end: Callable[[], object]) -> None:
-    """All is closed by now. Threads may still compute in vain, such as a long text's tokens: they get a moment."""
+    """End the process; everything is closed by now. Threads may still compute unneeded results, such as a long text's
+    tokens; they get a moment."""
     timer = threading.Timer(LAST_WORDS, end)
     timer.daemon = True
     timer.start()

@@ -1,4 +1,4 @@
-"""The bytes that each tenant has in the store, which SQLite's triggers count."""
+"""The bytes that each tenant has in the store, counted by SQLite's triggers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ USAGE = "CREATE TABLE IF NOT EXISTS usage (tenant TEXT PRIMARY KEY, size INTEGER
 
 
 def counting(table: str, parts: str, owner: str) -> str:
-    """Triggers that count what comes into a table, grows there and leaves it.
+    """Triggers that count what is added to a table, grows in it or is deleted from it.
 
     Args:
-        table: whose rows have a number, a tenant and a size.
-        parts: a table of what belongs to them, and goes with them.
-        owner: the column there that has their number.
+        table: a table whose rows have a number, a tenant and a size.
+        parts: a table whose rows belong to these rows, and are deleted with them.
+        owner: the column of that table with their number.
     """
     return f"""
 CREATE TRIGGER IF NOT EXISTS {table}_kept AFTER INSERT ON {table} BEGIN

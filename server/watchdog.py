@@ -1,11 +1,10 @@
-"""Watchdogs that end a process that no longer moves, so that it is started again: an engine that has work and does none
-of it, such as one whose driver hangs, and a process whose event loop stands still, in which nothing could answer any
-more.
+"""Watchdogs that end a stuck process so that it is started again: an engine that has work but makes no progress (such
+as one whose driver hangs), and a process whose event loop is blocked, in which nothing could answer any more.
 
-`server.loop_guard`, a process of its own, gets heartbeats from the event loop, and sends a signal if they stop. The
+`server.loop_guard`, a separate process, gets heartbeats from the event loop, and sends a signal if they stop. The
 handler of that signal needs neither the event loop nor the interpreter's lock: faulthandler writes all threads' stacks
-to stderr and hands over to libc's `_exit`. That also works for a container's first process, which signals without a
-handler do not end.
+to stderr and passes control to libc's `_exit`. This also works for a container's first process, which a signal without
+a handler does not end.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ from server.loop_guard import SIGNAL
 
 logger = logging.getLogger("octavo.server")
 
-STUCK = 3  # times the liveness timeout: a monitor of /health/live from outside comes first
-STATUS = int(SIGNAL)  # the process's exit status: `_exit` is called with what a signal's handler gets, its number
+STUCK = 3  # times the liveness timeout, so that an external monitor of /health/live acts first
+STATUS = int(SIGNAL)  # the process's exit status: `_exit` gets the argument of a signal handler, the signal's number
 _GUARD = Path(__file__).with_name("loop_guard.py")
 _BEATS = 40  # while the limit passes
-# So many looks in a row, a tenth of the limit apart: after the service itself was stopped for a while, the first one
-# comes before the engine's news.
+# This many checks in a row, a tenth of the limit apart: after the service itself was suspended, the first check comes
+# before the engine's updates.
 _LOOKS = 3
-_NEEDED = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # to start Python; keys and tokens are nothing to it
+_NEEDED = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # variables to start Python; it needs no keys or tokens
 
 
 class LoopWatchdog:
-    """A watch over the event loop: from `start` to `stop` it must come by, or the process ends.
+    """A watchdog for the event loop: from `start` to `stop` the loop must respond, or the process ends.
 
     Args:
-        timeout: seconds that it may stand still; 0: for ever.
+        timeout: seconds that it may be blocked; 0 for no limit.
     """
 
     def __init__(self, timeout: float):
@@ -49,13 +48,13 @@ class LoopWatchdog:
         self._line = -1
 
     def start(self) -> None:
-        """Watch the running event loop. Called in the main thread, once."""
+        """Watch the running event loop. Call it in the main thread, once."""
         if self._timeout:
             _end_by_signal()
             self._start_guard()
 
     def stop(self) -> None:
-        """Watch no longer; idempotent."""
+        """Stop watching; idempotent."""
         if self._beat is not None:
             self._beat.cancel()
             self._beat = None
@@ -83,7 +82,7 @@ class LoopWatchdog:
 
     def _tick(self) -> None:
         try:
-            with contextlib.suppress(BlockingIOError):  # it is stopped, and has enough to read
+            with contextlib.suppress(BlockingIOError):  # it is suspended, and has enough to read
                 os.write(self._line, b".")
         except BrokenPipeError:
             self.stop()
@@ -104,7 +103,7 @@ async def restart_when_stuck(client: EngineClient, limit: float) -> None:
     """Watch until cancelled.
 
     Args:
-        limit: seconds without progress after which the engine is given up.
+        limit: seconds without progress after which the engine is abandoned.
     """
     looks = 0
     while True:

@@ -222,9 +222,9 @@ def test_refused_tensors(llama: tuple[Transformer, dict[str, tuple[int, int]]], 
         (head, "is the output matrix", {}),
         (adapter_tensors({"model.layers.9.self_attn.q_proj": sizes[Q]}), "no matrix model.layers.9.self_attn", {}),
         (good | {"base_model.model.model.embed_tokens.weight": torch.ones(9, 9)}, "added tokens", {}),
-        (good | {"base_model.model.model.norm.weight": torch.ones(9)}, "only heads of classifiers", {}),
+        (good | {"base_model.model.model.norm.weight": torch.ones(9)}, "only classifier heads", {}),
         (good | {f"base_model.model.{Q}.lora_magnitude_vector": torch.ones(9)}, "such tensors are not", {}),
-        (good | {A.replace(".weight", ".default.weight"): good[A].clone()}, f"it holds {Q} twice, under two names", {}),
+        (good | {A.replace(".weight", ".default.weight"): good[A].clone()}, f"contains {Q} twice, under two names", {}),
         (
             good
             | {
@@ -266,7 +266,7 @@ def test_refused_files(llama: tuple[Transformer, dict[str, tuple[int, int]]], tm
         ("half", lambda folder: (folder / file).write_bytes(weights[: len(weights) // 2]), "damaged or incomplete"),
         ("empty", lambda folder: (folder / file).write_bytes(b""), "damaged or incomplete"),
         ("long", lambda folder: (folder / config).write_bytes(b" " * (2 << 20)), "more than 1048576 bytes"),
-        ("list", lambda folder: (folder / config).write_text("[]"), "holds list, not an object"),
+        ("list", lambda folder: (folder / config).write_text("[]"), "contains a list, not an object"),
         ("deep", lambda folder: (folder / config).write_text("[" * 200_000), "not valid JSON"),
     ]
     assert read_adapter("a", good, model, 8).products

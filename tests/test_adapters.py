@@ -280,7 +280,7 @@ def test_a_head_that_cannot_be_replaced_is_refused(subject: Subject, engine: Eng
     for replaced, message in [
         ({"head.output.weight": weight}, "lacks or cannot replace head.output.bias"),
         ({"head.other.weight": weight}, "lacks or cannot replace head.other.weight"),
-        ({"encoder.final_norm.weight": weight}, "replaces encoder.final_norm.weight, which is no part of the head"),
+        ({"encoder.final_norm.weight": weight}, "replaces encoder.final_norm.weight, which is not part of the head"),
         (
             {"head.output.weight": weight[1:], "head.output.bias": weight[:, 0]},
             r"head.output.weight has the shape \[4, 32\], but the model's has \[5, 32\]",
@@ -322,9 +322,9 @@ def test_what_cannot_be_loaded_is_refused_by_name(subject: Subject, tmp_path: Pa
     for products, message in [
         ({}, "adds to no product"),
         ({"decoder.nothing": good.products[qkv]}, "adds to decoder.nothing, but the model has no such product"),
-        ({"head": head}, "adds to head, which takes no adapters"),
+        ({"head": head}, "adds to head, which does not support adapters"),
         ({qkv: head}, r"matrices of \[1, 32\] and \[307, 1\] for decoder.blocks.0.attention.inner.qkv, which maps 32"),
-        ({qkv: nan}, "numbers for decoder.blocks.0.attention.inner.qkv that are not finite"),
+        ({qkv: nan}, "infinite numbers or NaN for decoder.blocks.0.attention.inner.qkv"),
         ({qkv: LowRank(torch.ones(13, 32), torch.ones(64, 13))}, r"rank 13 .* at most 12 .*max_lora_rank is 4"),
     ]:
         with pytest.raises(AdapterError, match=message):

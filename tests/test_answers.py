@@ -105,7 +105,7 @@ def test_one_question_of_many_texts_and_many_of_one(model: tuple[LLM, Any, Any])
         ("", "a", {}, "the question is empty"),
         ("a", "", {}, "the context is empty"),
         (["a", "b"], ["a", "b", "c"], {}, "2 and 3"),
-        ([], "a", {}, "not empty"),
+        ([], "a", {}, "non-empty"),
         (3, "a", {}, "must be a text"),
         ("a", "b", {"top_k": 0}, "top_k must be at least 1"),
         ("a", "b", {"max_answer_len": 0}, "max_answer_len must be at least 1"),

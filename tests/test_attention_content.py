@@ -160,6 +160,6 @@ def test_heads_that_share_keys_are_refused() -> None:
         attend(rows, [20], ragged(rows), content(4, 16), scale=1.0)
     with pytest.raises(ValueError, match="the bias has 3 heads, the queries have 4"):
         attend(rows, [20], ragged(rows), content(3, 8), scale=1.0)
-    with pytest.raises(ConfigError, match="torch attention has no content bias for heads that share keys"):
+    with pytest.raises(ConfigError, match="torch attention does not support a content bias for heads that share keys"):
         select("cpu", [Part(content_bias=True)])
     select("cpu", [Part(kv_heads=4, content_bias=True)])

@@ -146,6 +146,7 @@ def test_files_are_listed_and_deleted(tmp_path: Path) -> None:
         ([line(1) | {"body": None}], "invalid_body", 1),
         ([line(1, stream=True)], "invalid_body", 1),
         ([line(1, model="gpt")], "model_not_found", 1),
+        ([line(1, model=["gpt"])], "model_not_found", 1),
         ([], "empty_file", None),
     ],
 )
@@ -299,6 +300,33 @@ def test_a_cancelled_batch_keeps_its_answers(tmp_path: Path) -> None:
         await client.files.delete(batch.input_file_id)
 
     Batching(tmp_path, script, batch_max_running=1, batch_max_unfinished=1).run(scene)
+
+
+def test_a_batch_that_cannot_be_ended_holds_up_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = 0
+
+    async def scene(api: Conversing) -> None:
+        nonlocal late
+        store, client = api.service.batches.store, api.openai()
+        with monkeypatch.context() as meanwhile:  # the service stops before it has read the file
+            meanwhile.setattr(store, "hold", lambda: False)
+            lines = line(1), b"{", {"custom_id": 7}
+            batch = await begun(client, jsonl(*lines), completion_window="1h")
+        late = 3601
+        broken = await begun(client, jsonl(line(1)))
+        store.path(broken.input_file_id).unlink()
+        assert (await ended(client, batch.id)).status == "expired"
+        missing = await entries(client, (await client.batches.retrieve(batch.id)).error_file_id)
+        assert [entry["custom_id"] for entry in missing] == ["line-1"]
+        assert (await ended(client, broken.id)).status == "failed"
+        good = await begun(client, jsonl(line(1)))
+        assert (await ended(client, good.id)).request_counts.completed == 1
+
+    api = Batching(tmp_path)
+    store = api.service.batches.store
+    before = store.now()
+    monkeypatch.setattr(store, "_clock", lambda: before + late)
+    api.run(scene)
 
 
 def test_a_batch_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -232,7 +232,7 @@ def test_a_fault_while_drawing_harms_no_request(caplog: pytest.LogCaptureFixture
     assert commands.cache_map is None
     assert commands.num_commands == 2
     assert [delta.request_id for delta in step.deltas] == ["good"]
-    assert "could not be drawn" in caplog.text
+    assert "could not be made" in caplog.text
 
 
 def test_a_map_that_could_not_be_drawn_is_an_error(client: EngineClient) -> None:  # noqa: F811

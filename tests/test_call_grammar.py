@@ -444,7 +444,7 @@ def test_calls_in_other_forms_are_held_to_their_schemas_and_read(
         parsing = reader.parsing(read_tools(tools, choice), "")
         assert parsing is not None
         if choice == "auto" and name == "deepseek_v32" and special:
-            with pytest.raises(ValueError, match="only where they must be"):
+            with pytest.raises(ValueError, match="only if a call is required"):
                 call_grammar(parsing, special)
             continue
         grammar = grammar_of(parsing, special)

@@ -160,7 +160,7 @@ def test_a_model_that_names_no_end(checkpoint: Callable[[str], Checkpoint], tmp_
 @pytest.mark.parametrize(
     ("params", "param", "message"),
     [
-        ({"constraint": {"catalogue": "other"}}, "constraint", "no catalogue 'other'; there are titles."),
+        ({"constraint": {"catalogue": "other"}}, "constraint", "no catalogue 'other'; the catalogues are titles."),
         ({"constraint": {"catalogue": ""}}, "constraint", 'must be {"catalogue": NAME}, got'),
         ({"constraint": {"catalogues": "titles"}}, "constraint", 'must be {"catalogue": NAME}, got'),
         ({"constraint": {"catalogue": "titles", "x": "y"}}, "constraint", 'must be {"catalogue": NAME}, got'),
@@ -170,7 +170,7 @@ def test_a_model_that_names_no_end(checkpoint: Callable[[str], Checkpoint], tmp_
         ({"ignore_eos": True}, "ignore_eos", "cannot be used with constraint"),
         ({"allowed_token_ids": [3]}, "allowed_token_ids", "cannot be used with constraint"),
         ({"forced_eos_token_id": 7}, "forced_eos_token_id", "cannot be used with constraint"),
-        ({"stop_token_ids": [TITLES[0][0]]}, "stop_token_ids", f"holds {TITLES[0][0]}, which is a token of titles"),
+        ({"stop_token_ids": [TITLES[0][0]]}, "stop_token_ids", f"holds {TITLES[0][0]}, which occurs in titles"),
         ({"num_beams": 12, "n": 12, "constraint": {"catalogue": "few"}}, "n", "the catalogue few has 2 titles"),
     ],
 )

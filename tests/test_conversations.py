@@ -190,7 +190,7 @@ def test_a_conversation_holds_as_much_as_a_body(tmp_path: Path) -> None:
             refused = await api.ask("POST", f"{PATH}{path}", body)
             error = refused.json()["error"]
             assert (refused.status_code, error["param"], error["code"]) == (400, "items", "context_length_exceeded")
-            assert "bytes, and at most 1024 may be in one (max_body_size)" in error["message"]
+            assert "bytes, but at most 1024 are allowed (max_body_size)" in error["message"]
         assert len((await api.ask("GET", f"{PATH}/{id_}/items")).json()["data"]) == 1
 
     app(tmp_path, max_body_size="1KiB").run(work)
@@ -221,9 +221,9 @@ def test_age_and_size_are_limited(tmp_path: Path) -> None:
             now[0] += 2
             assert await kept.get(old, None) is None
             assert await kept.get(used, None) is not None
-            with pytest.raises(TooLargeError, match="3 items, and at most 2"):
+            with pytest.raises(TooLargeError, match="3 items, but at most 2"):
                 await kept.add(used, None, [item(3)], 2)
-            with pytest.raises(TooLargeError, match="bytes, and at most 30 are read"):
+            with pytest.raises(TooLargeError, match="bytes, but at most 30 are read"):
                 await kept.history(used, None, 10, 30)
             for number in range(10):
                 await kept.add(used, "", [item(number + 10, 500)])

@@ -184,7 +184,7 @@ def test_a_disk_that_fails_is_reported_once(
     assert one.stats().disk_errors == 1
     messages = [record.getMessage() for record in caplog.records if record.name == "octavo.disk"]
     assert [message for message in messages if "cannot be" in message] == [
-        f"Pages cannot be written in {kept['kv_disk']}: No space left on device. Requests go on without them. Free "
+        f"Pages cannot be written in {kept['kv_disk']}: No space left on device. Requests continue without them. Free "
         "some space, or lower --kv-disk-size. This is reported once."
     ]
 

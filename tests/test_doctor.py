@@ -240,7 +240,7 @@ def test_a_model_larger_than_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "but cuda has 0.1 MiB of 0.1 MiB free -> That is more than all of it. Use a smaller model, a 16-bit" in text
 
 
-WRONG = "its results for 4 heads of 64 features over 2 are not ours"
+WRONG = "its results for 4 heads of 64 features over 2 differ from ours"
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_torchs_flash_attention_is_looked_at_where_it_may_matter(monkeypatch: py
 
     monkeypatch.setattr(engine, "inspect_flash", out_of_memory, raising=False)
     found = {finding.check: finding for finding in doctor.check_model(EngineConfig(model=str(DEMO_MODEL)))}
-    assert "cannot be tried: CUDA out of memory -> Tried to allocate" in warned(found["flash prefill"])
+    assert "could not be tested: CUDA out of memory -> Tried to allocate" in warned(found["flash prefill"])
 
 
 # ---------------------------------------------------------------- the model
@@ -293,7 +293,7 @@ def test_models_that_cannot_be_served(model: Path) -> None:
     config.write_text(json.dumps(whole | {"architectures": ["MambaForCausalLM"]}))
     text = failed(examine(model)["model"])
     assert "'MambaForCausalLM' is not supported: it keeps a state" in text
-    assert "-> No supported architecture would do in its place. `octavo models` lists what is supported." in text
+    assert "-> No supported architecture can replace it. `octavo models` lists what is supported." in text
     config.write_text("{")
     assert "config.json cannot be read" in failed(examine(model)["model"])
     config.unlink()

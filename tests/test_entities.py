@@ -155,13 +155,13 @@ def test_a_window_has_as_many_tokens_as_the_model_takes(plain: tuple[LLM, Gliner
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"labels": []}, "labels must be a list of texts"),
-        ({"labels": "person"}, "labels must be a list of texts"),
+        ({"labels": []}, "labels must be a non-empty list of texts"),
+        ({"labels": "person"}, "labels must be a non-empty list of texts"),
         ({"labels": ["a", " "]}, "not blank, got ' '"),
         ({"labels": [f"a {MARK}"]}, f"must not hold {MARK}"),
         ({"labels": [f"{END}a"]}, f"must not hold {END}"),
         ({"labels": [str(n) for n in range(1001)]}, "1 to 1000 different texts, got 1001"),
-        ({"texts": []}, "texts must be a list of texts"),
+        ({"texts": []}, "texts must be a non-empty list of texts"),
         ({"texts": ["a\ud800"]}, "unpaired surrogate"),
         ({"threshold": 1.5}, "threshold must be at least 0 and at most 1, got 1.5"),
         ({"stride": -1}, "stride must be at least 0"),
@@ -177,7 +177,7 @@ def test_what_is_refused(plain: tuple[LLM, GlinerFolder], asked: dict[str, Any],
 
 def test_a_label_without_tokens(tmp_path: Path) -> None:
     llm = loaded(make_gliner(tmp_path, **SHAPES["bert"]).path)
-    with pytest.raises(InvalidRequestError, match="makes nothing of label 1"):
+    with pytest.raises(InvalidRequestError, match="label 1 has no tokens"):
         llm.entities("a", ["b", "\u200b"])
     llm.close()
 

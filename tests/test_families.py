@@ -273,8 +273,8 @@ def of_type(model_type: str, architecture: str, **settings: Any) -> Any:
 def test_a_refusal_names_the_nearest_and_what_would_show_that_it_does() -> None:
     message = refusal(transformers.LlamaConfig(architectures=["Llama9ForCausalLM"]))
     assert message == (
-        "The architecture 'Llama9ForCausalLM' is not supported. The nearest, LlamaForCausalLM, has the same settings; "
-        "whether it computes the same, only transformers can tell."
+        "The architecture 'Llama9ForCausalLM' is not supported. The most similar one, LlamaForCausalLM, has the same "
+        "settings; whether it computes the same, only transformers can tell."
     )
 
 
@@ -287,7 +287,7 @@ def test_a_refusal_names_the_nearest_and_what_would_show_that_it_does() -> None:
 )
 def test_a_refusal_says_what_no_part_expresses(model_type: str, name: str, why: str) -> None:
     message = refusal(of_type(model_type, name))
-    assert message.startswith(f"The architecture {name!r} is not supported: {why}. The nearest, ")
+    assert message.startswith(f"The architecture {name!r} is not supported: {why}. The most similar one, ")
 
 
 @pytest.mark.parametrize(
@@ -302,14 +302,14 @@ def test_a_refusal_says_why_the_nearest_would_not_do(
 ) -> None:
     monkeypatch.setattr(families, "_with_head", lambda: ["Glm4MoeForCausalLM", *KNOWN])
     message = refusal(of_type(model_type, architecture))
-    assert f" The nearest, {nearest}, would not do as it is: it knows no setting {unknown}" in message
+    assert f" The most similar one, {nearest}, cannot replace it: it does not know the setting {unknown}" in message
 
 
 def test_where_the_name_is_near_and_the_settings_are_not_they_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(families, "_with_head", lambda: ["MixtralForCausalLM", *KNOWN])
     config = of_type("gpt_oss", "GptOss2ForCausalLM")
     assert families.nearest("GptOss2ForCausalLM") in ("GPT2LMHeadModel", "GPTNeoXForCausalLM")
-    assert " The nearest, MixtralForCausalLM, would not do as it is: " in refusal(config)
+    assert " The most similar one, MixtralForCausalLM, cannot replace it: " in refusal(config)
 
 
 def test_another_head_of_a_family_that_is_served() -> None:
@@ -334,24 +334,24 @@ def test_another_head_of_a_family_that_is_served() -> None:
 def test_models_that_keep_a_state_of_another_kind(config: Any) -> None:
     message = refusal(config)
     assert " is not supported: it keeps a state (recurrent or state-space layers) of a kind that is not impl" in message
-    assert message.endswith(". No supported architecture would do in its place.")
+    assert message.endswith(". No supported architecture can replace it.")
 
 
 def test_a_hybrid_family_without_a_layer_that_keeps_a_state_is_refused_as_any_other() -> None:
     config = of_type("minimax", "MiniMaxForCausalLM", layer_types=["full_attention"] * 2, num_hidden_layers=2)
-    assert " would not do as it is: " in refusal(config)
+    assert " cannot replace it: " in refusal(config)
 
 
 def test_a_multimodal_model_says_whether_its_language_part_would_do() -> None:
     name = "MllamaForConditionalGeneration"
-    text = f"The architecture {name!r} is not supported: it takes more than text. Its language part is not "
+    text = f"The architecture {name!r} is not supported: it reads more than text. Its language part is not "
     assert refusal(of_type("mllama", name)) == f"{text}supported either."
     config = of_type("fuyu", "FuyuForCausalLM", text_config={"model_type": "llama"})
-    assert refusal(config).endswith(" A checkpoint of its language part alone (LlamaForCausalLM) would do.")
+    assert refusal(config).endswith(" A checkpoint with only its language part (LlamaForCausalLM) is supported.")
 
 
 def test_a_refusal_says_so_where_nothing_is_near() -> None:
-    assert refusal(of_type("blt", "ZambezeForCausalLM")).endswith(" No supported architecture is near it.")
+    assert refusal(of_type("blt", "ZambezeForCausalLM")).endswith(" No supported architecture is similar.")
 
 
 def test_a_config_without_architectures() -> None:

@@ -139,7 +139,7 @@ def test_without_terms_there_are_no_distances(changes: dict[str, Any], tmp_path:
         ({"conv_kernel_size": 3, "conv_act": "mish"}, "asks for the activation 'mish'"),
         (
             {"architectures": ["DebertaV2ForSequenceClassification"], "pooler_hidden_size": 64},
-            "pooler_hidden_size of the config is 64; the head reads and gives hidden_size 768",
+            "pooler_hidden_size of the config is 64; the head reads and returns hidden_size 768",
         ),
         (
             {"architectures": ["DebertaV2ForMaskedLM"], "legacy": False, "embedding_size": 64},

@@ -62,7 +62,7 @@ def described(model_type: str, architecture: str, **settings: Any) -> ModelSpec:
             "modernbert-decoder",
             "ModernBertDecoderForSequenceClassification",
             {},
-            "no part has its layer before the scores of classes",
+            "its layer before the class scores is not implemented",
         ),
         ("modernbert-decoder", "ModernBertDecoderForCausalLM", {"local_attention": 0}, "sliding_window .* at least 1"),
         (
@@ -71,7 +71,7 @@ def described(model_type: str, architecture: str, **settings: Any) -> ModelSpec:
             {"ffn_config": {"moe_normalize_expert_weights": 2.0}},
             "must be 1 or null, got 2.0",
         ),
-        ("dbrx", "DbrxForCausalLM", {"ffn_config": {"ffn_act_fn": {"name": "silu", "beta": 2}}}, "but holds beta"),
+        ("dbrx", "DbrxForCausalLM", {"ffn_config": {"ffn_act_fn": {"name": "silu", "beta": 2}}}, "also contains beta"),
         (
             "dbrx",
             "DbrxForCausalLM",

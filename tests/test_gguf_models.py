@@ -193,7 +193,7 @@ def test_it_stays_as_small_as_it_is_stored(gguf: Any, tmp_path: Path, caplog: py
     embedding, ids = engine.runner.model.decoder.embedding, torch.tensor([7, 0, 7])
     assert embedding.tokens.numel() == 0
     assert torch.equal(embedding.look_up(ids, torch.float32), plain["model.embed_tokens.weight"][ids])
-    assert "are used as they are stored" in caplog.text
+    assert "are used in their stored format" in caplog.text
     assert "become int8" not in caplog.text
     prompt = random_prompt(KINDS["llama"].shape.vocab, 3, 40)
     small = logprobs(engine, prompt)
@@ -424,7 +424,7 @@ def test_one_without_a_tokenizer_is_refused_before_its_weights_are_read(
     """Unless another's is named, or none is wanted."""
     with monkeypatch.context() as patched:
         patched.setattr(starting, "load", None)
-        with pytest.raises(ModelLoadError, match=r"No tokenizer can be made of .*tiny\.gguf: .*by --tokenizer"):
+        with pytest.raises(ModelLoadError, match=r"No tokenizer can be made from .*tiny\.gguf: .*Set --tokenizer"):
             make_engine(llama)
     for settings in ({"tokenizer": str(tmp_path)}, {"skip_tokenizer_init": True}):
         make_engine(llama, **settings).close()

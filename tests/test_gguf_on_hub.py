@@ -91,10 +91,11 @@ def test_the_file_that_is_meant_is_downloaded_alone(wanted: str, file: str, hub:
     [
         (
             ":Q2_K",
-            r"org/tiny \(revision main\) holds no GGUF file Q2_K: its GGUF files are Big/.*Tiny-1B\.Q4_K_S\.gguf",
+            r"org/tiny \(revision main\) does not contain the GGUF file Q2_K: "
+            r"its GGUF files are Big/.*Tiny-1B\.Q4_K_S\.gguf",
         ),
-        (":K_M", "holds no GGUF file K_M"),
-        ("/mmproj*.gguf", "holds no GGUF file mmproj"),
+        (":K_M", "does not contain the GGUF file K_M"),
+        ("/mmproj*.gguf", "does not contain the GGUF file mmproj"),
         (
             ":IQ4_NL",
             r"matches several files of org/tiny: one-IQ4_NL\.gguf, two-IQ4_NL\.gguf\. Choose one: org/tiny/one-IQ4",
@@ -147,7 +148,7 @@ def test_without_a_network_the_hub_is_not_tried_again_and_again(
         with pytest.raises(ModelLoadError, match="not all in the local cache, and the hub cannot be reached"):
             find("org/tiny:Q8_0")
         asked, unreachable = caplog.messages
-        assert asked.startswith("org/tiny is no local path. Asking the hub (http://127.0.0.1:")
+        assert asked.startswith("org/tiny is not a local path. Asking the hub (http://127.0.0.1:")
         assert "Connection refused" in unreachable
         bound.listen()
         assert hub_module._unreachable_because() is None

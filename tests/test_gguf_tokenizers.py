@@ -174,7 +174,7 @@ UNKNOWN = {
     "no-split": (byte_level, {}, r"it does not say how texts are split \(tokenizer\.ggml\.pre is absent\)"),
     "kind": (by_scores, {"ggml__model": "rwkv"}, r"its tokenizer\.ggml\.model is 'rwkv'; gpt2 and llama are supported"),
     "scores": (by_scores, {"ggml__scores": [0.0]}, r"it has 1 scores for \d+ tokens"),
-    "twice": (by_scores, {"ggml__tokens": ["a", "a"]}, r"its vocabulary holds 'a' twice"),
+    "twice": (by_scores, {"ggml__tokens": ["a", "a"]}, r"its vocabulary contains 'a' twice"),
     "merges": (byte_level, {"ggml__pre": "gpt-2", "ggml__merges": ["a b c"]}, r"its tokenizer\.ggml\.merges are"),
 }  # fmt: skip
 
@@ -183,14 +183,14 @@ UNKNOWN = {
 def test_an_unknown_tokenizer_says_what_to_do(name: str, gguf: Any, tmp_path: Path) -> None:
     make, more, why = UNKNOWN[name]
     folder = checkpoint.locate(str(write_vocabulary(tmp_path / "tiny.gguf", make(**more))))
-    with pytest.raises(ModelLoadError, match=rf"No tokenizer can be made of .*tiny\.gguf: {why}.*by --tokenizer"):
+    with pytest.raises(ModelLoadError, match=rf"No tokenizer can be made from .*tiny\.gguf: {why}.*--tokenizer"):
         load_tokenizer(folder)
 
 
 def test_more_tokens_than_rows(gguf: Any, tmp_path: Path) -> None:
     tokens = len(by_scores()["tokenizer.ggml.tokens"])
     folder = checkpoint.locate(str(write_vocabulary(tmp_path / "tiny.gguf", by_scores(), rows=tokens - 2)))
-    why = f"its vocabulary has {tokens} tokens, but token_embd.weight has {tokens - 2} rows. Name .* by --tokenizer"
+    why = f"its vocabulary has {tokens} tokens, but token_embd.weight has {tokens - 2} rows. Set --tokenizer"
     with pytest.raises(ModelLoadError, match=why):
         load_tokenizer(folder)
 
@@ -203,7 +203,7 @@ def runs() -> list[str]:
     return [letter * length for letter in "ab" for length in range(1, 1025)]
 
 
-@pytest.mark.parametrize(("make", "most"), [(letters, "2097152 pairs"), (runs, "pairs of 33554432")])
+@pytest.mark.parametrize(("make", "most"), [(letters, "2097152 pairs"), (runs, "pairs with 33554432")])
 def test_a_vocabulary_of_too_many_merges_is_refused(make: Callable[[], list[str]], most: str, tmp_path: Path) -> None:
     """Small files, in which each part of a token is a token: all merges would take gigabytes."""
     tokens = make()

@@ -322,10 +322,10 @@ def test_what_it_serves_and_why_not(device: torch.device) -> None:
         TritonAttention.unsupported(part(), torch.device("mps")),
     ]
     words = [
-        "no content bias",
-        "no bias that queries bring",
+        "does not support a content bias",
+        "does not support a bias from queries",
         "256 features, not 512",
-        "heads share keys here, not 129",
+        "heads share keys, not 129",
         "no int16 pages",
         "is mps",
     ]
@@ -346,7 +346,7 @@ def test_heads_that_share_keys_fit_into_a_blocks_memory(device: torch.device, mo
         for (head_dim, dtype), heads in zip(kinds, most, strict=True):
             assert reasons(capability, heads, head_dim, dtype) == []
             (reason,) = reasons(capability, heads + 1, head_dim, dtype)
-            assert f"up to {heads} heads share keys here, not {heads + 1}" in reason
+            assert f"up to {heads} heads share keys, not {heads + 1}" in reason
 
 
 def test_a_cpu_is_never_served_outside_the_interpreter(caplog: pytest.LogCaptureFixture) -> None:
@@ -369,5 +369,5 @@ def test_contradictions_are_refused_with_the_figures(device: torch.device) -> No
     with pytest.raises(ValueError, match=r"no kernel for queries of torch\.float64"):
         attend(device, row.q.double(), kv, [20], [20], scale=1.0)
     terms = ContentBias(torch.zeros(2, 3, 16), None, torch.zeros(3, dtype=torch.int64), 1)
-    with pytest.raises(ValueError, match="no content bias"):
+    with pytest.raises(ValueError, match="does not support a content bias"):
         attend(device, row.q[:, :2], kv, [20], [20], scale=1.0, bias=terms)

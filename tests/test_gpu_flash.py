@@ -290,7 +290,7 @@ def test_what_computes_something_else_is_not_taken(
 ) -> None:
     made = wrong()
     monkeypatch.setattr(attention_flash, "operator", lambda: made)
-    assert "4 heads of 16 features over 2 are not ours" in found(device)
+    assert "4 heads of 16 features over 2 differ from ours" in found(device)
     assert made.calls
 
 
@@ -307,7 +307,7 @@ class Unsteady(Flash):
 def test_what_differs_from_call_to_call_is_not_taken(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Unsteady()
     monkeypatch.setattr(attention_flash, "operator", lambda: made)
-    assert "depend on what is beside a prompt" in found(device)
+    assert "depend on what is computed beside a prompt" in found(device)
 
 
 def test_what_fails_is_not_taken(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,7 +361,7 @@ def test_an_engine_gives_the_same_tokens(
     with caplog.at_level(logging.INFO, logger="octavo.execution"):
         engine = make_engine(path, **(SETTINGS | {"device": str(device)}))
     layers = len(engine.runner.model.decoder.blocks)
-    assert f"from 20 tokens on that come whole: torch's flash attention in {layers} layers" in caplog.text
+    assert f"whole prompts of at least 20 tokens use torch's flash attention in {layers} layers" in caplog.text
     flash.calls.clear()
     assert answers(engine) == expected
     assert flash.calls == [30, 25] * layers + [22] * layers
@@ -383,7 +383,7 @@ def test_layers_with_windows_stay_with_our_kernels(
     plain.close()
     with caplog.at_level(logging.INFO, logger="octavo.execution"):
         engine = make_engine(tmp_path, **(SETTINGS | {"device": str(device)}))
-    assert "our own kernels in" in caplog.text
+    assert "Octavo's kernels in" in caplog.text
     assert "(attention has a window)" in caplog.text
     flash.calls.clear()
     assert run(engine, jobs) == expected
@@ -407,15 +407,15 @@ def test_a_model_for_which_it_is_not_is_told_why(
     assert backend.flash is None
     for pages, max_tokens, why in (
         (torch.int8, 64, "pages hold int8, the model computes in float16"),
-        (HALF, 19, "it is for prompts from 20 tokens on, and --max-num-batched-tokens is 19"),
-        (HALF, 64, "are not ours"),
+        (HALF, 19, "it is for prompts of at least 20 tokens, but --max-num-batched-tokens is 19"),
+        (HALF, 64, "differ from ours"),
     ):
         caplog.clear()
         use_flash(model, backend, pages, 16, max_tokens)
         (said,) = (one for one in caplog.records if one.levelno == logging.WARNING)
-        assert said.getMessage().startswith("torch's flash attention is not used, our own kernels are: ")
+        assert said.getMessage().startswith("torch's flash attention is not used, Octavo's kernels are: ")
         assert why in said.getMessage()
-        assert bool(made.calls) == (why == "are not ours"), "no trial, and no kernel compiled, where none is needed"
+        assert bool(made.calls) == (why == "differ from ours"), "no trial, and no kernel compiled, where none is needed"
     made.calls.clear()
     assert run(engine, [Job(prompt(7, 30), greedy(1)), JOBS[0]])[1:] == expected
     assert not made.calls
@@ -442,5 +442,5 @@ def test_another_backend_says_that_it_computes(
     monkeypatch.setattr("engine.backends.triton._interpreting", False)
     with caplog.at_level(logging.WARNING, logger="octavo.execution"):
         engine = make_engine(checkpoint(CHECKPOINT).path, flash_prefill=True)
-    assert "torch's flash attention is not used, our own kernels are: attention is computed by the " in caplog.text
+    assert "torch's flash attention is not used, Octavo's kernels are: attention is computed by the " in caplog.text
     engine.close()

@@ -114,7 +114,7 @@ def test_a_cpu_that_computes_instead_is_told(
             "C compiler, Python's headers",
         ),
         ((9, 0), None, None, "Triton is not installed", "octavo[gpu]"),
-        ((9, 4), "3.6.0", "rocm", "torch is built for ROCm 7.0", "for NVIDIA's GPUs"),
+        ((9, 4), "3.6.0", "rocm", "torch is built for ROCm 7.0", "support NVIDIA GPUs only"),
     ],
 )
 def test_what_keeps_kernels_from_a_gpu(

@@ -90,6 +90,6 @@ def test_other_models_say_what_they_are(tmp_path_factory: pytest.TempPathFactory
     other = PoolingApi(make_text_encoder("masked", tmp_path_factory.mktemp("masked")))
     error = other.refused("/v1/answer", question="a", context="b")
     assert error["code"] == "unsupported_endpoint"
-    assert "it is a masked language model, and it finds no answers" in error["message"]
+    assert "it is a masked language model, and it does not find answers" in error["message"]
     error = api.refused("/v1/classify", input="a")
     assert "its head finds answers to questions" in error["message"]

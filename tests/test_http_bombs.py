@@ -24,20 +24,20 @@ LIMIT = 60  # seconds of sound
 TOO_LARGE, NO_IMAGE, TOO_LONG, NO_SOUND = "image_too_large", "invalid_image", "audio_too_long", "invalid_audio"
 PIXELS = r"at most 32000000 are allowed \(max_image_pixels\)\. Make it smaller, or raise --max-image-pixels"
 UNPACKED = r"unpacks to more than 1048576 bytes"
-SECONDS = r"seconds or more, and the limit is 60 \(max_audio_seconds\)\. Send it in parts, or raise --max-audio-seconds"
+SECONDS = r"seconds or more, but the limit is 60 \(max_audio_seconds\)\. Send it in parts, or raise --max-audio-seconds"
 JOINED = r"it consists of \d{5,6} files; at most 10000 are allowed"
 
 # What makes the file; what the refusal says, or None if it is taken, and its code; how many MiB all processes may grow.
 IMAGES: dict[str, tuple[Callable[[], bytes], str | None, str, int]] = {
-    "a PNG of one colour": (lambda: bombs.png(30_000), f"has 30000 x 30000 pixels, and {PIXELS}", TOO_LARGE, 100),
+    "a PNG of one colour": (lambda: bombs.png(30_000), f"has 30000 x 30000 pixels, but {PIXELS}", TOO_LARGE, 100),
     "a WebP's header": (lambda: bombs.webp_promise(b"VP8X", 2**24), f"{2**24} x {2**24} pix.*{PIXELS}", TOO_LARGE, 100),
     "a WebP's header within Pillow's limits": (
-        lambda: bombs.webp_promise(b"VP8L", 12_000), f"has 12000 x 12000 pixels, and {PIXELS}", TOO_LARGE, 100,
+        lambda: bombs.webp_promise(b"VP8L", 12_000), f"has 12000 x 12000 pixels, but {PIXELS}", TOO_LARGE, 100,
     ),
     "a WebP's header alone": (lambda: bombs.webp_promise(b"VP8L", 5_600), "damaged", NO_IMAGE, 700),
-    "a JPEG's header": (lambda: bombs.jpeg_promise(65_500), f"has 65500 x 65500 pixels, and {PIXELS}", TOO_LARGE, 100),
+    "a JPEG's header": (lambda: bombs.jpeg_promise(65_500), f"has 65500 x 65500 pixels, but {PIXELS}", TOO_LARGE, 100),
     "a JPEG with hardly any data": (lambda: bombs.jpeg_promise(5_600), None, "", 400),
-    "a GIF's header": (lambda: bombs.gif_promise(65_535), f"has 65535 x 65535 pixels, and {PIXELS}", TOO_LARGE, 100),
+    "a GIF's header": (lambda: bombs.gif_promise(65_535), f"has 65535 x 65535 pixels, but {PIXELS}", TOO_LARGE, 100),
     "a BMP's header": (lambda: bombs.bmp_promise(2**31 - 1), f"{2**31 - 1} x .*{PIXELS}", TOO_LARGE, 100),
     "a TIFF": (bombs.tiff_promise, "not JPEG, PNG, WEBP, GIF, BMP", NO_IMAGE, 100),
     "an icon": (bombs.ico_promise, "not JPEG, PNG, WEBP, GIF, BMP", NO_IMAGE, 100),

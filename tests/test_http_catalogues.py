@@ -81,7 +81,7 @@ def test_answers_are_titles(api: Api, path: str, search: dict[str, Any], stream:
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"constraint": {"catalogue": "x"}}, "constraint", "there is no catalogue 'x'; there are few, mine."),
+        ({"constraint": {"catalogue": "x"}}, "constraint", "there is no catalogue 'x'; the catalogues are few, mine."),
         ({"constraint": {}}, "constraint", 'constraint must be {"catalogue": NAME}, got {}.'),
         ({"constraint": "mine"}, "constraint", "constraint"),
         ({"constraint": {"catalogue": 3}}, "constraint", "constraint"),

@@ -103,6 +103,6 @@ def test_other_models_say_what_they_are(tmp_path_factory: pytest.TempPathFactory
     other = PoolingApi(make_text_encoder("masked", tmp_path_factory.mktemp("masked")))
     error = other.refused("/v1/entities", input="a", labels=["b"])
     assert error["code"] == "unsupported_endpoint"
-    assert "it is a masked language model, and it finds no entities by labels" in error["message"]
+    assert "it is a masked language model, and it does not find entities by label" in error["message"]
     error = api.refused("/v1/classify", input="a")
     assert "its head finds entities by labels" in error["message"]

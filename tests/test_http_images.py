@@ -204,7 +204,7 @@ def test_a_narrow_image_that_would_become_very_long(apis: Callable[[str], Api]) 
 def test_limits_of_the_service(tmp_path: Path) -> None:
     """--max-image-bytes and --max-image-pixels, named where they are exceeded."""
     api = Api(make_image_model("vit", tmp_path), max_image_bytes=4000, max_image_pixels=1999)
-    assert "50 x 40 pixels, and at most 1999" in api.error(CLASSIFY, input={"image": data_url(picture(1))})["message"]
+    assert "50 x 40 pixels, but at most 1999" in api.error(CLASSIFY, input={"image": data_url(picture(1))})["message"]
     noise = PIL.Image.effect_noise((90, 90), 60.0)
     assert "at most 4000 are allowed" in api.error(CLASSIFY, input={"image": data_url(noise)})["message"]
     assert api.ask(CLASSIFY, input={"image": data_url(picture(1, 40, 40))})["data"]

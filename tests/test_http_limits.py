@@ -512,16 +512,16 @@ def test_the_documentation_needs_no_other_site() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"stop_token_ids": [""] * 200_000}, "The body holds 2000"),
+        ({"stop_token_ids": [""] * 200_000}, "The body has 2000"),
         ({"stop_token_ids": [""] * 100_000}, "stop_token_ids may have at most 1024 token ids, got 100000."),
         ({"stop_token_ids": [""] * 1000}, "stop_token_ids: Input should be a valid integer; got ''."),
         ({"stop": [1] * 100_000}, "stop may have at most 16 strings, got 100000."),
         ({"logit_bias": {str(number): "x" for number in range(5000)}}, "logit_bias may have at most 1024 token ids"),
-        ({"bad_words_ids": [["x"] * 9] * 3000}, "bad_words_ids may have at most 1024 token ids in all, got 27000."),
-        ({"prompt": [[1]] * 40_000}, "The body holds 40002 arrays and objects, and at most 32768"),
-        ({"x": {str(number): 1 for number in range(66_000)}}, "fields of objects, and at most 65536"),
+        ({"bad_words_ids": [["x"] * 9] * 3000}, "bad_words_ids may have at most 1024 token ids in total, got 27000."),
+        ({"prompt": [[1]] * 40_000}, "The body has 40002 arrays and objects, but at most 32768"),
+        ({"x": {str(number): 1 for number in range(66_000)}}, "fields of objects, but at most 65536"),
         ({str(number): 1 for number in range(2000)}, "The body may have at most 1024 fields, got 2001."),
-        ({"prompt": [1] * 2_200_000}, "The body holds 2200000 elements, and at most 2097152"),
+        ({"prompt": [1] * 2_200_000}, "The body has 2200000 elements, but at most 2097152"),
         ({"src_lang": "x" * 1000}, "src_lang: String should have at most 256 characters"),
     ],
 )

@@ -376,7 +376,9 @@ def test_pull_succeeds_for_what_is_served() -> None:
     assert lines(api, "/api/pull", {"model": "org/fake"})[-1] == {"status": "success"}
     assert api.post("/api/pull", {"name": "org/fake:latest", "stream": False}).json() == {"status": "success"}
     message = refusal(api, "/api/pull", {"model": "llama3.2"}, 404)
-    assert message == "The model 'llama3.2' is not served, and this server downloads none. It serves 'org/fake'."
+    assert (
+        message == "The model 'llama3.2' is not served, and this server does not download models. It serves 'org/fake'."
+    )
     assert refusal(api, "/api/show", {}) == "model is required."
 
 

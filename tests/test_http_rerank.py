@@ -97,7 +97,7 @@ def test_documents_as_objects_and_results_without_texts(cross: PoolingApi) -> No
         ({"query": "", "documents": ["a"]}, "query", "at least 1 character"),
         ({"query": ["a"], "documents": ["a"]}, "query", "string"),
         ({"query": "a", "documents": "a"}, "documents", "a list of strings"),
-        ({"query": "a", "documents": []}, "documents", "not empty"),
+        ({"query": "a", "documents": []}, "documents", "non-empty"),
         ({"query": "a", "documents": ["b", ""]}, "documents", "item 1"),
         ({"query": "a", "documents": [{"text": ""}]}, "documents", "item 0"),
         ({"query": "a", "documents": [{"title": "b"}]}, "documents", "objects"),

@@ -486,7 +486,7 @@ def test_the_deadline_fails_what_has_begun() -> None:
 
     response = Conversing(cut).post(PATH, {"input": "hi"}).json()
     assert (response["status"], response["incomplete_details"]) == ("failed", None)
-    assert "time was over" in response["error"]["message"]
+    assert "time limit passed" in response["error"]["message"]
     assert response["output"][0]["status"] == "incomplete"
 
 

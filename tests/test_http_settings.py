@@ -320,7 +320,10 @@ def test_a_wrong_value_is_one_line_and_status_2(
         ("port: [3", "line 1, column 9: expected ',' or ']'"),
         ("- port", "must contain lines such as max_num_seqs: 32, got a list"),
         ("port: true", "port in {path} must be an integer from 0 to 65535, got True"),
-        ("speculative_config: {method: 2024-01-01}", "must be one of ngram, suffix, off, got '2024-01-01'"),
+        (
+            "speculative_config: {method: 2024-01-01}",
+            "must be one of ngram, suffix, draft_model, off, got '2024-01-01'",
+        ),
         ("revision: 2024", "revision in {path} must be a text, got 2024"),
         ("block-size: 0", "block_size in {path} must be an integer of at least 1, got 0"),
         ("max_num_seqs: 4000", "must be at least max_num_seqs in {path} (4000)"),
@@ -459,7 +462,7 @@ def test_keywords_alone_read_no_environment(monkeypatch: pytest.MonkeyPatch) -> 
     [
         ([], "a command is missing: serve, run, chat, complete"),
         (["srve"], "unknown command 'srve'; did you mean serve?"),
-        (["dance"], "unknown command 'dance'; there are serve"),
+        (["dance"], "unknown command 'dance'; the commands are serve"),
         (["--port", "3", "serve"], "--port must come after the command"),
     ],
 )

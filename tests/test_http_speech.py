@@ -219,7 +219,7 @@ def test_guesses_are_drawn_again(api: Api) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"language": "klingon"}, "language", "this model knows no language 'klingon'"),
+        ({"language": "klingon"}, "language", "this model does not know the language 'klingon'"),
         ({"response_format": "xml"}, "response_format", "'verbose_json'"),
         ({"temperature": "warm"}, "temperature", "'warm'"),
         ({"temperature": "3"}, "temperature", "less than or equal to 2"),
@@ -235,7 +235,7 @@ def test_guesses_are_drawn_again(api: Api) -> None:
         ({"content": b""}, "file", "decoded as audio"),
         ({"content": b"not a sound" * 100}, "file", "decoded as audio"),
         ({"content": wav(SOUND)[:9000]}, "file", "is truncated"),
-        ({"content": wav(np.zeros(0, np.float32))}, "file", "holds no sound"),
+        ({"content": wav(np.zeros(0, np.float32))}, "file", "contains no sound"),
         ({"content": wav(np.full(99, 3e38, np.float32))}, "file", "no sound (3e+38"),
     ],
     ids=lambda part: "" if isinstance(part, dict) else part,  # a file's bytes hold the time at which it was made

@@ -142,7 +142,7 @@ def test_ends(api: Api, path: str) -> None:
             "response_format.schema",
             '(keyword "not" at #/items)',
         ),
-        ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "goes with type json_object"),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "is only allowed with type"),
         ({"response_format": {"type": "json_object", "schema": 123}}, "response_format", "must be a JSON schema"),
         ({"response_format": {"type": "structural_tag"}}, "response_format", 'must have "structures" and "triggers"'),
         ({"structured_outputs": {}}, "structured_outputs", "must hold exactly one of"),

@@ -160,4 +160,4 @@ def test_the_longest_is_taken() -> None:
 def test_a_longer_body_than_one_text_needs_is_413() -> None:
     for path, body in (("/tokenize", {"prompt": "a" * 2**21}), ("/detokenize", {"tokens": [97] * 2**20})):
         problem = error(call(path, **body), 413)
-        assert f"the limit is {2**21} (of {path}, by what the model can read)" in problem["message"]
+        assert f"the limit is {2**21} (for {path}, from the model's limits)" in problem["message"]

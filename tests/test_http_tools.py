@@ -357,7 +357,7 @@ ODD = [{"type": "function", "function": {"name": "f", "strict": True, "parameter
             {"tool_call_parser": "gemma4"},
             {"tools": ODD, "tool_choice": "auto", **JSON_OBJECT},
             "tools",
-            "one without the other",
+            "Send only one of them",
         ),
         ({}, {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": 5}}}]}, "tools", "type"),
     ],

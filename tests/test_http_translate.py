@@ -136,7 +136,7 @@ def test_a_model_whose_decoder_begins_with_the_target(plbart: Api) -> None:
         found.add(wanted)
     assert len(found) == 2
     error = plbart.refused(**named, decoder_start_token_id=2)
-    assert "both say what the decoder begins with" in error["message"]
+    assert "both set the decoder's first token" in error["message"]
 
 
 @pytest.mark.slow

@@ -219,10 +219,10 @@ def bomb(width: int, height: int) -> bytes:
 @pytest.mark.parametrize(
     ("data", "problem", "code"),
     [
-        (bomb(10_000, 9_000), "10000 x 9000 pixels, and at most 32000000 are allowed", "image_too_large"),
+        (bomb(10_000, 9_000), "10000 x 9000 pixels, but at most 32000000 are allowed", "image_too_large"),
         (
             bomb(2**31 - 1, 2**31 - 1),
-            r"has (4611686014132420609|2147483647 x 2147483647) pixels, and at most 32000000",
+            r"has (4611686014132420609|2147483647 x 2147483647) pixels, but at most 32000000",
             "image_too_large",
         ),
         (webp_promise(b"VP8X", 2**24), "has 16777216 x 16777216 pixels", "image_too_large"),
@@ -235,7 +235,7 @@ def bomb(width: int, height: int) -> bytes:
         (file_of(picture(90, 90), "PNG")[:900], "damaged", "invalid_image"),
         (file_of(picture(90, 90), "JPEG")[:700], "damaged", "invalid_image"),
         (file_of(PIL.Image.new("I;16", (9, 9)), "PNG"), "more than 8 bits a channel", "invalid_image"),
-        (b"\0" * (10 * 2**20 + 1), "10485761 bytes, and at most 10485760", "image_too_large"),
+        (b"\0" * (10 * 2**20 + 1), "10485761 bytes, but at most 10485760", "image_too_large"),
     ],
 )
 def test_files_that_are_refused(data: bytes, problem: str, code: str) -> None:
@@ -259,7 +259,7 @@ def test_files_that_are_refused(data: bytes, problem: str, code: str) -> None:
         ("data:text/html;base64,AAAA", "must start like data:image/png", "invalid_image"),
         ("not base64!", "not valid base64", "invalid_image"),
         ("AAA", "not valid base64", "invalid_image"),
-        ("A" * (2**24), "bytes, and at most 10485760 are allowed", "image_too_large"),
+        ("A" * (2**24), "bytes, but at most 10485760 are allowed", "image_too_large"),
     ],
 )
 def test_texts_that_hold_no_image(text: str, problem: str, code: str) -> None:

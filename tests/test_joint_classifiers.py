@@ -103,7 +103,7 @@ def test_classes_equal_reference(subject: Subject) -> None:
         engine.add_request("none", [9, 10], PoolingParams(task="classify"))
     with pytest.raises(InvalidRequestError, match="cannot serve generate: it has no language-model head"):
         engine.add_request("none", [9, 7], SamplingParams())
-    with pytest.raises(InvalidRequestError, match="cannot serve embed: its head is made for other answers"):
+    with pytest.raises(InvalidRequestError, match="cannot serve embed: its head does not return vectors"):
         engine.add_request("none", [9, 7], PoolingParams())
     engine.close()
 

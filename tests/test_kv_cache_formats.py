@@ -315,7 +315,7 @@ def test_a_backend_may_refuse_a_format(
     plain.close()
     one.close()
     monkeypatch.setattr("engine.backends.attention.selection.BACKENDS", (TorchReference,))
-    with pytest.raises(ConfigError, match=r"torch attention reads no int16 pages.*--kv-cache-dtype"):
+    with pytest.raises(ConfigError, match=r"torch attention does not read int16 pages.*--kv-cache-dtype"):
         select("cpu", [part], torch.int16)
 
 

@@ -305,8 +305,11 @@ def test_a_subscriber_that_reads_nothing_holds_nobody_up() -> None:
     [
         ("{", "kv_events_config must be a JSON object, got '{': Expecting property name"),
         ("[]", r"kv_events_config must be a JSON object, got '\[\]'"),
-        (7, "kv_events_config must be a JSON object, got 7: it is no text"),
-        ({"endpoints": "tcp://*:1"}, "kv_events_config has no field 'endpoints'; there are enable_kv_cache_events, "),
+        (7, "kv_events_config must be a JSON object, got 7: it is not text"),
+        (
+            {"endpoints": "tcp://*:1"},
+            "kv_events_config has no field 'endpoints'; its fields are enable_kv_cache_events, ",
+        ),
         ({"enable_kv_cache_events": 1}, "enable_kv_cache_events must be true or false, got 1"),
         ({"publisher": "kafka"}, 'publisher must be "zmq" or "null", got \'kafka\''),
         ({"endpoint": "localhost:5557"}, "endpoint must be a ZeroMQ address such as .*, got 'localhost:5557'"),
@@ -467,4 +470,4 @@ def test_a_service_tells_what_it_keeps_and_a_new_engine_begins_anew(tmp_path: Pa
 def test_a_service_does_not_start_with_settings_that_mean_nothing(tmp_path: Path) -> None:
     service = Service("--kv-events-config", '{"enable_kv_cache_events": true, "port": 1}', log=tmp_path / "log")
     assert service.process.wait(100) == 2
-    assert "--kv-events-config has no field 'port'; there are enable_kv_cache_events" in service.log.read_text()
+    assert "--kv-events-config has no field 'port'; its fields are enable_kv_cache_events" in service.log.read_text()

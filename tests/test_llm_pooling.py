@@ -123,7 +123,7 @@ def test_every_kind_of_input_is_one_input(model: Any, hf: Any) -> None:
     for wrong in (None, 3, [None], [["a", 1]], {"text": "a"}, {"prompt": 3}, [True, False], [("a", "b")], b"a", [1.5]):
         with pytest.raises(InvalidRequestError, match="must be a text"):
             llm.embed(wrong)
-    with pytest.raises(InvalidRequestError, match="pairs of texts are for classifiers"):
+    with pytest.raises(InvalidRequestError, match="pairs of texts are only for classifiers"):
         llm.embed([("a", "b")])
 
 
@@ -288,7 +288,7 @@ def test_spans_without_places(model: Any, hf: Any) -> None:
     for name, value in (("aggregation", "sum"), ("aggregation", None)):
         with pytest.raises(InvalidRequestError, match="must be one of none, simple, first, average, max"):
             llm.classify(text, **{name: value})
-    with pytest.raises(InvalidRequestError, match="pairs of texts are for classifiers of whole inputs"):
+    with pytest.raises(InvalidRequestError, match="pairs of texts are only for classifiers of whole inputs"):
         llm.classify([("a", "b")])
 
 
@@ -313,7 +313,7 @@ def test_masks(model: Any, hf: Any) -> None:
     with pytest.raises(InvalidRequestError, match=r"has no \[MASK\]: write \[MASK\]") as caught:
         llm.fill_mask([FILLS[0], "no gap"])
     assert caught.value.code == "no_mask_token"
-    with pytest.raises(InvalidRequestError, match=r"has no \[MASK\] in the part that truncate_prompt_tokens leaves"):
+    with pytest.raises(InvalidRequestError, match=r"has no \[MASK\] in the part that truncate_prompt_tokens keeps"):
         llm.fill_mask("a b c d e f [MASK]", truncate_prompt_tokens=5)
     with pytest.raises(InvalidRequestError, match="top_k must be"):
         llm.fill_mask(FILLS[0], top_k=0)
@@ -423,7 +423,7 @@ def test_what_a_model_cannot_serve_says_why(model: Any) -> None:
             with pytest.raises(InvalidRequestError, match=f"cannot serve {method}: .* It serves") as caught:
                 call(llm)
             assert caught.value.code == "unsupported_task"
-    with pytest.raises(InvalidRequestError, match="tells 3 classes apart"):
+    with pytest.raises(InvalidRequestError, match="has 3 classes"):
         model("three")[0].score("a", "b")
 
 

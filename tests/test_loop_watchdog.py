@@ -79,7 +79,7 @@ def test_a_loop_that_stands_still_is_the_end(hang: str, watched: Watched) -> Non
     guard = guard_of(process)
     _, said = process.communicate(timeout=PATIENCE)
     assert process.returncode == STATUS == 3
-    assert said.startswith("octavo: the event loop has stood still for 1.5 seconds (loop_timeout)")
+    assert said.startswith("octavo: the event loop has been blocked for 1.5 seconds (loop_timeout)")
     assert "status 3" in said
     assert "in hang\n" in said, "the stack is missing"
     wait_for(lambda: not is_running(guard), "the guard has not ended")
@@ -187,5 +187,5 @@ def test_a_service_that_hangs_ends_with_its_engine(
     assert service.process.wait(PATIENCE) == STATUS
     wait_for(lambda: not is_running(engine), "the engine goes on")
     log = service.log.read_text()
-    assert "octavo: the event loop has stood still for 5 seconds (loop_timeout)" in log
+    assert "octavo: the event loop has been blocked for 5 seconds (loop_timeout)" in log
     assert "sitecustomize.py" in log.partition("octavo: the event loop")[2]

@@ -597,10 +597,10 @@ def test_pages_that_do_not_exist_are_an_error_and_no_crash(isa: str) -> None:
         for block in (-1, len(kv.keys), 2**31 - 1):
             broken = kv.block_tables.clone()
             broken[0, 9] = block
-            with pytest.raises(IndexError, match=f"outside the {kv.keys.shape[0] * 16} that there are"):
+            with pytest.raises(IndexError, match=f"outside the {kv.keys.shape[0] * 16} slots"):
                 backend.attend(row.q[-1:], replace(kv, block_tables=broken), metadata, scale=1.0)
         laid = Ragged(row.k, row.v, torch.tensor([1], dtype=torch.int32))
-        with pytest.raises(IndexError, match="outside the 300 that there are"):
+        with pytest.raises(IndexError, match="outside the 300 slots"):
             backend.attend(row.q[-1:], laid, metadata, scale=1.0)
         assert torch.equal(backend.attend(row.q[-1:], kv, metadata, scale=1.0), want)
 
@@ -635,11 +635,12 @@ def test_the_library_is_chosen_where_there_is_one(caplog: pytest.LogCaptureFixtu
     assert [record.getMessage() for record in caplog.records] == [
         "Attention backend on cpu: native",
         "Attention backend on cpu: native",
-        "Attention backend on cpu: torch; not usable: native (native attention has no content bias over int8 pages)",
+        "Attention backend on cpu: torch; not usable: native "
+        "(native attention does not support a content bias over int8 pages)",
         "Attention backend on cpu: torch; not usable: native (there is no native library)",
     ]
     assert [record.levelname for record in caplog.records] == ["DEBUG", "DEBUG", "INFO", "INFO"]
     cuda = torch.device("cuda")
     assert NativeAttention.unsupported(Part(), cuda) == ["native attention runs on cpu; the device is cuda"]
     reasons = NativeAttention.unsupported(Part(), CPU, torch.float64)
-    assert reasons == ["native attention reads no float64 pages"]
+    assert reasons == ["native attention does not read float64 pages"]

@@ -6,19 +6,22 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from support.adapters import LLAMA, make_adapter
 from support.checkpoints import Checkpoint
-from support.driving import BOTH_DEPTHS, Job, add, finish
+from support.driving import BOTH_DEPTHS, Job, add, finish, make_engine
 from support.executors import use_torch
 from support.jobs import CHECKPOINT, MIXED, VOCAB, beams, greedy, prompt, sampled
 from support.native import needs_native
+from support.seeing import make_seeing_model, make_tokenizer, picture
 from test_drafts import JOBS, Oracle, check_same
 
 from engine import ConfigError, Engine, EngineConfig, InvalidRequestError, ModelLoadError, RequestOutput
@@ -273,6 +276,30 @@ def test_a_draft_model_catches_up_with_a_long_prompt(
         check_same(outputs(one, [Job(long, greedy(30))]), [plain])
         assert [size for size in sizes if size > 100] == read
     assert one.stats().num_accepted_draft_tokens > 30
+
+
+def test_a_draft_model_of_texts_ignores_images(tmp_path: Path) -> None:
+    """It drafts for a prompt with an image, and for later requests."""
+    model = make_seeing_model("llava", tmp_path / "large", seed=1)
+    small = transformers.LlamaForCausalLM(model.model.config.text_config)
+    small.save_pretrained(tmp_path / "small")
+    make_tokenizer().save_pretrained(tmp_path / "small")
+    params = sampled(1, 12, logprobs=1)
+    answers: list[RequestOutput] = []
+    for settings in ({}, drafting_by(str(tmp_path / "small"))):
+        one = make_engine(model.path, **settings)
+        one.scheduler.draft_costs = None
+        assert one.info.vision is not None
+        one.add_request("image", model.prompt([9, picture(40, 30), 11, 12], one.info.vision), params)
+        answers.append(finish(one)["image"])
+        if settings:
+            drafted = one.stats().num_draft_tokens
+            assert drafted > 4
+            one.add_request("text", [9, 10, 11], params)
+            finish(one)
+            assert one.stats().num_draft_tokens > drafted
+        one.close()
+    check_same(answers[1:], answers[:1])
 
 
 def test_a_draft_model_that_fails_fails_no_request(
@@ -541,7 +568,7 @@ def test_news_of_several_tokens_tell_the_sum_after_each(engines: Callable[..., E
         ('{"method": "eagle3"}', "method must be one of ngram, suffix, draft_model, off, got 'eagle3'"),
         ({"method": "ngram", "num_speculative_tokens": 99}, "an integer from 1 to 32, got 99"),
         ({"method": date(2024, 1, 1)}, "method must be one of ngram, suffix, draft_model, off, got '2024-01-01'"),
-        ({"draft": "x"}, "has no field 'draft'; there are method, model, num_speculative_tokens"),
+        ({"draft": "x"}, "has no field 'draft'; its fields are method, model, num_speculative_tokens"),
         ({"method": "draft_model"}, "model names the draft model of the method draft_model, got method"),
         ({"method": "ngram", "model": "x"}, "got method 'ngram' and model 'x'"),
         ({"model": 5}, "must be a folder, a file or a hub id, got 5"),

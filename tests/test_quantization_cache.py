@@ -338,7 +338,7 @@ def test_a_damaged_entry_is_made_again(
     quantised.clear()
     assert_same(load(llama, None), load(llama, cache))
     assert quantised
-    assert f"{entry} cannot be used and are made again" in caplog.text
+    assert f"{entry} cannot be used and are computed again" in caplog.text
     assert entry.read_bytes() == whole
     quantised.clear()
     load(llama, cache)
@@ -391,7 +391,7 @@ def test_another_checkpoints_entry_is_not_used(
     one.write_bytes(other.read_bytes())
     assert_same(load(llama, None), load(llama, cache))
     assert_same(load(tmp_path / "other", None), load(tmp_path / "other", cache))
-    assert "it was not made of this checkpoint" in caplog.text
+    assert "it was not made from this checkpoint" in caplog.text
 
 
 def test_an_entry_of_other_matrices_is_not_used(llama: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:

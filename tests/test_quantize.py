@@ -89,7 +89,7 @@ def test_it_is_served_as_the_original_is_with_that_quantization(
     expected = answers(llama, quantization=kind)
     with caplog.at_level("DEBUG", "octavo.model"):
         assert answers(folder) == expected
-    assert f"Quantized weights ({kind}) of 8 matrices are used as they are stored" in caplog.text
+    assert f"Quantized weights ({kind}) of 8 matrices are used in their stored format" in caplog.text
     assert answers(folder, quantization=kind) == expected
     assert answers(folder, quantization="none") != expected
     assert inspect_model(EngineConfig(model=str(folder), device="cpu")).quantization == kind
@@ -236,7 +236,7 @@ def test_other_checkpoints_of_the_format_are_taken_as_they_are(
     assert defaults == {"cpu": "stored", "cuda": None}
     with caplog.at_level("DEBUG", "octavo.model"):
         taken = load(folder, None, "int4")
-    assert "are used as they are stored" in caplog.text
+    assert "are used in their stored format" in caplog.text
     assert_same(load(llama, None, "int4"), taken)
 
 
@@ -316,8 +316,8 @@ def not_finite(folder: Path) -> str:
     [
         (gpt2, r"needs matrices .* inputs are a multiple of 32, .*transformer\.h\.0.*--quantization"),
         (unknown, "'LlamaForEverything' is not supported"),
-        (small, r"already quantized \(compressed-tensors \(pack-quantized\)\)\. Serve it as it is"),
-        (not_finite, rf"{LAYER}\.weight holds numbers that are not finite"),
+        (small, r"already quantized \(compressed-tensors \(pack-quantized\)\)\. Serve it unchanged"),
+        (not_finite, rf"{LAYER}\.weight contains infinite numbers or NaN"),
         (lambda folder: str(folder), "does not exist"),
     ],
     ids=["gpt2", "unknown", "small", "not-finite", "nothing"],

@@ -61,7 +61,7 @@ def test_beyond_its_requests_a_key_is_refused_until_there_is_room(minute: Callab
         assert [answer.headers[name] for name in NAMES] == ["3", str(left), "61s"]
     refused = door.complete(headers=bearer(KEY))
     said = error(refused, 429, "rate_limit_exceeded")
-    assert said.startswith("This API key may make 3 requests a minute, and has made them. Try again in 61 seconds;")
+    assert said.startswith("This API key has made all 3 requests that it may make per minute. Try again in 61 seconds;")
     assert "--key-requests-per-minute" in said
     assert [refused.headers[name] for name in ("retry-after", *NAMES)] == ["61", "3", "0", "61s"]
     assert door.complete(headers=bearer("other")).status_code == 200
@@ -167,7 +167,7 @@ def test_a_slot_is_free_again_however_a_request_ends(end: str, stream: bool) -> 
             await refused.wait_end()
             assert refused.status == 429
             assert refused.headers["retry-after"] == "1"
-            assert "has 2 requests running, and may have 2 at the same time" in refused.text
+            assert "has 2 requests running, but may have only 2 at the same time" in refused.text
         other = ask("other")
         while len(client.asked) < 3:
             await asyncio.sleep(0)

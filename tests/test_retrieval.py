@@ -131,7 +131,7 @@ REFUSED: dict[str, tuple[list[Module], dict[str, Any], str]] = {
     "strategy": ([splade(pooling_strategy="mean")], {}, "pooling_strategy is 'mean'"),
     "function": ([splade(activation_function="gelu")], {}, "activation_function is 'gelu'"),
     "after": ([splade(), NORMALIZE], {}, "nothing is implemented after SpladePooling"),
-    "mean": ([pooling("mean")], {"settings": {"model_type": "SparseEncoder"}}, "of sparse encoders, only"),
+    "mean": ([pooling("mean")], {"settings": {"model_type": "SparseEncoder"}}, "the only supported sparse encoder"),
     "pooled": ([pooling("mean")], {"settings": {"model_type": "ColBERT"}}, "Pooling is not implemented for vectors of"),
     "skiplist": ([], {"settings": {"model_type": "ColBERT", "skiplist_words": "."}}, "must be a list of texts"),
     "prefix": ([], {"settings": {"model_type": "ColBERT", "query_prefix": 1}}, "query_prefix and document_prefix"),
@@ -224,11 +224,11 @@ def damage(file: Path, kind: str) -> None:
     [
         ("code", "cannot be read as tensors"),
         ("text", "was not written by torch 1.6 or newer"),
-        ("inflated", r"holds 83\d+ bytes; of a linear layer at most 67108864"),
+        ("inflated", r"has 83\d+ bytes; a linear layer may have at most 67108864"),
         ("view", "must hold the state of a linear layer"),
         ("names", "must hold the state of a linear layer"),
         ("width", "sparse_linear.pt is made for vectors of 33 features"),
-        ("outputs", "makes 2 numbers of a token"),
+        ("outputs", "computes 2 numbers per token"),
     ],
 )
 def test_files_of_torch_are_read_as_tensors_alone(

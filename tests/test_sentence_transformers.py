@@ -436,19 +436,27 @@ REFUSED: dict[str, tuple[list[Module], dict[str, Any], str]] = {
     "output": (
         [MEAN],
         {"limits": {"modality_config": {"text": {"method_output_name": "pooler_output"}}}},
-        "another output than last_hidden_state",
+        "an output other than last_hidden_state",
     ),
     "length": ([MEAN], {"limits": {"max_seq_length": "long"}}, "max_seq_length must be a whole number, got 'long'"),
-    "modalities": ([MEAN], {"limits": {"modality_config": ["text"]}}, "modality_config must be an object of objects"),
-    "no-object": ([MEAN], {"limits": ["text"]}, r"sentence_bert_config\.json is damaged: it holds no JSON object"),
+    "modalities": (
+        [MEAN],
+        {"limits": {"modality_config": ["text"]}},
+        "modality_config must be an object whose values are objects",
+    ),
+    "no-object": ([MEAN], {"limits": ["text"]}, r"sentence_bert_config\.json is damaged: it contains no JSON object"),
     "other": ([MEAN], {"settings": {"model_type": "Other"}}, "model_type is 'Other'; served are"),
-    "prompts": ([MEAN], {"settings": {"prompts": ["query: "]}}, "prompts must be an object of names and texts"),
+    "prompts": ([MEAN], {"settings": {"prompts": ["query: "]}}, "prompts must be an object that maps names to texts"),
     "default-prompt": (
         [MEAN],
         {"settings": {"prompts": {"query": "q: "}, "default_prompt_name": "passage"}},
         "default_prompt_name is 'passage', but must be one of query",
     ),
-    "cross": ([MEAN], {"settings": {"model_type": "CrossEncoder"}}, "of cross-encoders, only a Transformer"),
+    "cross": (
+        [MEAN],
+        {"settings": {"model_type": "CrossEncoder"}},
+        "the only supported cross-encoder is a Transformer",
+    ),
 }
 
 
@@ -465,8 +473,8 @@ def test_what_is_refused(name: str, bert: tuple[Path, Any], tmp_path: Path) -> N
     ("content", "message"),
     [
         ("[", r"modules\.json is not valid JSON"),
-        ("{}", r"modules\.json is damaged: it holds no list"),
-        ("[]", r"modules\.json is damaged: it holds no list"),
+        ("{}", r"modules\.json is damaged: it contains no list"),
+        ("[]", r"modules\.json is damaged: it contains no list"),
         ('[{"path": ""}]', "an entry has no type"),
         ('[{"path": "/etc", "type": "sentence_transformers.models.Transformer"}]', "must lie in the checkpoint's fold"),
         ('[{"path": "../x", "type": "sentence_transformers.models.Transformer"}]', "must lie in the checkpoint's fol"),

@@ -621,7 +621,7 @@ def test_contradictions_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "models.yaml"
     file.write_text("a: x")
     for arguments, said in (
-        (("a=x", "a=y"), "two models are called a"),
+        (("a=x", "a=y"), "two models have the name a"),
         (("a=x", "--models", str(file)), "models are also given as arguments"),
         (("x", "--models", str(file)), "MODEL is also set"),
         (("a=x", "--served-model-name", "z"), "served_model_name names a single model"),

@@ -104,7 +104,7 @@ def test_a_long_file_is_not_decoded() -> None:
         (b'{"audio": 1}', "decoded as audio"),
         (written(np.zeros(100, np.float32), form="AIFF"), "AIFF"),
         (written(np.zeros(100, np.float32), 2_000), "2000 Hz"),
-        (written(np.full(100, np.nan, np.float32), kind="FLOAT"), "no sound (infinite"),
+        (written(np.full(100, np.nan, np.float32), kind="FLOAT"), "not samples (infinite"),
         (written(np.zeros((10, 33), np.float32)), "33 channels"),
     ],
 )

@@ -198,7 +198,7 @@ def test_they_stay_as_small_as_they_are_stored(kind: str, tmp_path: Path, caplog
     model = engine.runner.model
     matrices = [kind for _, kind in model.matrices("stored") if kind is not None]
     assert set(matrices) == {"int4" if taken else "int8"}
-    said = f"of {len(matrices)} matrices are used as they are stored"
+    said = f"of {len(matrices)} matrices are used in their stored format"
     assert (said in caplog.text) == taken
     assert len(matrices) == 4 * SHAPE.settings["num_hidden_layers"]
     found = logprobs(engine, prompt)

@@ -237,8 +237,8 @@ def test_what_cannot_be_asked_for_together() -> None:
         ({}, "exactly one of choice, grammar, json, json_object, regex, structural_tag, got none", ""),
         ({"json": {}, "regex": "a"}, "got json, regex", ""),
         ({"json_object": False}, "got none", ""),
-        ({"json": 5}, "json must be an object or a boolean, or that as a string, got 5", ".json"),
-        ({"json": "{"}, "json is a string that is no JSON", ".json"),
+        ({"json": 5}, "json must be an object or a boolean, or the same as a string, got 5", ".json"),
+        ({"json": "{"}, "json is a string that is not JSON", ".json"),
         ({"json": "5"}, "json must be an object or a boolean", ".json"),
         ({"json": {"a": float("nan")}}, "json is no JSON", ".json"),
         ({"json": {"title": "x" * 140_000}}, "json may have at most 131072 bytes, got 140012", ".json"),
@@ -274,7 +274,7 @@ def test_depth_is_bounded() -> None:
         deep = {"properties": {"a": deep}}
     with pytest.raises(InvalidRequestError, match="json may be nested at most 64 levels deep"):
         StructuredOutputsParams(json=deep)
-    with pytest.raises(InvalidRequestError, match="json is a string that is no JSON"):
+    with pytest.raises(InvalidRequestError, match="json is a string that is not JSON"):
         StructuredOutputsParams(json='{"a":' * 20_000)
 
 
@@ -388,7 +388,7 @@ def test_an_unreachable_answer_is_an_error_of_that_request(engines: Callable[...
     outputs = finish(one)
     (bad,) = outputs["bad"].outputs
     assert bad.finish_reason == "error"
-    assert "the grammar cannot be followed any further" in str(bad.stop_reason)
+    assert "the grammar cannot be applied any further" in str(bad.stop_reason)
     assert outputs["good"].outputs[0].finish_reason == "stop"
 
 

@@ -218,7 +218,7 @@ def test_sides_of_pooled_inputs(made_up: None, subject: Subject) -> None:
         ),
         ({"token_colours": [0, 1, True]}, "token_colours must hold integers"),
         ({"token_colours": 5}, "token_colours must be a list of integers, got 5"),
-        ({"colour": [0, 1, 2]}, "a token has no 'colour'. The sides of tokens are token_types, boxes, token_colours"),
+        ({"colour": [0, 1, 2]}, "a token has no 'colour'. The known sides are token_types, boxes, token_colours"),
         ({"rotary_offsets": [0, 1, 2]}, "a token has no 'rotary_offsets'"),
         ({"boxes": [[0, 0, 1, 1]] * 3}, "this model does not read boxes. Remove bbox"),
     ],

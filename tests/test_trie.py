@@ -82,7 +82,7 @@ def check(titles: Sequence[Sequence[int]], vocab_size: int, ends: Sequence[int])
                     child.accept(token)
                     following.append((child, node[token]))
                 else:
-                    with pytest.raises(ValueError, match=f"token {token} is not one that may come next"):
+                    with pytest.raises(ValueError, match=f"token {token} is not allowed next"):
                         state.accept(token)
         level = following
 

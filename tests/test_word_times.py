@@ -121,11 +121,11 @@ def test_words_equal_reference() -> None:
 @pytest.mark.parametrize(
     ("heads", "width", "words"),
     [
-        (None, 7, "names no alignment_heads"),
-        ([], 7, "names no alignment_heads"),
-        ("all", 7, "no list of pairs"),
+        (None, 7, "does not name alignment_heads"),
+        ([], 7, "does not name alignment_heads"),
+        ("all", 7, "not a list of pairs"),
         ([[0, 1], [2, 0]], 7, r"2 layers and 4 heads: \[2, 0\]"),
-        ([[0, True]], 7, "no pairs"),
+        ([[0, True]], 7, "not pairs"),
         ([[0, 1], [1, 0], [0, 1]], 7, "twice"),
         ([[0, 1]], 6, "sets median_filter_width to 6"),
     ],
@@ -288,7 +288,7 @@ def test_models_without_heads_refuse(tmp_path: Path) -> None:
     """Offline and over HTTP, with the name of what is missing; segments are served."""
     make_speech_checkpoint("whisper", tmp_path, alignment_heads=None)
     client = LocalClient(EngineConfig(model=str(tmp_path), dtype="float32", num_gpu_blocks_override=512))
-    with pytest.raises(InvalidRequestError, match=r"word_timestamps: .* names no alignment_heads"):
+    with pytest.raises(InvalidRequestError, match=r"word_timestamps: .* does not name alignment_heads"):
         Asking(client.info, Transcription(word_timestamps=True))
     with pytest.raises(InvalidRequestError, match="cannot serve align: its generation_config"):
         client.engine.add_request("a", AudioInput(np.zeros((20, 200)), [1, 2]), PoolingParams(task="align"))
@@ -308,5 +308,5 @@ def test_models_without_heads_refuse(tmp_path: Path) -> None:
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"] == "timestamp_granularities"
-    assert "names no alignment_heads" in error["message"]
+    assert "does not name alignment_heads" in error["message"]
     client.engine.close()

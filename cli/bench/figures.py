@@ -27,10 +27,10 @@ class Record:
     """One request. Times are `time.perf_counter()` seconds.
 
     Attributes:
-        ended: 0 while it runs.
-        times: of the steps that brought tokens.
-        counts: tokens of each of them.
-        failure: kind and message.
+        ended: when it ended; 0 while it runs.
+        times: when the steps that brought tokens ended.
+        counts: the number of tokens in each of these steps.
+        failure: the kind of error and its message.
     """
 
     prompt_tokens: int
@@ -43,11 +43,11 @@ class Record:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens that came."""
+        """The number of tokens received."""
         return sum(self.counts)
 
     def inter_token(self) -> list[float]:
-        """Gaps between tokens; tokens of one step share the gap before it evenly."""
+        """Gaps between tokens; the tokens of one step divide the gap before it evenly."""
         gaps: list[float] = []
         for before, now, count in zip(self.times, self.times[1:], self.counts[1:], strict=False):
             gaps += [(now - before) / count] * count
@@ -56,11 +56,11 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A load of so many requests at a time.
+    """A load with a fixed number of requests at a time.
 
     Attributes:
-        server: model, its place and its version.
-        cpu_seconds: that this process took.
+        server: the model, its path and its version.
+        cpu_seconds: CPU time of this process.
     """
 
     records: Sequence[Record]
@@ -118,7 +118,7 @@ class Level:
         }  # fmt: skip
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row per request, with times in seconds after the first one began."""
+        """A row per request, with times in seconds since the first request began."""
         start = min((record.started for record in self.records), default=0.0)
         return [
             {
@@ -137,11 +137,12 @@ class Level:
 
 
 def distribution(values: Sequence[float]) -> dict[str, float] | None:
-    """Count, mean, deviation and percentiles of seconds, in milliseconds; None for no values."""
+    """Count, mean, standard deviation and percentiles of the values (in seconds), in milliseconds; None if there are no
+    values."""
     if not values:
         return None
     found = sorted(value * 1e3 for value in values)
-    # Linear between the two nearest, as numpy's default; quantiles wants two values.
+    # Linear interpolation, numpy's default; quantiles needs two values.
     points = statistics.quantiles(found * max(1, 3 - len(found)), n=100, method="inclusive")
     return {
         "count": len(found),

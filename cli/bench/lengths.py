@@ -17,8 +17,8 @@ class Lengths:
     """Draws lengths of at least 1.
 
     Attributes:
-        text: as it was given.
-        highest: the longest possible; None: without limit.
+        text: the text as given.
+        highest: the longest possible length; None if there is no limit.
     """
 
     text: str
@@ -27,8 +27,8 @@ class Lengths:
 
 
 def parse_lengths(text: str, option: str) -> Lengths:
-    """A length from its text: "128", "64:256" (uniform, both ends included), "normal:200:50" or
-    "lognormal:200:0.8" (median, and standard deviation of the logarithm).
+    """Parse a length: "128", "64:256" (uniform, both ends included), "normal:200:50" or "lognormal:200:0.8" (median,
+    and standard deviation of the logarithm).
 
     Raises:
         OptionError: names the option and the problem.

@@ -39,7 +39,7 @@ _LEVELS = (1, 2, 4, 8, 16, 32)
 
 
 def offline_parser() -> SettingsParser:
-    """The engine's settings, and those of the measurement."""
+    """The parser of the engine's settings and of the measurement's."""
     made = SettingsParser(PROG, DESCRIPTION, names={*ENGINE_FIELDS, "config", "demo"})
     add = made.add_argument_group("load").add_argument
     add(
@@ -76,7 +76,8 @@ def _levels(text: str) -> tuple[int, ...]:
 
 
 def run(arguments: list[str]) -> int:
-    """Measure; returns the exit status: 0 measured, 1 it could not, 2 wrong options, 130 stopped by Ctrl-C."""
+    """Measure; returns the exit status: 0 if it succeeded, 1 if it failed, 2 for wrong options, 130 if Ctrl-C stopped
+    it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     parser = offline_parser()
     args = parser.parse_args(arguments)
@@ -128,7 +129,7 @@ def _measure(args: argparse.Namespace, config: Any, input_len: Lengths, output_l
             settings = _settings(engine, args, concurrency, count)
             levels.append(Level(load.records, settings, _server(engine), cpu))
             if stopped:
-                print("Stopped; this is what was measured until then.", file=sys.stderr)
+                print("Stopped; these are the measurements so far.", file=sys.stderr)
                 break
     finally:
         engine.close()
@@ -137,10 +138,10 @@ def _measure(args: argparse.Namespace, config: Any, input_len: Lengths, output_l
 
 
 class _Load:
-    """Requests that run so many at a time.
+    """A load with a fixed number of requests at a time.
 
     Attributes:
-        records: of the last run.
+        records: the records of the last run.
     """
 
     def __init__(self, engine: Engine, input_len: Lengths, output_len: Lengths, *, seed: int):
@@ -153,7 +154,7 @@ class _Load:
         self.records: list[Record] = []
 
     def check(self) -> None:
-        """Refuse settings that the model cannot serve, or has no room for.
+        """Refuse settings that the model does not support or that need too much room.
 
         Raises:
             BenchError: names the setting to change.
@@ -179,8 +180,8 @@ class _Load:
             )
 
     def run(self, name: str, count: int, concurrency: int, *, quiet: bool) -> bool:
-        """Run `count` requests; whether all came to their end. A level's prompts are its own: a level gains nothing
-        from the prefix cache of another."""
+        """Run `count` requests; returns whether all of them finished. Each level has its own prompts, so it gains
+        nothing from another level's prefix cache."""
         self.records = []
         running: dict[str, Record] = {}
         jobs = self._jobs(name, count)
@@ -213,7 +214,7 @@ class _Load:
         self._engine.add_request(request_id, prompt, params)
 
     def _step(self, running: dict[str, Record]) -> int:
-        """Run one step; how many requests it ended."""
+        """Run one step; returns the number of requests that it ended."""
         before = len(running)
         deltas = self._engine.step_deltas()
         now = time.perf_counter()

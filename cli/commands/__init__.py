@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command, none of whose modules is imported before it is needed.
+    """A command whose modules are imported only when they are needed.
 
     Attributes:
-        group: under which the overview shows it.
-        about: what it does, without a full stop.
-        module: that has `parser` and `run`.
-        kinds: names of its own commands, and what they do; `parser` takes one as its argument.
+        group: the group in the overview.
+        about: a short description, without a full stop.
+        module: the module with `parser` and `run`.
+        kinds: names and descriptions of its subcommands; `parser` takes one as its argument.
     """
 
     group: str
@@ -32,7 +32,7 @@ class Command:
     kinds: tuple[tuple[str, str], ...] = ()
 
     def parser(self, kind: str = "") -> OneLineParser:
-        """Its parser, or that of one of its kinds."""
+        """The parser of the command or of one of its kinds."""
         module = import_module(self.module)
         made: OneLineParser = module.parser(kind) if self.kinds else module.parser()
         return made
@@ -92,7 +92,7 @@ COMMANDS: dict[str, Command] = {
     ),
 }  # fmt: skip
 
-# What people call commands elsewhere.
+# Names of the same commands in other tools.
 SYNONYMS: dict[str, str] = {
     "api": "serve", "ask": "complete", "bash": "completion", "benchmark": "bench", "check": "doctor",
     "completions": "complete", "compress": "quantize", "convert": "quantize", "diagnose": "doctor", "env": "config",
@@ -131,7 +131,7 @@ def overview() -> str:
 
 
 def print_overview() -> None:
-    """Print it, in colours where they are wanted."""
+    """Print the overview, in colours if the terminal takes them."""
     text = filled(overview(), sys.stdout)
     if not is_rich():
         print(text, end="")

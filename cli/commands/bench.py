@@ -13,7 +13,7 @@ KINDS = dict(COMMANDS["bench"].kinds)
 
 
 def parser(kind: str = "") -> OneLineParser:
-    """The parser of a kind, or of the command that has the kinds."""
+    """The parser of one kind, or of the command with all kinds."""
     if kind == "offline":
         from cli.bench.offline import offline_parser
 
@@ -31,7 +31,7 @@ def parser(kind: str = "") -> OneLineParser:
 
 
 def run(arguments: list[str]) -> int:
-    """Measure; see each kind's own `run` for the exit status."""
+    """Measure; each kind's `run` describes the exit status."""
     kind = arguments[0] if arguments else ""
     if kind == "offline":
         from cli.bench.offline import run as run_offline

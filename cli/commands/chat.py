@@ -27,7 +27,7 @@ def chat_parser(prog: str, description: str, model: str, add_more: Callable[[One
     """The flags of a command that chats.
 
     Args:
-        model: help of the argument MODEL.
+        model: the help text of the argument MODEL.
         add_more: adds the command's own flags.
     """
     made = OneLineParser(prog=prog, usage=f"{prog} [MODEL] [flags]", description=description)
@@ -39,7 +39,7 @@ def chat_parser(prog: str, description: str, model: str, add_more: Callable[[One
 
 
 def chatting(made: OneLineParser, given: argparse.Namespace) -> Callable[[Model], int]:
-    """The conversation that the flags ask for; ends the process with status 2 if they are wrong."""
+    """The conversation that the flags describe; ends the process with status 2 if they are wrong."""
     settings = settings_of(made, given)
 
     def chat(model: Model) -> int:
@@ -50,13 +50,13 @@ def chatting(made: OneLineParser, given: argparse.Namespace) -> Callable[[Model]
 
 
 def parser() -> OneLineParser:
-    """Model, place and decoding."""
+    """The parser of model, server and decoding."""
     about = "folder, GGUF file or hub id to load here; with --url, the id of a model there"
     return chat_parser(PROG, DESCRIPTION, about, add_place)
 
 
 def run(arguments: list[str]) -> int:
-    """Talk. Returns 0, 1 if it failed, 2 for wrong flags, or 130 if Ctrl-C stopped it."""
+    """Talk. Returns 0, 1 for a failure, 2 for wrong flags, or 130 if Ctrl-C stopped it."""
     made = parser()
     given = made.parse_args(arguments)
     return talk(PROG, given, chatting(made, given), chats=True)

@@ -24,10 +24,14 @@ prompt is the encoder's input and the answer the decoder's output, such as a tra
 
 
 def parser() -> OneLineParser:
-    """Prompt, place and decoding."""
+    """The parser of prompt, server and decoding."""
     made = OneLineParser(prog=PROG, usage=f"{PROG} [PROMPT] [flags]", description=DESCRIPTION)
-    made.add_argument("prompt", metavar="PROMPT", nargs="?", help="text to complete; without it, or as -, it is read "
-                      "from stdin, without the final line break")  # fmt: skip
+    made.add_argument(
+        "prompt",
+        metavar="PROMPT",
+        nargs="?",
+        help="text to complete; if it is missing or -, stdin without its final line break",
+    )
     made.add_argument(
         "--model", metavar="MODEL", help="folder, GGUF file or hub id to load; with --url, the id of a model there"
     )
@@ -58,7 +62,7 @@ def parser() -> OneLineParser:
 
 
 def run(arguments: list[str]) -> int:
-    """Complete. Returns 0, 1 if it failed, 2 for wrong flags, or 130 if Ctrl-C stopped it."""
+    """Complete. Returns 0, 1 for a failure, 2 for wrong flags, or 130 if Ctrl-C stopped it."""
     made = parser()
     given = made.parse_args(arguments)
     fields = settings_of(made, given)

@@ -21,7 +21,7 @@ To try it in the current shell: source <(octavo completion bash); in fish, octav
 
 
 def parser() -> OneLineParser:
-    """The shell's name."""
+    """The parser of the shell's name."""
     made = OneLineParser(prog=PROG, usage=f"{PROG} {'|'.join(SHELLS)}", description=DESCRIPTION)
     made.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
     return made

@@ -11,7 +11,7 @@ from server.config.settings import shown
 
 
 def parser() -> SettingsParser:
-    """All settings, and --json."""
+    """The parser of all settings and --json."""
     return settings_parser("config", json=True)
 
 
@@ -46,6 +46,6 @@ def as_json(loaded: Loaded) -> str:
 def _text(value: Any) -> str:
     if value is None or value in ((), ""):
         return "-"
-    if isinstance(value, tuple):  # as it would be given
+    if isinstance(value, tuple):  # in the form of a flag's value
         return ",".join(map(str, value))
     return json.dumps(value) if isinstance(value, bool) else str(value)

@@ -6,12 +6,12 @@ from cli.settings import SettingsParser, load, print_notes, settings_parser
 
 
 def parser() -> SettingsParser:
-    """All settings, and --json."""
+    """The parser of all settings and --json."""
     return settings_parser("doctor", json=True)
 
 
 def run(arguments: list[str]) -> int:
-    """Look, and report; 1 if something would prevent the start."""
+    """Check and report; returns 1 if something would prevent the start."""
     made = parser()
     loaded, given = load(made, arguments)
     from cli.doctor import examine, report

@@ -21,7 +21,7 @@ def parser() -> OneLineParser:
 
 
 def run(arguments: list[str]) -> int:
-    """Load it; 1 if that cannot be done."""
+    """Load the model; returns 1 if that fails."""
     given = parser().parse_args(arguments)
     card = ask(PROG, given, "POST", "/v1/models/load", {"model": given.name})
     if card is None:

@@ -26,7 +26,7 @@ _LISTED = Path(__file__).with_name("families.json")  # written from the registry
 
 
 def parser() -> OneLineParser:
-    """A name or a checkpoint, and --json."""
+    """The parser of a name or a checkpoint, and of --json."""
     made = OneLineParser(prog=PROG, usage=f"{PROG} [NAME|MODEL] [flags]", description=DESCRIPTION)
     made.add_argument(
         "model",
@@ -35,7 +35,7 @@ def parser() -> OneLineParser:
         help="part of the name of a family or architecture; or a folder, GGUF file or hub id",
     )
     group = made.add_argument_group("settings for a checkpoint (as in octavo serve)")
-    group.add_argument("--max-model-len", metavar="N", type=int, help="most tokens of prompt and answer together")
+    group.add_argument("--max-model-len", metavar="N", type=int, help="maximum tokens of prompt and answer together")
     group.add_argument("--kv-cache-memory", metavar="SIZE", help="size of the KV cache")
     group.add_argument(
         "--quantization", choices=("none", "int8", "int8-fast", "int4", "stored"), help="format of the weight matrices"
@@ -45,7 +45,8 @@ def parser() -> OneLineParser:
 
 
 def run(arguments: list[str]) -> int:
-    """List, or look at one; 1 if there is no such family, or the checkpoint is not supported."""
+    """List the families or check a checkpoint; returns 1 if the family does not exist or the checkpoint is not
+    supported."""
     made = parser()
     given = made.parse_args(arguments)
     if given.model is not None and _is_checkpoint(given.model):

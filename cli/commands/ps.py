@@ -22,7 +22,7 @@ def parser() -> OneLineParser:
 
 
 def run(arguments: list[str]) -> int:
-    """List them; 1 if no service answers."""
+    """List the models; returns 1 if no service answers."""
     given = parser().parse_args(arguments)
     found = ask(PROG, given, "GET", "/v1/models")
     if found is None:

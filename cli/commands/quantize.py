@@ -22,7 +22,7 @@ _KINDS = ("int8", "int8-fast", "int4")
 
 
 def parser() -> OneLineParser:
-    """MODEL, the folder, and how."""
+    """The parser of MODEL, the folder and the format."""
     made = OneLineParser(prog=PROG, usage=f"{PROG} MODEL FOLDER [flags]", description=DESCRIPTION)
     made.add_argument("model", metavar="MODEL", help="folder, unquantized GGUF file, or hub id")
     made.add_argument(
@@ -32,13 +32,13 @@ def parser() -> OneLineParser:
         "--quantization", "--to", choices=_KINDS, default="int8", help="format of the weight matrices [int8]"
     )
     made.add_argument("--revision", metavar="TEXT", help="branch, tag or commit on the hub")
-    made.add_argument("--max-shard-size", metavar="SIZE", default="4GiB", help="largest size of a weight file [4GiB]")
+    made.add_argument("--max-shard-size", metavar="SIZE", default="4GiB", help="maximum size of a weight file [4GiB]")
     made.add_argument("--json", action="store_true", help="print JSON")
     return made
 
 
 def run(arguments: list[str]) -> int:
-    """Write it; 1 if that cannot be done."""
+    """Write the copy; returns 1 if that fails."""
     made = parser()
     given = made.parse_args(arguments)
     from engine import ConfigError, OctavoError, parse_bytes, quantise_checkpoint

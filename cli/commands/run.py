@@ -19,7 +19,7 @@ commands and Ctrl-D leaves. To serve without a chat, use octavo serve; to chat w
 
 
 def parser() -> OneLineParser:
-    """Model, address and decoding."""
+    """The parser of model, address and decoding."""
     return chat_parser(PROG, DESCRIPTION, "folder, GGUF file or hub id [the bundled model]", _add_address)
 
 
@@ -33,7 +33,7 @@ def _add_address(made: OneLineParser) -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Serve and talk. Returns 0, 1 if it failed, 2 for wrong flags, or 130 if Ctrl-C stopped it."""
+    """Serve the model and chat with it. Returns 0, 1 for a failure, 2 for wrong flags, or 130 if Ctrl-C stopped it."""
     made = parser()
     given = made.parse_args(arguments)
     chat = chatting(made, given)

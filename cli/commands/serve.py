@@ -28,6 +28,6 @@ def run(arguments: list[str]) -> int:
     try:
         return serve(loaded.engine, loaded.settings, version(), notes=loaded.notes, several=several)
     except (OctavoError, StartupError) as problem:
-        paragraph = " ".join(line.strip() for line in str(problem).splitlines())  # libraries' messages have several
+        paragraph = " ".join(line.strip() for line in str(problem).splitlines())  # may have several lines
         say("octavo", f"cannot start: {paragraph}")
         return 1

@@ -1,1 +1,1 @@
-"""Scripts that make a shell complete commands, flags and values, made from the commands' own parsers."""
+"""Scripts that make a shell complete commands, flags and values, generated from the commands' own parsers."""

@@ -1,4 +1,4 @@
-"""The script for fish: to be sourced, or put into ~/.config/fish/completions/octavo.fish."""
+"""The script for fish: source it, or put it into ~/.config/fish/completions/octavo.fish."""
 
 from __future__ import annotations
 

@@ -12,22 +12,22 @@ from typing import Any, Literal
 from cli.commands import COMMANDS
 
 Files = Literal["", "file", "folder"]
-# Settings that are paths; their flags take a text.
+# Settings that are paths; their flags take text.
 _PATHS: dict[str, Files] = {
     "config": "file", "ssl_certfile": "file", "ssl_keyfile": "file", "api_key_file": "file", "uds": "file",
     "tokenizer": "folder", "quantization_cache": "folder", "kv_disk": "folder", "model": "folder", "folder": "folder",
 }  # fmt: skip
-_LENGTH = 70  # characters of a description
+_LENGTH = 70  # maximum characters of a description
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """An argument that follows a flag, or stands alone.
+    """An argument, either the value of a flag or positional.
 
     Attributes:
-        name: as the help has it.
-        values: that it can have; () for any.
-        files: what of the file system it names.
+        name: the name in the help.
+        values: the possible values; () for any.
+        files: the kind of path that it names.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag, by all its names; `takes` is None for one without a value."""
+    """A flag with all its names; `takes` is None for a flag without a value."""
 
     names: tuple[str, ...]
     about: str
@@ -47,7 +47,7 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A command: its words ("bench serve"), what may follow at once, and its flags."""
+    """A command: its words ("bench serve"), the possible next words, and its flags."""
 
     words: str
     about: str
@@ -57,7 +57,7 @@ class Shape:
 
 
 def shapes() -> Iterator[Shape]:
-    """Every command; the first, of no words, is `octavo` itself."""
+    """Every command; the first one, without words, is `octavo` itself."""
     switches = (Flag(("--help", "-h"), "show the commands", None), Flag(("--version",), "show the version", None))
     plain = Flag(("--no-color",), "plain text in a terminal, too", None)
     commands = tuple((name, command.about) for name, command in COMMANDS.items())
@@ -95,7 +95,7 @@ def _argument(action: argparse.Action) -> Argument:
 
 
 def _brief(text: str | None) -> str:
-    """The beginning of a help text, without characters that have a meaning for the shells."""
+    """The beginning of a help text, without characters that are special in shells."""
     text = re.sub(r"\s+", " ", (text or "").replace("%%", "%"))
     text = re.split(r"[.;:(\[]", text, maxsplit=1)[0].strip()
     return text if len(text) <= _LENGTH else text[:_LENGTH].rpartition(" ")[0] + " ..."

@@ -1,4 +1,4 @@
-"""The script for zsh: to be sourced after compinit, or put into a folder of $fpath as _octavo."""
+"""The script for zsh: source it after compinit, or put it into a folder of $fpath as _octavo."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cli.completion.shape import Argument, Flag, Shape
 def script(shapes: Sequence[Shape]) -> str:
     """The script."""
     lines = ["#compdef octavo", "# zsh completion of octavo; made by `octavo completion zsh`.", ""]
-    for shape in reversed(shapes):  # what is called stands before what calls it
+    for shape in reversed(shapes):  # a function stands before its callers
         lines += _function(shape)
     return "\n".join([
         *lines,

@@ -1,1 +1,1 @@
-"""Talking with a model from the command line: a server's, or one that is loaded for it."""
+"""Chats and completions from the command line, with a server's model or one loaded for the command."""

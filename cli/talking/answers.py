@@ -1,4 +1,4 @@
-"""Answers as they come: pieces of text, then facts such as the number of tokens."""
+"""Streamed answers: pieces of text, then facts such as the number of tokens."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Answer:
 
     Attributes:
         text: the text so far.
-        finish_reason: "stop" or "length"; None: it was broken off.
-        tokens: of the answer, None if the server does not say.
-        first: seconds to the first piece.
-        seconds: from the request to the end.
+        finish_reason: "stop" or "length"; None if the answer was interrupted.
+        tokens: the number of tokens of the answer; None if the server does not report it.
+        first: seconds until the first piece.
+        seconds: seconds from the request to the end.
     """
 
     text: str = ""
@@ -32,8 +32,8 @@ class Answer:
     seconds: float = 0.0
 
     def line(self) -> str:
-        """Tokens, time to the first and speed from it on, in words; where all came within a moment that would be a
-        fiction, and the speed, too, counts from the request."""
+        """Tokens, time to first token and speed after it, in words. If all tokens came within a moment, the speed
+        counts from the request too."""
         parts = [] if self.tokens is None else [f"{self.tokens} token{'s' * (self.tokens != 1)}"]
         if self.first is not None:
             parts.append(f"{self.first:.2f} s to the first")
@@ -46,18 +46,18 @@ class Answer:
 
 
 def stream(model: Model, body: dict[str, Any], answer: Answer) -> Iterator[str]:
-    """The pieces of one answer, as they come, including reasoning. `answer` holds the facts known so far.
+    """The pieces of one answer as they arrive, including reasoning. `answer` holds the facts known so far.
 
     Args:
-        body: with `messages` for a chat, or `prompt`.
+        body: the request's body, with `messages` for a chat, or `prompt`.
 
     Raises:
-        TalkError: it was refused, or broke off.
+        TalkError: the request was refused, or the answer broke off.
     """
     path = CHAT if "messages" in body else COMPLETIONS
     asked = {"model": model.id, **body, "stream": True, "stream_options": {"include_usage": True}}
     start, thinks = time.perf_counter(), False
-    with closing(model.wire.events(path, asked)) as events:  # giving up in between ends the request
+    with closing(model.wire.events(path, asked)) as events:  # closing the iterator ends the request
         for event in events:
             answer.seconds = time.perf_counter() - start
             for choice in event.get("choices") or ():
@@ -67,7 +67,7 @@ def stream(model: Model, body: dict[str, Any], answer: Answer) -> Iterator[str]:
                 thought = delta.get("reasoning_content") or ""
                 if piece or thought:
                     answer.first = answer.seconds if answer.first is None else answer.first
-                if thought:  # shown, but no part of the answer
+                if thought:  # shown, but not part of the answer
                     yield thought
                     thinks = True
                 if piece:
@@ -79,10 +79,10 @@ def stream(model: Model, body: dict[str, Any], answer: Answer) -> Iterator[str]:
 
 
 def whole(model: Model, body: dict[str, Any]) -> dict[str, Any]:
-    """An answer's whole body.
+    """The whole body of an answer.
 
     Raises:
-        TalkError: it was refused, or broke off.
+        TalkError: the request was refused, or the answer broke off.
     """
     path = CHAT if "messages" in body else COMPLETIONS
     answer: dict[str, Any] = model.wire.json("POST", path, {"model": model.id, **body})

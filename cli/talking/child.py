@@ -1,4 +1,5 @@
-"""`octavo serve` as the child of a command that needs a model: it ends with its parent, however that ends."""
+"""`octavo serve` as the child of a command that needs a model. The child ends when its parent does, even if the parent
+is killed."""
 
 from __future__ import annotations
 
@@ -9,13 +10,13 @@ import threading
 
 
 def _end_with_the_parent() -> None:
-    while os.read(0, 4096):  # the other end is the parent's; it is closed when the parent has gone
+    while os.read(0, 4096):  # the parent holds the other end; it closes when the parent ends
         pass
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def main() -> int:
-    """`octavo serve` with this process's arguments."""
+    """Run `octavo serve` with this process's arguments."""
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     from cli.main import main as octavo
 

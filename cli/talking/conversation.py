@@ -1,4 +1,4 @@
-"""A conversation's messages, and how they are kept within a model's context."""
+"""A conversation's messages, kept within the model's context."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cli.errors import TalkError
 from cli.talking.model import Model
 
 _ROLES = {"system", "developer", "user", "assistant"}
-_LEFT = 256  # tokens that an answer should have at least, or a quarter of the context where that is less
+_LEFT = 256  # minimum tokens for an answer, or a quarter of the context if that is less
 
 
 @dataclass(slots=True)
@@ -45,10 +45,10 @@ class Conversation:
         return None
 
     def fit(self, model: Model, max_tokens: int | None) -> int:
-        """Forget the oldest turns where they leave an answer no room; returns how many.
+        """Drop the oldest turns until an answer has room; returns how many were dropped.
 
         Args:
-            max_tokens: that an answer may have, if that was said.
+            max_tokens: maximum tokens of the answer, if set.
         """
         if model.context is None:
             return 0
@@ -65,10 +65,11 @@ class Conversation:
         return forgotten
 
     def save(self, path: Path, model: str) -> None:
-        """Write it as JSON, which `load` reads, if the name ends with .json, else as text; no file is overwritten.
+        """Write the conversation: as JSON, which `load` reads, if the name ends with .json, else as text. An existing
+        file is not overwritten.
 
         Raises:
-            TalkError: it cannot be written.
+            TalkError: the file cannot be written.
         """
         if path.suffix == ".json":
             text = json.dumps({"model": model, "messages": self.whole}, indent=2, ensure_ascii=False) + "\n"

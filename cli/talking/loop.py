@@ -1,4 +1,4 @@
-"""The chat itself: a line is read, an answer streams, until the lines end."""
+"""The chat loop: read a line, stream an answer, repeat until the input ends."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from cli.terminal.wrapping import Wrapping
 class Chat:
     """A conversation with a model.
 
-    Lines come from a terminal, with a prompt and a history, or from a pipe, where each is a message of its own and
-    stdout gets the answers alone.
+    Lines come from a terminal, with a prompt and a history, or from a pipe. In a pipe each line is one message, and
+    stdout gets only the answers.
 
     Args:
-        settings: fields of every request's body.
-        prog: what errors begin with.
+        settings: fields for the body of every request.
+        prog: the prefix of error messages.
     """
 
     def __init__(self, model: Model, conversation: Conversation, settings: dict[str, Any], prog: str):
@@ -37,7 +37,7 @@ class Chat:
         self._line_editor = self._asks and sys.stdout.isatty()
 
     def run(self) -> int:
-        """Talk until the end; returns the exit status: 1 if lines came from a pipe and one got no answer."""
+        """Chat until the end; returns the exit status, which is 1 if lines came from a pipe and one got no answer."""
         failed = False
         if self._asks:
             self._set_up_editor()
@@ -50,7 +50,7 @@ class Chat:
         return 1 if failed and not self._asks else 0
 
     def _take(self, line: str) -> bool:
-        """Obey or answer a line; whether that worked."""
+        """Run or answer a line; returns whether that worked."""
         try:
             if line.startswith("/") and not line.startswith("//"):
                 told, text = self._slash.run(line)
@@ -138,17 +138,17 @@ class Chat:
                 return "\n".join(lines)
 
     def _ask(self, sign: str) -> str:
-        if not self._line_editor:  # stdout is the answers' alone
+        if not self._line_editor:  # stdout is only for answers
             print(sign, end="", file=sys.stderr, flush=True)
             return input()
         if not is_rich():
             return input(sign)
-        # Between 1 and 2 stands what takes no room on the line.
+        # The bytes 1 and 2 enclose text without width on the line.
         before, _, after = styled("@", "bold green").partition("@")
         return input(f"\x01{before}\x02{sign}\x01{after}\x02")
 
     def _set_up_editor(self) -> None:
-        """History, and Tab for commands, where Python has readline."""
+        """Set up the history, and Tab completion of commands, if Python has readline."""
         with contextlib.suppress(ImportError):
             import readline
 
@@ -158,5 +158,5 @@ class Chat:
 
             readline.set_completer(complete)
             readline.set_completer_delims(" ")
-            libedit = "libedit" in (readline.__doc__ or "")  # macOS, and portable builds of Python
+            libedit = "libedit" in (readline.__doc__ or "")  # macOS and portable builds of Python
             readline.parse_and_bind("bind ^I rl_complete" if libedit else "tab: complete")

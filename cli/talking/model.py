@@ -1,4 +1,4 @@
-"""The model that a command talks with."""
+"""The model for a command that chats or completes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from cli.talking.wire import Place, Wire
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-_ANSWER = 128  # tokens that an answer has room for, unless it is said otherwise
+_ANSWER = 128  # default maximum tokens of an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,10 @@ class Model:
     """A model behind HTTP.
 
     Attributes:
-        wire: asks its server.
-        id: its name there.
-        card: the server's description of it; servers other than Octavo say less.
-        here: it was loaded for this command.
+        wire: the connection to the server.
+        id: the model's id at the server.
+        card: the server's description of the model; servers other than Octavo give less.
+        here: the model was loaded for this command.
     """
 
     wire: Wire
@@ -41,25 +41,25 @@ class Model:
 
     @property
     def place(self) -> str:
-        """The model's place, in words."""
+        """The model's location, in words."""
         return "loaded here" if self.here else f"at {self.wire.place.url}"
 
     @property
     def context(self) -> int | None:
-        """Tokens that prompt and answer may have; of an encoder-decoder model the answer; None: not known."""
+        """Maximum tokens of prompt and answer; for an encoder-decoder model, of the answer; None if unknown."""
         length = self.card.get("max_model_len")
         return length if isinstance(length, int) else None
 
     @property
     def encodes(self) -> bool:
-        """It is an encoder-decoder model."""
+        """The model is an encoder-decoder model."""
         return self.card.get("max_encoder_len") is not None
 
     def require(self, endpoint: str) -> None:
         """Refuse an endpoint that the model does not support. The error names the supported ones.
 
         Raises:
-            TalkError: says what to use instead.
+            TalkError: suggests an alternative.
         """
         endpoints = self.card.get("endpoints")
         if not isinstance(endpoints, list) or endpoint in endpoints:
@@ -79,7 +79,7 @@ class Model:
         )
 
     def count(self, body: dict[str, Any]) -> int | None:
-        """The number of tokens of a prompt or of messages; None if the server cannot say."""
+        """The number of tokens of a prompt or of messages; None if the server cannot count them."""
         try:
             answer = self.wire.json("POST", "/tokenize", {"model": self.id, **body})
         except TalkError:
@@ -88,16 +88,16 @@ class Model:
         return count if isinstance(count, int) else None
 
     def room(self, prompt: dict[str, Any], begun: str = "") -> int:
-        """Tokens that an answer to this prompt gets where nothing else is set; at least 1.
+        """The default maximum tokens of an answer to this prompt; at least 1.
 
         Args:
-            begun: how an encoder-decoder model's answer begins, which takes some of its room.
+            begun: the beginning of an encoder-decoder model's answer, which takes some of its room.
         """
         if self.context is None:
             return _ANSWER
         if self.encodes:
             taken = (self.count({"prompt": begun}) or 0) if begun else 0
-            left = self.context - 1 - taken  # it begins with a start token
+            left = self.context - 1 - taken  # the decoder begins with a start token
         else:
             left = self.context - (self.count(prompt) or 0)
         return max(1, min(_ANSWER, left))
@@ -107,10 +107,10 @@ class Model:
 
 
 def talk(prog: str, given: argparse.Namespace, with_model: Callable[[Model], int], *, chats: bool = False) -> int:
-    """Open the model that the flags name and talk with it; the command's status, see `talking`.
+    """Open the model that the flags name and talk with it; returns the command's status (see `talking`).
 
     Args:
-        chats: a model without a chat template is refused before it is loaded.
+        chats: refuse a model without a chat template before it is loaded.
     """
 
     def talk() -> int:
@@ -124,7 +124,7 @@ def talk(prog: str, given: argparse.Namespace, with_model: Callable[[Model], int
 
 
 def talking(prog: str, talk: Callable[[], int]) -> int:
-    """A command's status: 1 it could not, 130 stopped by Ctrl-C, else what `talk` returns."""
+    """A command's status: 1 for a failure, 130 if Ctrl-C stopped it, else the result of `talk`."""
     try:
         return talk()
     except TalkError as problem:
@@ -146,17 +146,17 @@ def open_model(
     loading: list[str],
     chats: bool = False,
 ) -> Iterator[Model]:
-    """The model that was meant: a server's, if a URL was given, or if one serves where it does by default and no
-    model was named; else the named one or the bundled one, loaded here and gone with the block.
+    """The model for the command. With a URL, or if no model is named and a server runs at the default address, it is
+    the server's model. Otherwise the named model, or the bundled one, is loaded for the duration of the block.
 
     Args:
-        name: a folder or a hub id; with a URL, an id there.
+        name: a folder or a hub id; with a URL, a model id of that server.
         loading: further flags of `octavo serve` for a model that is loaded here.
 
     Raises:
-        TalkError: there is none; says what to do.
+        TalkError: there is no model; suggests what to do.
     """
-    from cli.talking.wire import Place, Wire  # httpx takes as long to import as all else of --help
+    from cli.talking.wire import Place, Wire  # importing httpx takes as long as the rest of --help
 
     if url is not None:
         if loading:
@@ -193,27 +193,27 @@ def serving(
     timeout: float = 600.0,
     chats: bool = False,
 ) -> Iterator[Model]:
-    """A model that is loaded here, and gone with the block.
+    """A model that is loaded for the duration of the block.
 
     Args:
-        name: a folder, a GGUF file or a hub id; None: the bundled one.
+        name: a folder, a GGUF file or a hub id; None for the bundled model.
         loading: further flags of `octavo serve`.
-        address: host and port to serve at; None: only this process reaches it.
+        address: host and port to serve at; None for a private socket.
         chats: refuse a model without a chat template.
 
     Raises:
-        TalkError: it cannot be loaded.
+        TalkError: the model cannot be loaded.
     """
     from cli.talking.private import private_server
     from cli.talking.wire import Wire
 
     if name is not None:
         try:
-            found = find_here(name)  # a wrong name is known before any process starts
+            found = find_here(name)  # finds a wrong name before any process starts
         except ModelLoadError as problem:
             raise TalkError(str(problem)) from None
         if found is None:
-            note(f"{name} is no local path; asking the Hugging Face hub.")
+            note(f"{name} is not a local path; asking the Hugging Face hub.")
         if chats and found is not None and not _sets_template(loading) and lacks_chat_template(found):
             raise TalkError(_no_template(name, f"octavo complete --model {name} PROMPT"))
     with private_server([*([name] if name else []), *loading], _named(name), address) as place:
@@ -222,7 +222,7 @@ def serving(
 
 
 def _sets_template(loading: list[str]) -> bool:
-    """Whether flags, variables or a file of settings may give the model a template."""
+    """Whether flags, variables or a config file may give the model a template."""
     return any(flag.startswith("--chat-template=") for flag in loading) or any(
         os.environ.get(f"OCTAVO_{name}") for name in ("CHAT_TEMPLATE", "TOKENIZER", "CONFIG")
     )

@@ -1,4 +1,4 @@
-"""Flags of the commands that talk with a model: which one, and how it decodes."""
+"""Flags of the commands that talk with a model: the choice of the model, and decoding."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from server.config.wording import field_docs
 SAMPLING = ("max_tokens", *(column.name for column in FILTERS), "seed", "stop", "min_tokens")
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size")
 BEAMS = ("num_beams", "length_penalty", "early_stopping")
-# Settings of `octavo serve` that a model which is loaded here may need on the spot; variables set the others.
+# Settings of `octavo serve` that are useful for a model that is loaded here; variables set all others.
 LOADING = {
     "demo": "the bundled model to load: chat, or seq2seq for translation",
     "device": "cpu, cuda, cuda:N",
     "dtype": "float32, bfloat16, float16",
     "quantization": "int8, int4, int8-fast (CPU only), stored or none",
     "threads": "number of CPU threads",
-    "max-model-len": "most tokens of prompt and answer together",
+    "max-model-len": "maximum tokens of prompt and answer together",
     "chat-template": "Jinja file, or a name such as chatml",
-    "generation-config": "none: ignore the default parameters that the model brings",
+    "generation-config": "none: ignore the model's default parameters",
     "revision": "branch, tag or commit on the hub",
 }
 _HINTS = get_type_hints(EngineConfig)
@@ -35,7 +35,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "generation-config": ("auto", "none"),
 }
 _DOCS = field_docs(SamplingParams) | {
-    "max_tokens": "most tokens of an answer [chat and run: the rest of the context; complete: up to 128]",
+    "max_tokens": "maximum tokens of an answer [chat and run: the rest of the context; complete: up to 128]",
     "temperature": "0 always takes the most probable token, 1 samples from the model's distribution [the model's, "
     "or 1]",
     "presence_penalty": "amount subtracted from the logit of each token that the answer contains, from -2 to 2 [0]",
@@ -45,12 +45,12 @@ _DOCS = field_docs(SamplingParams) | {
     "with beams",
     "num_beams": "beam search with this many beams: finds a more probable answer, without sampling",
 }
-_DEFAULT = re.compile(r"(?: \(|; )([\d.]+)\)$")  # of a field, at the end of its sentence
+_DEFAULT = re.compile(r"(?: \(|; )([\d.]+)\)$")  # of a field, at the end of its help
 _EARLY: dict[str, Any] = {"true": True, "false": False, "never": "never"}
 
 
 def add_place(parser: OneLineParser) -> None:
-    """The server, or how the model is loaded."""
+    """Add flags for the server, or for loading the model."""
     url = (
         f"URL of a server. Without URL and MODEL, the server at {default_url()} is used if there is one; otherwise the "
         "bundled model is loaded."
@@ -60,10 +60,10 @@ def add_place(parser: OneLineParser) -> None:
 
 
 def add_server(parser: OneLineParser, url: str | None = None) -> None:
-    """The server and the key for it.
+    """Add flags for the server and its key.
 
     Args:
-        url: the help of --url.
+        url: the help text of --url.
     """
     group = parser.add_argument_group("server")
     group.add_argument("--url", metavar="URL", help=url or f"URL of the server [{default_url()}]")
@@ -78,7 +78,7 @@ def add_server(parser: OneLineParser, url: str | None = None) -> None:
 
 
 def add_loading(parser: OneLineParser) -> None:
-    """Settings of a model that this command loads."""
+    """Add flags for a model that this command loads."""
     group = parser.add_argument_group("loading a model (as in octavo serve)")
     for name, about in LOADING.items():
         group.add_argument(f"--{name}", metavar="X", choices=_CHOICES.get(name), help=about)
@@ -95,7 +95,7 @@ def _seconds(text: str) -> float:
 
 
 def add_decoding(parser: OneLineParser, *, beams: bool) -> None:
-    """Add the flags for decoding; their help is that of `SamplingParams`."""
+    """Add the flags for decoding, with the help texts of `SamplingParams`."""
     _add(parser, "sampling", SAMPLING)
     _add(parser, "penalties", PENALTIES)
     if beams:
@@ -117,17 +117,17 @@ def _add(parser: OneLineParser, title: str, names: tuple[str, ...]) -> None:
 
 
 def _about(name: str) -> str:
-    """The help of a flag, with its default in brackets, as in the help of all flags. A model may have another one."""
+    """The help text of a flag, with its default in brackets, as for all flags. A model may have another default."""
     text = _DOCS[name]
     default = _DEFAULT.search(text.removesuffix("."))
     if default is None:
         return text
-    closing = ")" if default[0].startswith(";") else ""  # what stands before the default needs it
+    closing = ")" if default[0].startswith(";") else ""  # punctuation before the default
     return f"{text[: default.start()]}{closing} [the model's, or {float(default[1]):g}]"
 
 
 def decoding(given: argparse.Namespace) -> dict[str, Any]:
-    """The fields of a request's body that were given.
+    """The decoding fields for a request's body.
 
     Raises:
         InvalidRequestError: a value is out of range or contradicts another; names the flag.
@@ -142,7 +142,7 @@ def decoding(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def settings_of(parser: OneLineParser, given: argparse.Namespace) -> dict[str, Any]:
-    """The decoding that the flags ask for; ends the process with status 2 where they cannot be."""
+    """The decoding that the flags describe; ends the process with status 2 for invalid flags."""
     try:
         return decoding(given)
     except InvalidRequestError as problem:
@@ -150,7 +150,7 @@ def settings_of(parser: OneLineParser, given: argparse.Namespace) -> dict[str, A
 
 
 def check(fields: dict[str, Any]) -> None:
-    """Refuse values that no server would take.
+    """Refuse values that no server accepts.
 
     Raises:
         InvalidRequestError: names the flag.
@@ -166,7 +166,7 @@ def check(fields: dict[str, Any]) -> None:
 
 
 def loading(given: argparse.Namespace) -> list[str]:
-    """The flags of `octavo serve` among the arguments."""
+    """The flags of `octavo serve` in the arguments."""
     arguments = []
     for name in LOADING:
         value = getattr(given, name.replace("-", "_"))
@@ -186,5 +186,5 @@ def default_port() -> str:
 
 
 def default_key() -> str | None:
-    """The first key that `octavo serve` would take."""
+    """The first key of `octavo serve`'s settings."""
     return os.environ.get("OCTAVO_API_KEY", "").split(",")[0].strip() or None

@@ -14,15 +14,15 @@ from cli.terminal.waiting import waiting
 
 T = TypeVar("T")
 
-_BETWEEN = 0.5  # seconds between two questions
+_BETWEEN = 0.5  # seconds between two requests
 
 
 def once_loaded(ask: Callable[[], T], url: str, timeout: float) -> T:
-    """The result of `ask`, repeated while the server is loading its model; shows the progress.
+    """The result of `ask`, which is repeated while the server loads its model; shows the progress.
 
     Args:
-        url: the server's address, as shown.
-        timeout: seconds without any progress after which to give up.
+        url: the server's address for messages.
+        timeout: seconds without progress before giving up.
 
     Raises:
         TalkError: the server stopped, refused, or made no progress.
@@ -45,7 +45,7 @@ def once_loaded(ask: Callable[[], T], url: str, timeout: float) -> T:
                 if problem.percent != progress:
                     progress, since = problem.percent, time.monotonic()
             except DroppedError:
-                pass  # it may have happened when the loaded server took over; the next question tells
+                pass  # the error may come from the moment when the loaded server took over; the next request will tell
             except NoServerError:
                 raise TalkError(f"The server at {url} stopped while it was loading its model.") from None
             if time.monotonic() - since >= timeout:

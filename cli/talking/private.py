@@ -1,4 +1,4 @@
-"""A model that is loaded for one command: `octavo serve` on a socket that only this user reaches, or on a port."""
+"""A model that is loaded for one command: `octavo serve` on a private socket of this user, or on a port."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from server.door.listening import url as local_url
 
 _TAIL = 4096  # bytes
 _PERCENT = re.compile(rb"(\d+)%\|")
-_LAST_WORDS = 10.0  # seconds that the child gets to stop
+_LAST_WORDS = 10.0  # seconds that the child has to stop
 
 
 @contextlib.contextmanager
 def private_server(arguments: Sequence[str], what: str, address: tuple[str, int] | None = None) -> Iterator[Place]:
-    """Serve a model until the end of the block, and give its place.
+    """Serve a model until the end of the block; returns its address.
 
     Args:
-        arguments: of `octavo serve`; the engine's variables (OCTAVO_DTYPE ...) count, too.
-        what: is loaded, as the user may call it.
-        address: host and port to serve at, with all variables of the service; None: a socket of this user's.
+        arguments: the arguments of `octavo serve`; the engine's variables (OCTAVO_DTYPE ...) apply too.
+        what: the model's name for messages.
+        address: host and port to serve at, with all variables of the service; None for a private socket of this user.
 
     Raises:
-        TalkError: it did not start; says why.
+        TalkError: the server did not start; gives the reason.
     """
     with tempfile.TemporaryDirectory(prefix="octavo-") as folder, tempfile.TemporaryFile() as log:
         place, listen, environ = _private(os.path.join(folder, "s"), what) if address is None else _public(*address)
         command = [sys.executable, "-P", "-m", f"{__package__}.child", *arguments, *listen]
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environ | _own(),
-            start_new_session=True,  # Ctrl-C is for the answer, not for the model
+            start_new_session=True,  # Ctrl-C stops the answer, not the model
         )  # fmt: skip
         try:
             with keys_kept(), waiting(what) as show:
@@ -54,8 +54,7 @@ def private_server(arguments: Sequence[str], what: str, address: tuple[str, int]
 
 
 def _private(uds: str, what: str) -> tuple[Place, list[str], dict[str, str]]:
-    """A place, the flags for it, and this process's variables without those of the service: its address, its keys and
-    limits."""
+    """An address, the flags for it, and this process's variables without the service's address, keys and limits."""
     kept = {f"OCTAVO_{field.name.upper()}" for field in fields(EngineConfig)}
     kept |= {"OCTAVO_DEMO", "OCTAVO_NATIVE", "OCTAVO_NATIVE_ISA"}
     environ = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_") or name in kept}
@@ -63,7 +62,7 @@ def _private(uds: str, what: str) -> tuple[Place, list[str], dict[str, str]]:
 
 
 def _public(host: str, port: int) -> tuple[Place, list[str], dict[str, str]]:
-    """A place, the flags for it, and this process's variables.
+    """An address, the flags for it, and this process's variables.
 
     Raises:
         TalkError: the port is taken, the host unknown, or a variable asks for a socket or for TLS.
@@ -74,7 +73,7 @@ def _public(host: str, port: int) -> tuple[Place, list[str], dict[str, str]]:
                 f"{name} is set, but octavo run only serves plain HTTP on a port. Unset it, or use octavo serve."
             )
     try:
-        listener = bind(host, port)  # another server's answers would be taken for the child's
+        listener = bind(host, port)  # otherwise another server's answers would be taken for the child's
     except StartupError as problem:
         raise TalkError(str(problem)) from None
     with listener:
@@ -83,15 +82,15 @@ def _public(host: str, port: int) -> tuple[Place, list[str], dict[str, str]]:
 
 
 def _own() -> dict[str, str]:
-    """The variables that the child gets in any case."""
+    """The variables that the child always gets."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return {"PYTHONPATH": path, "OCTAVO_LOG_FORMAT": "console", "OCTAVO_SHOW_PROGRESS": "true"}
 
 
 def _progress(log: IO[bytes]) -> str:
-    """The latest figure of a progress bar in the server's log: of a download, or of the weights."""
+    """The latest percentage of a progress bar in the server's log, for a download or for the weights."""
     size = os.fstat(log.fileno()).st_size
-    text = os.pread(log.fileno(), _TAIL, max(size - _TAIL, 0))  # seeking would move the server's own position
+    text = os.pread(log.fileno(), _TAIL, max(size - _TAIL, 0))  # seek would move the server's position too
     percents = _PERCENT.findall(text)
     return f"{int(percents[-1])}%" if percents else ""
 
@@ -111,12 +110,14 @@ def _wait_ready(wire: Wire, process: subprocess.Popen[bytes], log: IO[bytes], sh
     lines = log.read().decode("utf-8", "replace").strip().splitlines()
     reason = next((line for line in reversed(lines) if line.startswith("octavo")), lines[-1] if lines else "")
     reason = reason.partition(": ")[2] or reason
-    raise TalkError(reason.removeprefix("cannot start: ") or f"the model's server ended with {process.returncode}.")
+    raise TalkError(
+        reason.removeprefix("cannot start: ") or f"the model's server ended with status {process.returncode}."
+    )
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     if process.stdin is not None:
-        process.stdin.close()  # which it understands
+        process.stdin.close()  # the child understands this variable
     try:
         process.wait(_LAST_WORDS)
     except subprocess.TimeoutExpired:

@@ -19,7 +19,7 @@ def models_parser(prog: str, about: str, *, name: bool) -> OneLineParser:
     """The parser of a command about a service's models.
 
     Args:
-        name: it takes the name of one.
+        name: whether it takes a model's name.
     """
     made = OneLineParser(prog=prog, usage=f"{prog} {'NAME ' * name}[flags]", description=about)
     if name:
@@ -30,7 +30,7 @@ def models_parser(prog: str, about: str, *, name: bool) -> OneLineParser:
 
 
 def ask(prog: str, given: argparse.Namespace, method: str, path: str, body: Any = None) -> Any:
-    """The service's answer; None if there is none, which has been said."""
+    """The service's answer; None if there is none, which has been reported."""
     try:
         wire = Wire(Place.parse(given.url or default_url()), given.api_key or default_key(), given.timeout)
         return wire.json(method, path, body)
@@ -40,7 +40,7 @@ def ask(prog: str, given: argparse.Namespace, method: str, path: str, body: Any 
 
 
 def print_models(cards: list[dict[str, Any]]) -> None:
-    """One line for each."""
+    """Print one line per model."""
     rows = [
         (
             str(card.get("id", "")),
@@ -56,7 +56,7 @@ def print_models(cards: list[dict[str, Any]]) -> None:
 
 
 def _state(card: dict[str, Any]) -> str:
-    state = str(card.get("state", "loaded"))  # a service with one model does not say it
+    state = str(card.get("state", "loaded"))  # a service with one model does not report it
     if card.get("percent") is not None:
         return f"{state} {card['percent']}%"
     return f"{state}: {card['reason']}" if card.get("reason") else state

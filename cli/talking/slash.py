@@ -17,14 +17,14 @@ _NUMBERS = tuple(name for name in (*SAMPLING, *PENALTIES, *BEAMS) if name in NUM
 
 
 class Leave(Exception):
-    """The chat is over."""
+    """Ends the chat."""
 
 
 class Slash:
-    """The commands; each is a method whose docstring is its help.
+    """The slash commands; each is a method whose docstring is its help text.
 
     Args:
-        settings: fields of the requests to come, which /set changes.
+        settings: fields of later requests, which /set changes.
         card: the server's description of the model, with its default parameters.
     """
 
@@ -42,8 +42,8 @@ class Slash:
         }
 
     def completions(self, before: str, word: str) -> list[str]:
-        """Completions of a word: commands at the beginning of a line, settings after /set. The only one ends with a
-        space."""
+        """Completions of a word: commands at the beginning of a line, settings after /set. A single completion ends
+        with a space."""
         known = [f"/{name}" for name in (*self._commands, *_NUMBERS)] if not before and word.startswith("/") else []
         if before.split() == ["/set"]:
             known = list(_NUMBERS)
@@ -54,8 +54,8 @@ class Slash:
         """Run a command. Returns text for the user, and text to send as if the user had typed it.
 
         Raises:
-            Leave: the chat is over.
-            TalkError: it cannot be obeyed; says why.
+            Leave: the user ended the chat.
+            TalkError: the command cannot be run; gives the reason.
         """
         name, _, rest = line[1:].partition(" ")
         command = self._commands.get({"quit": "exit", "bye": "exit", "clear": "reset", "?": "help"}.get(name, name))
@@ -107,7 +107,7 @@ class Slash:
         name, _, text = rest.replace("=", " ").partition(" ")
         name, text = name.lstrip("-").replace("-", "_"), text.strip()
         if name not in _NUMBERS:
-            near = did_you_mean(name, _NUMBERS) or f"; there are {', '.join(_NUMBERS)}"
+            near = did_you_mean(name, _NUMBERS) or f"; the settings are {', '.join(_NUMBERS)}"
             raise TalkError(f"unknown setting {name}{near}")
         if not text:
             return f"{name} = {self._value(name)}. To change it: /set {name} VALUE, or default."

@@ -1,6 +1,6 @@
-"""Requests to an OpenAI-compatible server by httpx, over TCP, TLS or a Unix socket; answers are read as they come.
+"""Requests to an OpenAI-compatible server with httpx, over TCP, TLS or a Unix socket; answers are read as they arrive.
 
-Blocking, so that Ctrl-C ends the reading; closing the connection tells the server that its answer is not wanted.
+Requests block, so that Ctrl-C interrupts reading; closing the connection cancels the answer at the server.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _LLAMA_CPP_LOADS = "Loading model"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a server.
+    """The address of a server.
 
     Attributes:
-        url: as it is shown, without /v1.
-        uds: path of its Unix socket, which takes the place of host and port.
+        url: the URL for messages, without /v1.
+        uds: path of a Unix socket, used instead of host and port.
     """
 
     url: str
@@ -42,7 +42,7 @@ class Place:
         """Parse a URL, with or without /v1 at its end; http:// may be left out.
 
         Raises:
-            TalkError: it is no http or https URL.
+            TalkError: the text is not an http or https URL.
         """
         whole = url if "://" in url else f"http://{url}"
         try:
@@ -57,10 +57,10 @@ class Place:
 
 
 class Wire:
-    """Requests, each over a connection of its own.
+    """Requests, each over its own connection.
 
     Args:
-        timeout: seconds of silence after which an answer is given up.
+        timeout: seconds of silence after which the request is abandoned.
 
     Raises:
         TalkError: the key cannot be sent, or the URL names no host.
@@ -74,7 +74,7 @@ class Wire:
         headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
         if api_key is not None:
             headers["Authorization"] = f"Bearer {api_key}"
-        # The system's certificates, read where they are needed.
+        # The system's certificates, read only when needed.
         tls = ssl.create_default_context() if place.url.startswith("https:") and not place.uds else False
         limits = httpx2.Limits(max_keepalive_connections=0)
         try:
@@ -91,7 +91,7 @@ class Wire:
         """The answer to a request.
 
         Raises:
-            TalkError: it is an error, or none came.
+            TalkError: the server returned an error, or no answer.
         """
         with self._problems():
             content = None if body is None else json.dumps(body)
@@ -112,7 +112,7 @@ class Wire:
             return response.status_code, response.headers.get("X-Request-ID", ""), value
 
     def events(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any]]:
-        """The events of a stream; closing the iterator gives the request up.
+        """The events of a stream; closing the iterator cancels the request.
 
         Raises:
             TalkError: the request was refused, or the stream broke off.
@@ -134,11 +134,11 @@ class Wire:
 
     @contextmanager
     def _problems(self) -> Iterator[None]:
-        """httpx's errors, in a sentence."""
+        """httpx's errors as sentences."""
         url = self.place.url
         try:
             yield
-        except (httpx2.ConnectError, httpx2.ConnectTimeout, UnicodeError) as problem:  # the last: of a host name
+        except (httpx2.ConnectError, httpx2.ConnectTimeout, UnicodeError) as problem:  # Unicode: a host name
             reason = re.sub(r"^\[Errno -?\d+\] ", "", str(problem)).lower()
             raise NoServerError(f"no server answers at {url} ({reason})") from problem
         except httpx2.TimeoutException as problem:

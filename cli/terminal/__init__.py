@@ -1,1 +1,1 @@
-"""The common parts of all commands: parsers of arguments, near names, and output in a terminal and in a pipe."""
+"""The common parts of all commands: argument parsers, suggestions for names, and output for terminals and pipes."""

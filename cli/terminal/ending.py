@@ -1,4 +1,4 @@
-"""Signals that end a command, also while the terminal is read."""
+"""Signals that end a command, even while it reads from the terminal."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import time
 from types import FrameType
 from typing import Any, NoReturn
 
-_GRACE = 5.0  # seconds that the ordinary end gets
+_GRACE = 5.0  # seconds that a regular exit may take
 
 
 def end_with(*names: str) -> None:
-    """Let these signals end the process with status 128 + number, in good order if that can be.
+    """Let these signals end the process with status 128 + number, by a regular exit if possible.
 
-    Python carries a signal out between two of its own steps. One that comes right before the terminal is read waits
-    there for the next key, which may never be typed: then a thread, which is told by the system, ends the process.
+    Python runs a signal handler only between two of its own instructions. If a signal arrives just before a read from
+    the terminal, its handler would wait for the next key. So a thread, which the system wakes, then ends the process.
     """
     numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]  # Windows lacks some
     for number in numbers:
@@ -44,7 +44,7 @@ def _insist(told: int, numbers: list[int], terminal: Any) -> None:
 
 
 def terminal_settings() -> Any:
-    """The settings of stdin's terminal; None without one, and on Windows."""
+    """The settings of stdin's terminal; None without a terminal and on Windows."""
     if not (sys.stdin and sys.stdin.isatty()):
         return None
     try:
@@ -55,7 +55,7 @@ def terminal_settings() -> Any:
 
 
 def set_terminal(settings: Any) -> None:
-    """Set stdin's terminal."""
+    """Set the settings of stdin's terminal."""
     import termios
 
     termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, settings)

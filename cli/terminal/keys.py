@@ -10,8 +10,8 @@ from cli.terminal.ending import set_terminal, terminal_settings
 
 @contextlib.contextmanager
 def keys_kept() -> Iterator[None]:
-    """Stop the echo of keys within the block; the next reader of the terminal gets them. Ctrl-C works, and discards
-    them."""
+    """Turn the echo of keys off within the block; the next reader of the terminal gets the keys. Ctrl-C works and
+    discards them."""
     settings = terminal_settings()
     if settings is None:
         yield

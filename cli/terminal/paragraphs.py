@@ -1,4 +1,4 @@
-"""Text that is broken at a terminal's width, between words; a line of two columns keeps its second column aligned."""
+"""Text wrapped to the terminal's width between words; a line of two columns keeps its second column aligned."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import textwrap
 from typing import TextIO
 
 _GAP = re.compile(r"\S( {2,})\S")
-_NARROWEST = 24  # characters of a second column; below that, its text stands under the first
+_NARROWEST = 24  # minimum characters of a second column; if it is narrower, its text goes below the first
 
 
 def filled(text: str, stream: TextIO) -> str:
-    """The text as a terminal shows it; a file or a pipe keeps its lines whole, so that they can be searched."""
+    """The text wrapped for a terminal; in a file or a pipe, lines stay whole, so that they can be searched."""
     return fill(text, shutil.get_terminal_size().columns) if stream.isatty() else text
 
 
 def fill(text: str, width: int) -> str:
-    """Each line of the text, broken at the width. Words longer than a line stay whole."""
+    """Each line of the text, wrapped to the width. Words longer than a line stay whole."""
     return "\n".join(_fill_line(line, width) for line in text.split("\n"))
 
 

@@ -1,4 +1,4 @@
-"""Parsers whose errors are one line that names the right way, and whose help is coloured in a terminal."""
+"""Parsers that report errors in one line with a suggestion, and colour their help in a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cli.terminal.style import PLAIN_FLAG, console, is_rich, problem_text
 from server.config.wording import did_you_mean
 
 _KINDS = {"int": "an integer", "float": "a number", "Path": "a path"}
-# What argparse says of a value, and what is said instead.
+# argparse's words for a value, and their replacements.
 _WRONG_KIND = re.compile(r"argument (?P<name>[^:]+): invalid (?P<kind>\w+) value: (?P<value>.+)")
 _WRONG_CHOICE = re.compile(r"argument (?P<name>[^:]+): invalid choice: (?P<value>.+?) \(choose from (?P<known>.+)\)")
 _NO_VALUE = re.compile(r"argument (--[\w-]+)/(--no-[\w-]+): ignored explicit argument")
@@ -24,23 +24,23 @@ _FLAG = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Reports an error in one line instead of the whole usage, with exit status 2, and suggests the nearest name."""
+    """Reports an error in one line instead of the whole usage, exits with status 2, and suggests the nearest name."""
 
     def __init__(self, *args: Any, **options: Any):
         options.setdefault("formatter_class", WholeFlags)
         options["allow_abbrev"] = False
         super().__init__(*args, **options)
-        self.color = False  # newer versions of argparse would colour the text that is coloured here
+        self.color = False  # newer versions of argparse would colour the text a second time
         self._positionals.title = "arguments"
         self.add_argument(PLAIN_FLAG, action="store_true", help="print plain text, as with NO_COLOR")
 
     def error(self, message: str) -> NoReturn:
-        """Say so and end the process."""
+        """Print the error and end the process."""
         text = " ".join(_better(message).split()).rstrip(".")
         self.exit(2, problem_text(self.prog, f"{text} (see {self.prog} --help)") + "\n")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does; an unknown flag, or one argument too many, ends the process."""
+        """Parse as argparse does; an unknown flag or a superfluous argument ends the process."""
         given, rest = self.parse_known_args(args, namespace)
         for argument in rest:
             if argument.startswith("-") and argument != "-":
@@ -51,7 +51,7 @@ class OneLineParser(argparse.ArgumentParser):
         return given
 
     def print_help(self, file: Any = None) -> None:
-        """The help; in a terminal with headings and flags in colours."""
+        """Print the help; in a terminal with coloured headings and flags."""
         stream = sys.stdout if file is None else file
         text = self.format_help()
         if not is_rich(stream):
@@ -71,9 +71,10 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 class WholeFlags(argparse.HelpFormatter):
-    """Breaks no line within a flag's name. Paragraphs of a description are filled; indented lines keep their columns.
+    """Does not break lines within a flag's name. Paragraphs of a description are wrapped; indented lines keep their
+    columns.
 
-    The same rule for every flag: its help ends without a full stop, before its default in brackets.
+    For every flag: its help ends without a full stop, before its default in brackets.
     """
 
     def __init__(self, prog: str, **options: Any):
@@ -98,7 +99,7 @@ class WholeFlags(argparse.HelpFormatter):
 
 
 def print_coloured(text: str, stream: Any) -> None:
-    """Help text in colours. A line that begins at the margin and ends with a colon is a heading."""
+    """Print help text in colours. A line without indentation that ends with a colon is a heading."""
     from rich.text import Text
 
     shown = Text(text.rstrip("\n"))
@@ -110,7 +111,7 @@ def print_coloured(text: str, stream: Any) -> None:
 
 
 def _better(message: str) -> str:
-    """argparse's words, in ours."""
+    """An argparse message in this project's words."""
     if switch := _NO_VALUE.match(message):
         return f"{switch[1]} takes no value; use {switch[2]} to switch it off"
     if wrong := _WRONG_KIND.fullmatch(message):

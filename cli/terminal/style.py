@@ -1,4 +1,4 @@
-"""Output: colours and tables at a terminal, plain text in a pipe."""
+"""Output with colours and tables in a terminal, plain text in a pipe."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ PLAIN_FLAG = "--no-color"
 
 
 def is_rich(stream: TextIO | None = None) -> bool:
-    """Whether the stream (stdout) takes colours: a terminal that can show them, where they are wanted.
+    """Whether the stream (default: stdout) takes colours: it is a terminal that can show them, and colours are not
+    turned off.
 
-    A pipe is none, nor is TERM=dumb; NO_COLOR (no-color.org) and --no-color say that they are not wanted.
+    Pipes and TERM=dumb show no colours; NO_COLOR (no-color.org) and --no-color turn them off.
     """
     stream = sys.stdout if stream is None else stream
     wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
@@ -27,23 +28,23 @@ def is_rich(stream: TextIO | None = None) -> bool:
 
 
 def take_plain_flag(arguments: list[str]) -> list[str]:
-    """The arguments without --no-color, wherever it stands before a lone --; from then on all output is plain."""
+    """The arguments without --no-color, if it stands before a lone --; it makes all later output plain."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     if PLAIN_FLAG not in arguments[:end]:
         return arguments
-    os.environ["NO_COLOR"] = "1"  # what is started from here sees it, too
+    os.environ["NO_COLOR"] = "1"  # child processes see it too
     return [argument for argument in arguments[:end] if argument != PLAIN_FLAG] + arguments[end:]
 
 
 def console(stream: TextIO | None = None) -> Console:
-    """Rich's console, for a stream that `is_rich`."""
+    """Rich's console for a stream that `is_rich`."""
     from rich.console import Console
 
     return Console(file=stream, highlight=False, soft_wrap=True)
 
 
 def styled(text: str, style: str, stream: TextIO | None = None) -> str:
-    """The text in a style of Rich's ("bold", "dim", "red"), or as it is where the stream takes none."""
+    """The text in a Rich style ("bold", "dim", "red"), or unchanged if the stream takes no colours."""
     if not text or not is_rich(stream):
         return text
     from rich.style import Style
@@ -52,7 +53,7 @@ def styled(text: str, style: str, stream: TextIO | None = None) -> str:
 
 
 def harmless(text: str, stream: TextIO | None = None) -> str:
-    """A model's text without characters that command a terminal; a pipe gets it unchanged."""
+    """A model's text without terminal control characters; a pipe gets it unchanged."""
     stream = sys.stdout if stream is None else stream
     if not stream.isatty():
         return text
@@ -60,26 +61,26 @@ def harmless(text: str, stream: TextIO | None = None) -> str:
 
 
 def problem_text(who: str, text: str) -> str:
-    """An error for stderr: the command's name, in red where colours are shown, and the message."""
+    """An error for stderr: the command's name, in red if colours are shown, and the message."""
     lines = filled(f"{who}: {text}", sys.stderr)
     return styled(who, "bold red", sys.stderr) + lines.removeprefix(who)
 
 
 def say(who: str, text: str) -> None:
-    """Print an error on stderr, which leaves stdout to the answers."""
+    """Print an error to stderr, so that stdout has only answers."""
     print(problem_text(who, text), file=sys.stderr, flush=True)
 
 
 def note(text: str) -> None:
-    """Print a remark on stderr, beside the answers."""
+    """Print a remark to stderr."""
     print(styled(filled(text, sys.stderr), "dim", sys.stderr), file=sys.stderr, flush=True)
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = False) -> None:
-    """Rows under their heads: ruled in a terminal; else in columns, whose last one is as long as it is.
+    """Print rows under headings: with rules in a terminal; otherwise in columns, without padding of the last one.
 
     Args:
-        numbers: columns are flush right.
+        numbers: indices of right-aligned columns.
     """
     if is_rich():
         from rich import box

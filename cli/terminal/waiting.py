@@ -11,8 +11,8 @@ from cli.terminal.style import console, is_rich
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[Callable[[str], None]]:
-    """Show in a terminal that a model loads; the result takes the progress, such as "40%". The progress stands before
-    the model's name, which may be long."""
+    """Show in a terminal that a model is loading; the yielded function takes the progress, such as "40%". The progress
+    stands before the model's name, because the name may be long."""
     text = f"Loading {what} ..."
     if is_rich(sys.stderr):
         from rich.text import Text

@@ -1,4 +1,4 @@
-"""Text that streams into a terminal, with lines broken between words."""
+"""Text that streams into a terminal, with line breaks between words."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ import sys
 
 _PARTS = re.compile(r"\n|[^\S\n]+|\S+")
 _FENCE = "```"
-_LONGEST = 256  # characters of a word that are held back
+_LONGEST = 256  # maximum characters of a word that are held back
 
 
 class Wrapping:
     """Breaks lines at the terminal's width.
 
-    A word is held back until the next one begins, since it may still grow. Code between fences stays as it is, and so
-    does everything if stdout is no terminal.
+    A word is held back until the next one begins, because it may still grow. Fenced code stays unchanged, and so does
+    everything if stdout is not a terminal.
     """
 
     def __init__(self) -> None:
         self._wraps = sys.stdout.isatty()
         self._held = ""  # spaces and the beginning of a word
-        self._line = ""  # what the line holds already
+        self._line = ""  # the content of the line so far
         self._code = False
 
     def feed(self, piece: str) -> str:
-        """The text to print now that this piece has come."""
+        """The text to print after this piece."""
         if not self._wraps:
             return piece
         text = self._held + piece
         last = re.search(r"\s*\S*\Z", text.rpartition("\n")[2])
         self._held = last[0] if last else ""
-        if _is_wide(self._held[-1:]) or len(self._held) > _LONGEST:  # scripts without spaces break anywhere
+        if _is_wide(self._held[-1:]) or len(self._held) > _LONGEST:  # scripts without spaces may break anywhere
             self._held = ""
         return self._place(text.removesuffix(self._held) if self._held else text)
 
     def end(self) -> str:
-        """The text that was held back."""
+        """The text that is still held back."""
         held, self._held = self._held, ""
         return self._place(held)
 
@@ -65,7 +65,7 @@ class Wrapping:
 
 
 def _words(text: str) -> list[str]:
-    """The units of a text without spaces between which a line may break."""
+    """The units of a text without spaces, between which a line may break."""
     if text.isascii():
         return [text]
     units = [""]

@@ -1,4 +1,4 @@
-"""Sound for models that hear: other rates, windows, spectra, and requests to speech models."""
+"""Sound for speech models: resampling, windows, spectra, and requests to speech models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A long sound in windows that a model reads one by one, cut where it is quiet."""
+"""Divides a long sound into windows that a model reads one by one, cut where it is quiet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from engine.audio.resampling import Samples
 
-_SEARCHED = 6  # the last part of a window in which a quiet place is looked for: a sixth
+_SEARCHED = 6  # the last part of a window in which to look for a quiet place: a sixth
 _QUIET = 0.1  # seconds over which loudness is measured
 
 
@@ -17,7 +17,7 @@ class Window:
     """A part of a sound.
 
     Attributes:
-        start: its first sample's number in the whole.
+        start: the index of its first sample in the whole sound.
         samples: at most as many as the model reads at a time.
     """
 
@@ -26,14 +26,14 @@ class Window:
 
 
 class Cutter:
-    """Cuts a signal, which arrives in pieces of any size, into windows that follow each other without gaps.
+    """Cuts a signal, which arrives in pieces of any size, into consecutive windows without gaps.
 
-    A window that another one follows ends in the middle of the quietest tenth of a second of its last sixth, so that
-    few words are cut. The ends of windows depend on the sound alone, not on the pieces.
+    Each window but the last ends in the middle of the quietest tenth of a second of its last sixth, so that few words
+    are cut. The ends of windows depend only on the sound, not on the pieces.
 
     Args:
-        longest: most samples of a window.
-        rate: samples a second.
+        longest: maximum samples of a window.
+        rate: samples per second.
     """
 
     def __init__(self, longest: int, rate: int):
@@ -42,7 +42,7 @@ class Cutter:
         self._start = 0
 
     def add(self, samples: Samples) -> list[Window]:
-        """The windows that are complete with these samples, which follow those given before."""
+        """The windows that these samples complete; the samples follow those given before."""
         self._rest = np.concatenate([self._rest, samples])
         windows = []
         while len(self._rest) > self._longest:

@@ -1,6 +1,6 @@
-"""Files of sound as samples of one rate, a part at a time, by libsndfile.
+"""Decodes sound files to samples of one rate, a part at a time, with libsndfile.
 
-PyAV 18.1 would not replace the readers of containers: it decodes truncated WAV, MP3 and Ogg files without an error,
+PyAV 18.1 would not replace the container readers below: it decodes truncated WAV, MP3 and Ogg files without an error,
 skips damaged frames, and reads only the first of two joined WAV files. It takes 104 MB installed, soundfile 4 MB.
 """
 
@@ -18,41 +18,41 @@ from engine.audio.resampling import Resampler, Samples
 from engine.audio.samples import MOST_CHANNELS, fault_of
 
 FORMATS = {"WAV": "wav", "WAVEX": "wav", "FLAC": "flac", "MP3": "mp3", "OGG": "ogg"}
-RATES = (4_000, 384_000)  # samples a second that a file may have
-MOST_FILES = 10_000  # that may be joined in one
-_BLOCK = 1 << 20  # numbers that are read at a time
-_MOST_FRAMES = 1 << 24  # that are resampled at a time, which takes about 20 bytes for each
-_UNKNOWN = 1 << 40  # frames: more than any file has, so that they are only not known
+RATES = (4_000, 384_000)  # maximum samples per second of a file
+MOST_FILES = 10_000  # maximum files joined in one
+_BLOCK = 1 << 20  # numbers read at a time
+_MOST_FRAMES = 1 << 24  # numbers resampled at a time, which takes about 20 bytes for each
+_UNKNOWN = 1 << 40  # frames: more than any file has, so a larger number means "unknown"
 _COUNTED = {"FLAC": flac.counted, "MP3": mpeg.counted, "WAV": riff.counted, "WAVEX": riff.counted}
 
 
 def decode_part(data: bytes, *, rate: int, start: int = 0, count: int, most_seconds: float) -> tuple[Samples, float]:
-    """Mono samples of a file, channels averaged, and how many seconds the whole file has.
+    """Mono samples of a file, with channels averaged, and the seconds of the whole file.
 
     Args:
         data: the file.
-        rate: samples a second of the result.
-        start, count: the first sample of the result, and how many; there are fewer where the file ends.
+        rate: samples per second of the result.
+        start, count: the first sample of the result, and the number of samples; fewer at the end of the file.
         most_seconds: a longer file is not decoded at all.
 
     Raises:
-        ValueError: it is no sound in a format that is read here, or broken; says so.
+        ValueError: the file is not sound in a supported format, or is damaged; says which.
     """
     try:
         samples, seconds = _decode(_files(data), rate, start, count, most_seconds)
-    except (soundfile.SoundFileError, RuntimeError) as problem:  # libsndfile's, and its way of telling Python's own
+    except (soundfile.SoundFileError, RuntimeError) as problem:  # errors of libsndfile, and of Python reading for it
         raise ValueError(f"it cannot be decoded as audio: {str(problem).rpartition(': ')[2][:200]}") from None
     if len(samples) < count:
         _known.clear()  # it was the last part
     return samples, seconds
 
 
-# The file whose parts are being decoded, by its digest: to find its frames takes as long as to decode minutes of it.
+# The digest of the file whose parts are being decoded: finding its frames takes as long as decoding minutes of it.
 _known: dict[bytes, list[_File]] = {}
 
 
 def _files(data: bytes) -> list[_File]:
-    """The files that a file consists of."""
+    """The files that a joined file consists of."""
     key = blake2b(data, digest_size=16).digest()
     if key not in _known:
         _known.clear()
@@ -67,12 +67,12 @@ def _files(data: bytes) -> list[_File]:
 
 
 class _File:
-    """A file of one stream, open only while it is read: there may be many, and a decoder takes memory.
+    """A file of one stream, open only while it is read, because there may be many and a decoder takes memory.
 
     Attributes:
         form: its format.
-        rate: samples a second.
-        frames: how many it says that it has; `_UNKNOWN` or more if it does not.
+        rate: samples per second.
+        frames: the number of frames that its header states; `_UNKNOWN` or more if it states none.
     """
 
     def __init__(self, data: bytes):
@@ -124,14 +124,14 @@ def _decode(files: list[_File], rate: int, start: int, count: int, most_seconds:
 
 
 def _read_all(files: list[_File], first: int, end: int) -> Samples:
-    """Mono samples from frame `first` up to, without, `end`, or the end of the last file."""
+    """Mono samples from frame `first` up to (not including) `end`, or to the end of the last file."""
     parts: list[Samples] = []
     for one in files:
         if end > 0 and first < one.frames:
             begin, stop = max(first, 0), min(end, one.frames)
             with one.opened() as file:
                 part = _read(file, begin, stop)
-            if one is not files[-1]:  # what follows keeps its time, and is no end, where this one breaks off
+            if one is not files[-1]:  # if this file breaks off, the next one keeps its time
                 part = np.pad(part, (0, stop - begin - len(part)))
             parts.append(part)
         first, end = first - one.frames, end - one.frames
@@ -139,7 +139,7 @@ def _read_all(files: list[_File], first: int, end: int) -> Samples:
 
 
 def _read(file: soundfile.SoundFile, first: int, end: int) -> Samples:
-    """Mono samples from frame `first` up to, without, `end`, or the end of the file."""
+    """Mono samples from frame `first` up to (not including) `end`, or to the end of the file."""
     parts: list[Samples] = []
     if first and (file.frames <= first or file.seek(first) != first):
         return np.zeros(0, dtype=np.float32)

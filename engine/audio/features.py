@@ -1,4 +1,4 @@
-"""Log-mel spectra of windows of sound, as Whisper reads them (arXiv:2212.04356)."""
+"""Log-mel spectra of windows of sound, in the form that Whisper reads (arXiv:2212.04356)."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from engine.audio.resampling import Samples
 from engine.errors import ModelLoadError
 
 _FILE = "preprocessor_config.json"
-_LEAST = 1e-10  # power, below which a logarithm is not taken
-_AT_ONCE = 4  # windows whose features are computed
-_SLICE = 240  # frames whose spectra stay in a core's cache
-_PIECE = 8  # frames of a product so small that it does without threads of its own, which other work would hold up
+_LEAST = 1e-10  # minimum power before the logarithm
+_AT_ONCE = 4  # windows whose features are computed at a time
+_SLICE = 240  # frames whose spectra fit into a core's cache
+_PIECE = 8  # frames of a product that is too small for threads of its own, which other work would delay
 _DEPTH = 8.0  # orders of magnitude below a window's largest value that are kept
 
 
 @dataclass(frozen=True)
 class LogMel:
-    """The object that makes features of sound.
+    """Computes features of sound.
 
     Attributes:
-        bins: of the mel scale.
-        rate: samples a second.
-        fft, hop: samples of a frame, and from one to the next.
-        seconds: of a window.
+        bins: bins of the mel scale.
+        rate: samples per second.
+        fft, hop: samples per frame, and from one frame to the next.
+        seconds: length of a window.
     """
 
     bins: int = 80
@@ -51,7 +51,7 @@ class LogMel:
         return self.window_samples // self.hop
 
     def frames_of(self, count: int) -> int:
-        """Frames that begin within so many samples."""
+        """The number of frames that begin within this many samples."""
         return -(-count // self.hop)
 
     @cached_property
@@ -59,14 +59,14 @@ class LogMel:
         return mel_filters(self.bins, self.fft, self.rate)
 
     def features(self, samples: Samples) -> NDArray[np.float32]:
-        """[bins, frames] of one window; a shorter one ends in silence.
+        """[bins, frames] of one window; a shorter one is padded with silence.
 
         Raises:
             ValueError: it is longer than a window.
         """
         if len(samples) > self.window_samples:
             raise ValueError(f"a window may have at most {self.window_samples} samples, got {len(samples)}")
-        # Frames lie around their places: the sound is mirrored at both ends.
+        # Frames are centred on their positions, and the sound is mirrored at both ends.
         half = self.fft // 2
         sound = np.zeros(self.window_samples, dtype=np.float32)
         sound[: len(samples)] = samples
@@ -74,7 +74,7 @@ class LogMel:
         power = np.zeros((-(-self.frames // _PIECE) * _PIECE, half + 1), dtype=np.float32)
         for start in range(0, self.frames, _SLICE):
             part = slice(start, min(start + _SLICE, self.frames))
-            spectrum = np.fft.rfft(frames[part] * _hann(self.fft))  # in float32, as the reference has it
+            spectrum = np.fft.rfft(frames[part] * _hann(self.fft))  # in float32, like the reference
             power[part] = np.abs(spectrum) ** 2
         mel = power.reshape(-1, _PIECE, half + 1) @ self._filters.T
         logs = np.log10(np.maximum(mel.reshape(-1, self.bins)[: self.frames].T, _LEAST))
@@ -82,10 +82,10 @@ class LogMel:
         return np.asarray((logs + 4.0) / 4.0, dtype=np.float32, order="C")
 
     def features_of_all(self, windows: Iterable[Samples]) -> list[NDArray[np.float32]]:
-        """`features` of several windows, some at the same time: transforms run outside of Python's lock.
+        """`features` of several windows, some in parallel, because transforms release Python's lock.
 
         Raises:
-            ValueError: one is longer than a window.
+            ValueError: a window is too long.
         """
         with ThreadPoolExecutor(max_workers=_AT_ONCE) as pool:
             return list(pool.map(self.features, windows))
@@ -115,10 +115,10 @@ def mel_filters(bins: int, fft: int, rate: int) -> NDArray[np.float32]:
 
 
 def load_log_mel(folder: Path) -> LogMel:
-    """Make the features' object that a checkpoint's `preprocessor_config.json` describes.
+    """The feature computer that a checkpoint's `preprocessor_config.json` describes.
 
     Raises:
-        ModelLoadError: the file is missing, or sets what is not computed here.
+        ModelLoadError: the file is missing, or has a setting that is not supported here.
     """
     path = folder / _FILE
     try:

@@ -1,22 +1,22 @@
-"""FLAC files that say how long they are: what writes to a pipe cannot (RFC 9639, sections 8.2 and 9.1).
+"""FLAC files that state their length, which programs that write to a pipe cannot do (RFC 9639, sections 8.2 and 9.1).
 
-libsndfile reads a file that does not say it up to its last block only, and tells no length before.
+libsndfile reads a file without a stated length only up to its last block, and reports no length before.
 """
 
 from __future__ import annotations
 
 import re
 
-MARK = re.compile(rb"fLaC[\x00\x80]\x00\x00\x22")  # the mark, and the head of the block that comes first
-_INFO, _TOTAL = 8, 22  # bytes from the mark to that block, and to the last four of the five that count samples
+MARK = re.compile(rb"fLaC[\x00\x80]\x00\x00\x22")  # the mark, and the header of the first block
+_INFO, _TOTAL = 8, 22  # bytes from the mark to that block, and to the last four of the five bytes that count samples
 _SYNC = re.compile(rb"\xff[\xf8\xf9]")
 _MOST = 1 << 21  # bytes of the largest frame
-_TRIES = 16  # places that look like the last frame's begin
+_TRIES = 16  # positions that look like the beginning of the last frame
 
 
 def counted(data: bytes) -> bytes:
-    """A file as it is where it tells how many samples it has, or its last frame is broken; otherwise with their number,
-    which follows from the last frame."""
+    """The file itself if it states its number of samples or its last frame is damaged; otherwise a copy with that
+    number, which follows from the last frame."""
     mark = MARK.search(data)
     if mark is None or len(data) < mark.start() + _TOTAL + 4:
         return data
@@ -33,11 +33,11 @@ def counted(data: bytes) -> bytes:
 
 
 def _samples(data: bytes, begin: int, block: int) -> int:
-    """The number of samples up to the end of the last frame; 0 if it is not found.
+    """The number of samples up to the end of the last frame; 0 if the frame is not found.
 
     Args:
-        begin: where frames may begin.
-        block: samples of a frame, where all but the last have the same number.
+        begin: the first possible position of a frame.
+        block: samples per frame, if all frames but the last have the same number.
     """
     end = len(data) - (128 if data[-128:-125] == b"TAG" else 0)
     places = [found.start() for found in _SYNC.finditer(data, max(begin, end - _MOST), end)]
@@ -53,11 +53,11 @@ def _samples(data: bytes, begin: int, block: int) -> int:
 
 
 def _head(head: bytes, block: int) -> int | None:
-    """The number of samples up to the end of a frame with this head; None if it is no frame."""
+    """The number of samples up to the end of a frame with this header; None if it is not a frame."""
     sizes, rates = head[2] >> 4 if len(head) > 4 else 0, head[2] & 15 if len(head) > 4 else 15
     if not sizes or rates == 15:
         return None
-    ones = 8 - (head[4] ^ 0xFF).bit_length()  # as in UTF-8: how many bytes the number has
+    ones = 8 - (head[4] ^ 0xFF).bit_length()  # as in UTF-8: the number of bytes
     if ones in (1, 8):
         return None
     at = 4 + max(ones, 1)
@@ -75,7 +75,7 @@ def _head(head: bytes, block: int) -> int | None:
 
 
 def _crc(data: bytes, table: list[int], bits: int) -> int:
-    """0 for data that end with their own sum."""
+    """0 for data that ends with its own checksum."""
     found, shift, mask = 0, bits - 8, (1 << bits) - 1
     for byte in data:
         found = (found << 8 & mask) ^ table[found >> shift ^ byte]

@@ -1,4 +1,4 @@
-"""Names of the languages that Whisper knows, and their codes (ISO 639), as its authors wrote them."""
+"""Names and codes (ISO 639) of the languages that Whisper knows, as its authors wrote them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ sd=sindhi gu=gujarati am=amharic yi=yiddish lo=lao uz=uzbek fo=faroese ht=haitia
 nn=nynorsk mt=maltese sa=sanskrit lb=luxembourgish my=myanmar bo=tibetan tl=tagalog mg=malagasy as=assamese tt=tatar
 haw=hawaiian ln=lingala ha=hausa ba=bashkir jw=javanese su=sundanese yue=cantonese
 """
-# Other names of the same.
+# Other names for the same languages.
 _ALSO = """
 burmese=my valencian=ca flemish=nl haitian=ht letzeburgesch=lb pushto=ps panjabi=pa moldavian=ro moldovan=ro
 sinhalese=si castilian=es mandarin=zh
@@ -30,15 +30,15 @@ _CODES = {name: code for code, name in _NAMES.items()} | dict(_pairs(_ALSO))
 
 
 def language_codes() -> list[str]:
-    """The codes of all languages that have a name here."""
+    """The codes of all languages with a name here."""
     return list(_NAMES)
 
 
 def language_name(code: str) -> str:
-    """The English name of a language; its code where there is none."""
+    """The English name of a language; its code if there is no name."""
     return _NAMES.get(code, code)
 
 
 def language_code(given: str) -> str:
-    """The code of a language that is given by its code or its name."""
+    """The code of a language, given its code or its name."""
     return _CODES.get(given.lower(), given.lower())

@@ -1,4 +1,4 @@
-"""Files in which several were joined: Ogg's chains, and FLAC behind FLAC. libsndfile reads the first only."""
+"""Files made by joining several: chained Ogg, and FLAC after FLAC. libsndfile reads only the first."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 from engine.audio.flac import MARK
 
-# Bytes of a page's head without its table; the flags of a stream's first and last page.
+# Bytes of a page's header without its table; the flags of a stream's first and last page.
 _PAGE, _BEGINS, _ENDS = 27, 2, 4
 
 
 def links(data: bytes, form: str) -> list[bytes]:
-    """The files that a file consists of, in their order; itself where it is one.
+    """The files that a joined file consists of, in order; the file itself if it is a single one.
 
     Args:
         form: OGG, FLAC, or another format, whose files are never joined.
@@ -24,10 +24,10 @@ def links(data: bytes, form: str) -> list[bytes]:
 
 
 def check_end(data: bytes) -> None:
-    """Refuse an Ogg file whose last page is not there.
+    """Refuse an Ogg file without its last page.
 
     Raises:
-        ValueError: it breaks off.
+        ValueError: the file is cut off.
     """
     for at, end in deque(_pages(data), maxlen=1):
         if end <= len(data) and data[at + 5] & _ENDS:
@@ -40,7 +40,7 @@ def _flac_starts(data: bytes) -> list[int]:
 
 
 def _ogg_starts(data: bytes) -> list[int]:
-    """The places where a stream begins behind pages of another; streams that begin together lie in each other."""
+    """The positions where a stream begins after pages of another; streams that begin together are interleaved."""
     starts: list[int] = []
     begins = False
     for at, _ in _pages(data):
@@ -51,7 +51,7 @@ def _ogg_starts(data: bytes) -> list[int]:
 
 
 def _pages(data: bytes) -> Iterator[tuple[int, int]]:
-    """The place where each page begins, and where it should end."""
+    """The position where each page begins, and where it should end."""
     at = data.find(b"OggS")
     while 0 <= at <= len(data) - _PAGE:
         count = data[at + 26]

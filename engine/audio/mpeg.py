@@ -1,7 +1,7 @@
 """MP3 files with a header that counts all of their frames.
 
-Without such a header libsndfile guesses the length from the first frame and reads no further; with the header of the
-first of several files that were joined it reads no further than that file.
+Without such a header, libsndfile guesses the length from the first frame and reads no further. With the header of the
+first of several joined files, it reads no further than that file.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ _KILOBITS = (
     (32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320),
 )
 _RATES = (44_100, 48_000, 32_000)
-_SYNC = re.compile(rb"\xff[\xe2\xe3\xf2\xf3\xfa\xfb]|ID3")  # a frame of layer III, or a tag
-_CHAIN = 3  # frames one behind the other: fewer may be an accident
+_SYNC = re.compile(rb"\xff[\xe2\xe3\xf2\xf3\xfa\xfb]|ID3")  # a layer III frame, or a tag
+_CHAIN = 3  # consecutive frames: fewer may be a coincidence
 _OWN_BITRATE = 8 << 4  # of the header's frame: large enough for the header at each rate
 
 
 def counted(data: bytes) -> bytes:
-    """A file as it is where its header counts its frames; otherwise its frames behind a header that does.
+    """The file itself if its header counts its frames; otherwise its frames after a new header that does.
 
-    The second leaves out everything that is no frame (tags, damage), and the headers of joined files.
+    The new file leaves out everything that is not a frame (tags, damage), and the headers of joined files.
 
     Raises:
-        ValueError: the rate, the version or mono changes within it; or it breaks off before the end that its header
-            tells.
+        ValueError: the rate, the version or mono changes within the file, or the file ends before its header says.
     """
     if _is_whole(data):
         return data
@@ -53,7 +52,7 @@ def counted(data: bytes) -> bytes:
     if len(headers) == 1 and headers[0][1] == 0:
         at = headers[0][0]
         claimed, size = _claimed(data, at), _claimed_bytes(data, at)
-        # Where nothing is missing one may be too large: frames are damaged, or a tag's bytes are counted, too.
+        # If nothing is missing, a count may be too large: frames are damaged, or a tag's bytes are included.
         if claimed > frames + 1 and size > len(data) - at:
             raise ValueError(f"it is truncated: its header promises {claimed} frames, but it has {frames}")
         if claimed >= frames:
@@ -84,7 +83,7 @@ def _frames(data: bytes) -> Iterator[tuple[int, int, bool]]:
 
 
 def _resume(data: bytes, at: int) -> int | None:
-    """The place where frames begin again, from `at` on; frames that no others follow end the file."""
+    """The position at or after `at` where frames continue; frames without successors end the file."""
     while (found := _SYNC.search(data, at)) is not None:
         at = found.start()
         if found[0] == b"ID3" and len(data) >= at + 10:
@@ -104,7 +103,7 @@ def _resume(data: bytes, at: int) -> int | None:
 
 
 def _kind(data: bytes, at: int) -> tuple[int, int, bool] | None:
-    """Version, rate, and whether it is mono; None if no frame of layer III begins."""
+    """Version, rate, and whether it is mono; None if no layer III frame begins here."""
     if at + 4 > len(data) or data[at] != 0xFF or not _length(data[at + 1], data[at + 2]):
         return None
     return data[at + 1] & 0x18, data[at + 2] & 0x0C, data[at + 3] >> 6 == 3
@@ -112,7 +111,7 @@ def _kind(data: bytes, at: int) -> tuple[int, int, bool] | None:
 
 @cache
 def _length(second: int, third: int) -> int:
-    """Bytes of a frame by the second and third byte of its head; 0 if these are none of a frame of layer III."""
+    """Bytes of a frame, from the second and third byte of its header; 0 if these do not belong to a layer III frame."""
     version, bitrate, rate = second >> 3 & 3, third >> 4, third >> 2 & 3
     if second & 0xE6 != 0xE2 or version == 1 or bitrate in (0, 15) or rate == 3:
         return 0
@@ -122,7 +121,7 @@ def _length(second: int, third: int) -> int:
 
 
 def _place(second: int, fourth: int) -> int:
-    """The place of a header in its frame."""
+    """The position of the counting header in its frame."""
     first, mono = second >> 3 & 3 == 3, fourth >> 6 == 3
     return 4 + ((17 if mono else 32) if first else (9 if mono else 17))
 
@@ -133,22 +132,22 @@ def _is_header(data: bytes, at: int) -> bool:
 
 
 def _claimed(data: bytes, at: int) -> int:
-    """The number of frames that a header counts; 0 if it does not tell."""
+    """The number of frames that a header states; 0 if it states none."""
     place = at + _place(data[at + 1], data[at + 3])
     tells = data[place : place + 4] in (b"Xing", b"Info") and data[place + 7] & 1
     return int.from_bytes(data[place + 8 : place + 12], "big") if tells else 0
 
 
 def _claimed_bytes(data: bytes, at: int) -> int:
-    """The number of bytes that a header counts from its beginning; 0 if it does not tell."""
+    """The number of bytes that a header states, from its beginning; 0 if it states none."""
     place = at + _place(data[at + 1], data[at + 3])
     tells = data[place : place + 4] in (b"Xing", b"Info") and data[place + 7] & 2
-    after = place + (12 if data[place + 7] & 1 else 8)  # frames come first, if they are told
+    after = place + (12 if data[place + 7] & 1 else 8)  # the frame count comes first, if present
     return int.from_bytes(data[after : after + 4], "big") if tells else 0
 
 
 def _header(first: bytes, frames: int) -> bytes:
-    """A header for frames such as one with these four bytes."""
+    """A counting header for frames like the one with these four bytes."""
     second, third = first[1] | 1, _OWN_BITRATE | first[2] & 0x0C
     head = bytes((first[0], second, third, first[3])).ljust(_place(second, first[3]), b"\0")
     return (head + b"Info" + (1).to_bytes(4, "big") + frames.to_bytes(4, "big")).ljust(_length(second, third), b"\0")

@@ -1,4 +1,4 @@
-"""Sound at another rate, in blocks: the value of a sample depends on its place alone, not on how the sound was cut."""
+"""Resamples sound in blocks: the value of a sample depends only on its position, not on how the sound was cut."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from numpy.typing import NDArray
 
 Samples = NDArray[np.float32]
 
-_ZEROS = 16  # of the sinc on each side of its middle
-_ROLLOFF = 0.945  # of the lower rate's half, above which the filter lets less and less through
+_ZEROS = 16  # zero crossings of the sinc on each side of its middle
+_ROLLOFF = 0.945  # of half the lower rate, above which the filter attenuates
 _BETA = 9.0  # of Kaiser's window
-_NUMBERS = 1 << 20  # of the source that are multiplied at a time: each is copied once for each sample it helps to make
+_NUMBERS = 1 << 20  # source samples multiplied at a time: each is copied for each output sample
 
 
 class Resampler:
     """Mono samples at `rate` to samples at `wanted`, by a sinc with Kaiser's window (J. O. Smith, "Digital Audio
-    Resampling"). Before the first sample and after the last one there is silence.
+    Resampling"). There is silence before the first and after the last sample.
 
     Attributes:
-        reach: samples of the source that one of the result needs on each side.
+        reach: source samples on each side that one output sample needs.
     """
 
     def __init__(self, rate: int, wanted: int):
@@ -30,22 +30,22 @@ class Resampler:
         self.reach = 0 if rate == wanted else _reach(self._step, self._phases)
 
     def first_needed(self, start: int) -> int:
-        """The first sample of the source that `block` needs for the sample number `start` of the result."""
+        """The first source sample that `block` needs for output sample `start`."""
         return max(start * self._step // self._phases - self.reach, 0)
 
     def last_needed(self, end: int) -> int:
-        """The end of those that it needs for the samples before number `end`."""
+        """The end of the source samples that it needs for the output before `end`."""
         return (max(end - 1, 0)) * self._step // self._phases + self.reach + 1
 
     def length(self, count: int) -> int:
-        """The number of samples that result from so many samples of the source."""
+        """The number of output samples for this many source samples."""
         return -(-count * self._phases // self._step)
 
     def block(self, source: Samples, first: int, start: int, end: int) -> Samples:
-        """The samples from number `start` up to, without, `end` of the result.
+        """The output samples from `start` up to (not including) `end`.
 
         Args:
-            source: the samples of the source from number `first` on, `first_needed` or less; what follows them is
+            source: the source samples from number `first` on, which is at most `first_needed`; after them comes
                 silence.
         """
         if self.reach == 0:
@@ -77,7 +77,7 @@ def _reach(step: int, phases: int) -> int:
 
 @lru_cache(maxsize=8)
 def _kernels(step: int, phases: int) -> Samples:
-    """[phases, taps] for each place between two samples of the source, in parts of `phases`, the samples' weights."""
+    """[phases, taps] weights of the source samples for each of `phases` positions between two source samples."""
     reach = _reach(step, phases)
     cutoff = _ROLLOFF * min(phases / step, 1.0)
     offsets = np.arange(-reach, reach + 1)[None] - np.arange(phases)[:, None] / phases
@@ -85,5 +85,5 @@ def _kernels(step: int, phases: int) -> Samples:
     window = np.i0(_BETA * np.sqrt(1.0 - inside**2)) / np.i0(_BETA)
     window[np.abs(offsets * cutoff) > _ZEROS] = 0.0
     kernels = cutoff * np.sinc(offsets * cutoff) * window
-    # A constant stays what it is, whatever the place.
+    # A constant stays the same at every position.
     return np.asarray(kernels / kernels.sum(axis=1, keepdims=True), dtype=np.float32)

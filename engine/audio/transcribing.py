@@ -1,6 +1,6 @@
-"""The way from windows of sound to text: the requests to a speech model, and the use of its answers (arXiv:2212.04356).
+"""From windows of sound to text: the requests to a speech model, and the use of its answers (arXiv:2212.04356).
 
-Nothing here runs a model: `LLM.transcribe` and the server do, each in its way.
+Nothing here runs a model; `LLM.transcribe` and the server do.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from engine.interface.values import NumberRange, brief, check_number, fail
 
 _TASKS: tuple[SpeechTask, ...] = get_args(SpeechTask)
 _MOST_TEMPERATURE = 2.0
-STEP, HOTTEST = 0.2, 1.0  # of temperatures that are tried one after the other
+STEP, HOTTEST = 0.2, 1.0  # maximum number of temperatures to try
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """When an answer is not taken; None for never.
+    """The conditions for rejecting an answer; None disables one.
 
     Attributes:
-        compression_ratio: bytes of its text by those of the compressed text: more are repetitions.
-        logprob: mean log-probability of its tokens: less is a guess.
-        no_speech: probability that nothing is said: above it, an answer below `logprob` is silence.
+        compression_ratio: bytes of the text divided by bytes of the compressed text; above it, the text repeats itself.
+        logprob: mean log-probability of the tokens; below it, the answer is a guess.
+        no_speech: probability of silence; above it, an answer below `logprob` counts as silence.
     """
 
     compression_ratio: float | None = 2.4
@@ -38,19 +38,19 @@ class Thresholds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transcription:
-    """The request to a speech model.
+    """A request to a speech model.
 
     Attributes:
-        task: "transcribe" for the text in its own language, "translate" for English; None: what the model's
-            generation_config.json says, the first where it says nothing.
-        language: its code or its name; None: what the model's generation_config.json says; where it says nothing,
-            it is detected in the first window.
-        prompt: tokens of a text that might have come before each window; the last ones count.
-        timestamps: the answer says when.
-        word_timestamps: each word gets its times, from where the decoder attends in the sound.
-        temperature: 0 begins greedily, or with beams, and draws at higher temperatures what is not taken.
-        num_beams: at temperature 0; None: as many as the model's generation_config.json says.
-        seed: of what is drawn.
+        task: "transcribe" for text in the spoken language, "translate" for English; None: the task in the model's
+            generation_config.json, or else "transcribe".
+        language: a code or a name; None: the language in the model's generation_config.json, or else detected in the
+            first window.
+        prompt: tokens of a text that could have come before each window; the last ones count.
+        timestamps: whether the answer has timestamps.
+        word_timestamps: whether each word gets times, derived from the decoder's attention to the sound.
+        temperature: 0 begins with greedy or beam search, and samples at higher temperatures if the answer is rejected.
+        num_beams: beams at temperature 0; None: the number in the model's generation_config.json.
+        seed: the seed for sampling.
     """
 
     task: SpeechTask | None = None
@@ -66,7 +66,7 @@ class Transcription:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The beginning of a decoder's text, and the parameters of the rest."""
+    """The beginning of the decoder's text, and the parameters for the rest."""
 
     begin: list[int]
     params: SamplingParams
@@ -74,8 +74,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Placing:
-    """All tokens that a decoder is given, and the results that are asked of them: where in its input the encoder hears
-    them."""
+    """All tokens of a decoder, and the requested result: the encoder positions at which they are spoken."""
 
     tokens: list[int]
     params: PoolingParams
@@ -83,11 +82,11 @@ class Placing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Something that is said in one go.
+    """A coherent piece of speech.
 
     Attributes:
         start, end: seconds from the beginning of the whole sound.
-        tokens: those of its text.
+        tokens: the tokens of its text.
     """
 
     start: float
@@ -100,10 +99,11 @@ class Answer:
     """The model's answer to a window.
 
     Attributes:
-        tokens: all that it wrote, its end included.
-        text: of them, without times.
-        mean_logprob: of `tokens`, under the model's own distribution; of beams as the search added them up.
-        temperature: at which they were drawn.
+        tokens: all tokens, including the end.
+        text: their text, without timestamps.
+        mean_logprob: mean log-probability of `tokens` under the model's own distribution; for beams, the search's sum
+            divided by their number.
+        temperature: the temperature at which they were sampled.
     """
 
     tokens: list[int]
@@ -118,16 +118,16 @@ class Answer:
 
 
 class Asking:
-    """The questions of a transcription.
+    """The requests for a transcription.
 
     Args:
-        info: of the model.
+        info: facts about the model.
 
     Attributes:
-        wanted: what is asked for, with the model's own task and language where it names none.
+        wanted: the request, with the model's own task and language where it names none.
 
     Raises:
-        InvalidRequestError: a value is impossible, or the model cannot do what is asked for.
+        InvalidRequestError: a value is invalid, or the model does not support the request.
     """
 
     def __init__(self, info: EngineInfo, wanted: Transcription):
@@ -153,7 +153,7 @@ class Asking:
 
     @property
     def detects(self) -> bool:
-        """The language is to be detected first."""
+        """Whether the language must be detected first."""
         return bool(self._speech.languages) and self.wanted.language is None
 
     def language_of(self, token: int) -> str:
@@ -161,21 +161,21 @@ class Asking:
         return next(code for code, known in self._speech.languages.items() if known == token)
 
     def detection(self) -> Question:
-        """Its answer is the token of the language."""
+        """A request whose answer is the token of the language."""
         return self._single([self._start], list(self._speech.languages.values()))
 
     def silence(self) -> Question:
-        """The log-probability of its answer's only token is that of nothing being said."""
+        """A request for the log-probability of silence: that of its answer's only token."""
         return self._single([*self._before, self._start], [self._speech.no_speech_id])
 
     def temperatures(self) -> list[float]:
-        """The temperatures to try, one after the other."""
+        """The temperatures to try, in order."""
         if self.wanted.temperature > 0.0:
             return [self.wanted.temperature]
         return [round(i * STEP, 1) for i in range(round(HOTTEST / STEP) + 1)]
 
     def text(self, language: str | None, temperature: float) -> Question:
-        """Its answer is the spoken text."""
+        """A request whose answer is the spoken text."""
         wanted, speech = self.wanted, self._speech
         begin = [*self._before, self._start]
         if speech.languages:
@@ -197,11 +197,11 @@ class Asking:
         return Question(begin, params)
 
     def placing(self, question: Question, answer: Answer, frames: int) -> Placing | None:
-        """Asks when the tokens of an answer are said; None if there is nothing to ask.
+        """A request for the times of an answer's tokens; None if there is nothing to ask.
 
         Args:
-            question: what was answered.
-            frames: of the window's features that hold sound.
+            question: the request that was answered.
+            frames: the number of the window's feature frames that contain sound.
         """
         signal = self._info.signal
         assert signal is not None  # it is a speech model
@@ -215,14 +215,14 @@ class Asking:
         return Placing([*question.begin, *answer.tokens[:-1]], params)
 
     def takes(self, answer: Answer) -> bool:
-        """It is good enough, whether something is said or not."""
+        """Whether the answer is acceptable, be it speech or silence."""
         limits = self.wanted.thresholds
         repeats = limits.compression_ratio is not None and answer.compression_ratio > limits.compression_ratio
         guesses = limits.logprob is not None and answer.mean_logprob < limits.logprob
         return not (repeats or guesses)
 
     def is_silence(self, answer: Answer, no_speech: float) -> bool:
-        """Nothing is said, so that the answer means nothing."""
+        """Whether the window is silent, so that the answer has no meaning."""
         limits = self.wanted.thresholds
         if limits.no_speech is None or limits.logprob is None:
             return False
@@ -244,7 +244,7 @@ class Asking:
 
 
 def _completed(wanted: Transcription, speech: SpeechInfo) -> Transcription:
-    """The request with the language's code and the model's defaults, as `transformers` takes them."""
+    """The request with the language's code and the model's defaults, as in `transformers`."""
     if wanted.language is not None:
         wanted = replace(wanted, language=language_code(wanted.language))
     if speech.defaults_are_forced and (wanted.task is not None or wanted.language is not None):
@@ -253,7 +253,7 @@ def _completed(wanted: Transcription, speech: SpeechInfo) -> Transcription:
 
 
 def _check_values(wanted: Transcription, vocab_size: int) -> None:
-    """Refuse values that no model can do with.
+    """Refuse values that no model supports.
 
     Raises:
         InvalidRequestError: names the field and the value.
@@ -266,36 +266,38 @@ def _check_values(wanted: Transcription, vocab_size: int) -> None:
     check_number("num_beams", wanted.num_beams, NumberRange(low=1, integer=True))
     prompt: object = wanted.prompt
     if isinstance(prompt, str | bytes) or not isinstance(prompt, Sequence):
-        fail("prompt", f"prompt must be a list of token ids, which a tokenizer makes of a text, got {brief(prompt)}.")
+        fail("prompt", f"prompt must be a list of token ids, as a tokenizer returns, got {brief(prompt)}.")
     for token in wanted.prompt:
         if type(token) is not int or not 0 <= token < vocab_size:
-            message = f"prompt holds {brief(token)}, which is no token id of the vocabulary (0 to {vocab_size - 1})."
+            message = (
+                f"prompt contains {brief(token)}, which is not a token id of the vocabulary (0 to {vocab_size - 1})."
+            )
             fail("prompt", message)
     for name in ("compression_ratio", "logprob", "no_speech"):
         check_number(name, getattr(wanted.thresholds, name), NumberRange())
 
 
 def check_task(speech: SpeechInfo, wanted: Transcription) -> None:
-    """Refuse a language or a task that the model does not know.
+    """Refuse a language or a task that the model does not support.
 
     Raises:
-        InvalidRequestError: says which there are.
+        InvalidRequestError: lists the supported ones.
     """
-    languages = speech.languages or ("en",)  # a model for one language is one for English
+    languages = speech.languages or ("en",)  # a model for one language is a model for English
     if wanted.language is not None and wanted.language not in languages:
         known = ", ".join(sorted(languages))
-        message = f"this model knows no language {wanted.language!r}. Languages: {known}."
+        message = f"this model does not know the language {wanted.language!r}. Languages: {known}."
         raise InvalidRequestError(message, param="language", code="invalid_value")
     if wanted.task == "translate" and "translate" not in speech.tasks:
-        message = "this model does not translate: its generation_config.json names no task translate."
+        message = "this model does not translate: its generation_config.json does not name the task translate."
         raise InvalidRequestError(message, param="model", code="unsupported_endpoint")
 
 
 def check_alignment(speech: SpeechInfo, param: str = "word_timestamps") -> None:
-    """Refuse times of words for a model that does not say which heads tell them.
+    """Refuse word times for a model whose config does not list alignment heads.
 
     Raises:
-        InvalidRequestError: names what its config lacks.
+        InvalidRequestError: names the missing setting.
     """
     if speech.alignment is None:
         raise InvalidRequestError(
@@ -307,7 +309,7 @@ def check_alignment(speech: SpeechInfo, param: str = "word_timestamps") -> None:
 
 
 def compression_ratio(text: str) -> float:
-    """Bytes of a text by those of the compressed text; 0 of none."""
+    """Bytes of a text divided by bytes of the compressed text; 0 for an empty text."""
     written = text.encode()
     return len(written) / len(zlib.compress(written)) if written else 0.0
 
@@ -324,7 +326,7 @@ def segments_of(
 
     Args:
         tokens: the model's answer; without timestamps it is one segment.
-        start, end: of the window, in seconds of the whole sound.
+        start, end: bounds of the window, in seconds of the whole sound.
     """
     segments: list[Segment] = []
     since, text = start, list[int]()
@@ -338,6 +340,6 @@ def segments_of(
             segments.append(Segment(start=since, end=time, tokens=text))
             text = []
         since = time
-    if text:  # its end was not said
+    if text:  # its end has no timestamp
         segments.append(Segment(start=since, end=end, tokens=text))
     return segments

@@ -1,4 +1,4 @@
-"""Words of an answer and when they are said, from the times of its tokens (arXiv:2212.04356; the rules are those of
+"""The words of an answer and their times, from the times of its tokens (arXiv:2212.04356; the rules are those of
 OpenAI's program and of `transformers`)."""
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from engine.interface.outputs import SECONDS_PER_TIMESTAMP, SpeechInfo
 
-# Writes tokens as text, without special ones, and what is no whole character as U+FFFD.
+# Decodes tokens to text without special tokens, with U+FFFD for incomplete characters.
 Decode = Callable[[Sequence[int]], str]
 
-_UNSPACED = ("zh", "ja", "th", "lo", "my", "yue")  # languages that put no spaces between words
-# As there, some marks in a row are found among these if they stand beside each other here.
+_UNSPACED = ("zh", "ja", "th", "lo", "my", "yue")  # languages without spaces between words
+# As in the reference, several marks in a row match if they are adjacent in this string.
 _PUNCTUATION = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
 _OPENING, _CLOSING = "\"'“¡¿([{-", "\"'.。,，!！?？:：”)]}、"
 _UNKNOWN = "\ufffd"
@@ -20,7 +20,7 @@ _UNKNOWN = "\ufffd"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Word:
-    """A word with the punctuation beside it, and with the space before it, if there is one.
+    """A word with adjacent punctuation and, if present, the space before it.
 
     Attributes:
         start, end: seconds from the beginning of the whole sound.
@@ -35,7 +35,7 @@ class Word:
 
 @dataclass(slots=True)
 class _Part:
-    """Some text, and the places of its tokens."""
+    """Some text, and the indices of its tokens."""
 
     text: str
     places: list[int]
@@ -54,9 +54,9 @@ def words_of(
 
     Args:
         tokens: the model's answer.
-        positions: of the encoder's input, at which all tokens but the last one end (the task "align").
+        positions: the encoder positions at which all tokens but the last one end (the task "align").
         language: its code; None for one with spaces between words.
-        start, end: of the window, in seconds of the whole sound.
+        start, end: bounds of the window, in seconds of the whole sound.
     """
     ends = [min(start + position * SECONDS_PER_TIMESTAMP, end) for position in positions]
     ends = [*ends, ends[-1] if ends else start]
@@ -71,7 +71,7 @@ def words_of(
 
 
 def _sentences(tokens: Sequence[int], first_timestamp: int, decode: Decode) -> Iterator[list[int]]:
-    """The places of the text between two timestamps that differ. No word goes on behind such."""
+    """The ranges of text between two different timestamps. No word continues across such a pair."""
     opened: int | None = None
     places: list[int] = []
     for place, token in enumerate(tokens):
@@ -87,8 +87,8 @@ def _sentences(tokens: Sequence[int], first_timestamp: int, decode: Decode) -> I
 
 
 def split_words(tokens: Sequence[int], decode: Decode, language: str | None) -> list[tuple[str, list[int]]]:
-    """Texts of words, which together are the whole text, and the places of their tokens. Left out, as there, is what
-    comes last and is no whole character.
+    """Texts of words, which together are the whole text, and the indices of their tokens. As in the reference, an
+    incomplete character at the end is left out.
 
     Args:
         language: its code; None for one with spaces between words.
@@ -100,14 +100,14 @@ def split_words(tokens: Sequence[int], decode: Decode, language: str | None) -> 
 
 
 def _characters(tokens: Sequence[int], decode: Decode) -> list[_Part]:
-    """The fewest tokens each that write whole characters."""
+    """Shortest groups of tokens that form whole characters."""
     whole, written = decode(tokens), 0
     parts, places = list[_Part](), list[int]()
     for place in range(len(tokens)):
         places.append(place)
         text = decode([tokens[i] for i in places])
         unknown = text.find(_UNKNOWN)
-        # What is unknown in the whole text, too, is no half of a character.
+        # U+FFFD in the whole text too is not an incomplete character.
         if unknown < 0 or written + unknown >= len(whole) or whole[written + unknown] == _UNKNOWN:
             parts.append(_Part(text, places))
             places, written = [], written + len(text)
@@ -115,7 +115,7 @@ def _characters(tokens: Sequence[int], decode: Decode) -> list[_Part]:
 
 
 def _spaced(parts: Sequence[_Part]) -> list[_Part]:
-    """Words begin with spaces; marks of punctuation stand alone."""
+    """Words begin with spaces; punctuation marks are separate."""
     words: list[_Part] = []
     for part in parts:
         if not words or part.text.startswith(" ") or part.text.strip() in _PUNCTUATION:
@@ -126,7 +126,7 @@ def _spaced(parts: Sequence[_Part]) -> list[_Part]:
 
 
 def _with_opening(parts: Sequence[_Part]) -> list[_Part]:
-    """Marks that open something, after a space, belong to the word that follows."""
+    """Opening marks after a space belong to the next word."""
     words: list[_Part] = []
     for part in reversed(parts):
         if words and part.text.startswith(" ") and part.text.strip() in _OPENING:
@@ -137,7 +137,7 @@ def _with_opening(parts: Sequence[_Part]) -> list[_Part]:
 
 
 def _with_closing(parts: Sequence[_Part]) -> list[_Part]:
-    """Marks that close something belong to the word before."""
+    """Closing marks belong to the previous word."""
     words: list[_Part] = []
     for part in parts:
         if words and not words[-1].text.endswith(" ") and part.text in _CLOSING:

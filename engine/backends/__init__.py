@@ -1,1 +1,1 @@
-"""The code that computes: attention, operations and sampling by torch, by the native library, by Triton."""
+"""The code that computes: attention, operations and sampling in torch, the native library and Triton."""

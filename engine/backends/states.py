@@ -13,7 +13,7 @@ class States:
     """The states of a pass's rows (`engine.scheduling.plan.StateRows`).
 
     Attributes:
-        layers: of each layer with a state, [slots + 1, numbers] float32; slot 0 is zeros.
+        layers: for each layer with a state, [slots + 1, numbers] float32; slot 0 is zeros.
         sources, targets, snapshots, afters: [rows] int32 on the host.
     """
 

@@ -1,1 +1,1 @@
-"""A checkpoint's config.json, read without the code of any model and without torch."""
+"""Reads a checkpoint's config.json, without the code of any model and without torch."""

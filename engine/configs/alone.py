@@ -1,4 +1,4 @@
-"""`transformers` for configs and tokenizers alone, in a process that is the engine's own."""
+"""`transformers` for configs and tokenizers only, in the engine's own process."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from engine.configs.listing import list_models_once
 
 
 def take_configs_alone() -> None:
-    """Let `transformers` believe that there is no torch, from now on and in this whole process. If it is not imported
+    """Make `transformers` believe that torch is missing, from now on and in the whole process. If it is not imported
     yet, its list of modules comes from the cache.
 
-    Without torch it reads configs and tokenizers as ever. With torch, the module of a model's config also brings the
-    activations of its models, and by them torch.distributed, torch._dynamo, sympy and Triton: a third of a start's
-    CPU time, for code that the engine never calls. It is not for processes in which others may use `transformers`.
+    Without torch it still reads configs and tokenizers. With torch, the module of a model's config also imports the
+    activations of its models, and with them torch.distributed, torch._dynamo, sympy and Triton: a third of a start's
+    CPU time, for code that the engine never calls. Do not use it in processes where other code may use `transformers`.
     """
     list_models_once()
     from transformers import utils
@@ -20,5 +20,5 @@ def take_configs_alone() -> None:
     def is_torch_available() -> bool:
         return False
 
-    for module in (utils, import_utils):  # the second is asked through the first, too
+    for module in (utils, import_utils):  # the second check calls the first
         module.is_torch_available = is_torch_available

@@ -1,7 +1,7 @@
-"""The list of `transformers`' modules, kept in the user's cache.
+"""The list of `transformers`' modules, cached in the user's cache folder.
 
-Each import of `transformers` reads the 1,600 source files of its models to learn which names they have. That takes half
-a second of CPU time. The list stays the same until one of these files changes.
+Each import of `transformers` reads the 1,600 source files of its models to find their names. This takes half a second
+of CPU time. The list stays the same until one of these files changes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Names = dict[frozenset[str], dict[str, set[str]]]
 
 
 def list_models_once() -> None:
-    """Let `transformers`, once it is imported, take its list of modules from the cache, or put it there.
+    """Let `transformers`, when it is imported, read its list of modules from the cache or write it there.
 
     This changes nothing if `transformers` is imported already.
     """
@@ -37,7 +37,7 @@ def list_models_once() -> None:
 
 
 class _Finder:
-    """Finds the module that makes the list, and has its loader replaced."""
+    """Finds the module that makes the list, and replaces its loader."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != _MODULE:
@@ -58,7 +58,7 @@ class _Loader(SourceFileLoader):
 
 
 def _with_list(define: Callable[..., Names], models: Path) -> Callable[..., Names]:
-    """The function that lists the modules of a folder, for all models by their kept list."""
+    """The function that lists the modules of a folder; for the folder of all models it returns the cached list."""
     made: dict[str | None, Names] = {}
 
     def define_import_structure(module_path: str, prefix: str | None = None) -> Names:
@@ -77,7 +77,7 @@ def _with_list(define: Callable[..., Names], models: Path) -> Callable[..., Name
 
 
 def _kept(models: Path, make: Callable[[], Names]) -> Names:
-    """The list in the cache if it was made of the same files, else a new one."""
+    """The list in the cache if it was made from the same files, else a new one."""
     try:
         folder = cache_folder("transformers")
         make_private(folder)
@@ -107,7 +107,7 @@ def _kept(models: Path, make: Callable[[], Names]) -> Names:
 
 
 def _state(models: Path) -> str:
-    """A digest that changes when one of the files does."""
+    """A digest that changes when one of the files changes."""
     state = hashlib.sha256()
     for folder in sorted(entry.path for entry in os.scandir(models) if entry.is_dir()):
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
@@ -118,7 +118,7 @@ def _state(models: Path) -> str:
 
 
 def _write(file: Path, text: str) -> None:
-    """Beside its place, and renamed into it: no reader sees half of it."""
+    """Write a temporary file and rename it, so that no reader sees an incomplete file."""
     descriptor, draft = tempfile.mkstemp(dir=file.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as out:

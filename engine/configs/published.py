@@ -1,5 +1,5 @@
-"""A config as `transformers` reads it, in plain values: its users need no `transformers`, and it can be sent to another
-process."""
+"""A config as `transformers` reads it, in plain values: its users do not need `transformers`, and it can be sent to
+another process."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from engine.configs.listing import list_models_once
 from engine.configs.values import check_values, read_values
 from engine.errors import ModelLoadError, UnsupportedModelError
 
-# What every class of configs computes, and models' parts follow from.
+# Properties that every config class computes and that parts of a model depend on.
 _OF_ANY = ("model_type", "num_labels", "is_heterogeneous")
 
 
 class PublishedConfig:
-    """The settings of a config under the names that its class gives them, with its defaults.
+    """The settings of a config under the names of its class, with its defaults.
 
     Args:
-        own: by name, what `vars` gives; values are numbers, texts, lists, mappings and configs of parts.
-        other: further names of these, and what follows from them.
+        own: the result of `vars`, by name; values are numbers, texts, lists, mappings and configs of parts.
+        other: aliases of these, and values derived from them.
     """
 
     def __init__(self, own: Mapping[str, Any], other: Mapping[str, Any]):
@@ -30,7 +30,7 @@ class PublishedConfig:
         self._other = dict(other)
 
     def __getattr__(self, name: str) -> Any:
-        """A setting that is none of its own."""
+        """A setting that is not one of its own."""
         try:
             return vars(self)["_other"][name]
         except KeyError:
@@ -38,20 +38,20 @@ class PublishedConfig:
 
     @property
     def parts(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The settings of its own, and those of the other config: all that an equal config is made of."""
+        """Its own settings, and those of the other config: everything that an equal config is made of."""
         own = {name: value for name, value in vars(self).items() if name != "_other"}
         return own, dict(self._other)
 
 
 def read(folder: Path, *, known: bool) -> PublishedConfig:
-    """The config of a checkpoint folder; code in the checkpoint is never run.
+    """The config of a checkpoint folder; code in the checkpoint never runs.
 
     Args:
         known: see `engine.configs.values.check_values`.
 
     Raises:
-        ModelLoadError: there is no config that can be read, or it holds a number that no model has.
-        UnsupportedModelError: the config wants code of the checkpoint's own.
+        ModelLoadError: there is no readable config, or it contains an impossible number.
+        UnsupportedModelError: the config requires the checkpoint's own code.
     """
     file = folder / "config.json"
     check_values(file, read_values(file), known=known)
@@ -60,7 +60,7 @@ def read(folder: Path, *, known: bool) -> PublishedConfig:
 
     try:
         return published(AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True))
-    except Exception as error:  # transformers raises many kinds, all of them about this file
+    except Exception as error:  # transformers raises many kinds of errors, all of them about this file
         if "trust_remote_code" in str(error):
             raise UnsupportedModelError(
                 f"{folder} contains its own model code (auto_map in config.json), which Octavo never runs. Use a "
@@ -71,7 +71,7 @@ def read(folder: Path, *, known: bool) -> PublishedConfig:
 
 
 def published(config: Any) -> PublishedConfig:
-    """The plain form of a config of `transformers`."""
+    """The plain form of a `transformers` config."""
     from transformers import PreTrainedConfig
 
     kind = type(config)
@@ -80,7 +80,7 @@ def published(config: Any) -> PublishedConfig:
     other: dict[str, Any] = {}
     for name in names - own.keys():
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a name that is given up
+            warnings.simplefilter("ignore")  # a deprecated name
             value = getattr(config, name, None)
         if not name.startswith("_") and not callable(value):
             other[name] = _plain(value)

@@ -1,7 +1,7 @@
-"""Checks of the numbers of a config.json before anything is made of them.
+"""Checks the numbers of a config.json before anything is built from them.
 
-`transformers` makes lists as long as a config says that there are layers, and parts are made of its numbers before a
-weight is read. So a wrong one is found here, by its name, whatever the family.
+`transformers` makes lists with as many items as a config has layers, and parts are built from its numbers before a
+weight is read. So this module finds invalid numbers by name, for any family.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.errors import ModelLoadError
 
-_MOST_BYTES = 16 << 20  # of a config.json; published ones have some KiB
+_MOST_BYTES = 16 << 20  # maximum bytes of a config.json; published ones have some KiB
 
 _LAYERS = (1, 10_000)
 _HEADS = (1, 1 << 16)
@@ -73,7 +73,7 @@ COUNTS: dict[str, tuple[int, int]] = {
          "hidden_size_per_layer_input"), _FROM_ZERO,
     ),
 }  # fmt: skip
-"""Integers, and from where to where each may be."""
+"""Integers, and the range of each."""
 
 NUMBERS: dict[str, str] = {
     **dict.fromkeys(
@@ -87,14 +87,15 @@ NUMBERS: dict[str, str] = {
          "swiglu_limit", "routed_scaling_factor", "attn_scale"), "of at least 0",
     ),
 }  # fmt: skip
-"""Numbers that need not be whole, and from where on they may be."""
+"""Numbers that need not be integers, and the minimum of each."""
 
 SWITCHES = ("share_att_key",)
 """True or false."""
 
-_NAMES_OF_OTHERS = ("id2label", "label2id", "task_specific_params")  # objects with keys of their own
+_NAMES_OF_OTHERS = ("id2label", "label2id", "task_specific_params")  # objects with their own keys
 
-# A layer has a head, a head a feature: without these nothing can be made. All others may be null, for a default.
+# A layer needs a head, and a head a feature: without these, nothing can be built. All others may be null, which means a
+# default.
 _NEEDED = frozenset(
     {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"}
     | {"num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"}
@@ -118,7 +119,7 @@ def read_values(file: Path) -> dict[str, Any]:
     """The content of a config.json.
 
     Raises:
-        ModelLoadError: it cannot be read, or is no JSON object.
+        ModelLoadError: the file cannot be read, or is not a JSON object.
     """
     try:
         if file.stat().st_size > _MOST_BYTES:
@@ -129,19 +130,19 @@ def read_values(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{file} cannot be read: {error}.") from error
     if not isinstance(values, dict):
-        raise ModelLoadError(f"{file} cannot be read: it holds a {type(values).__name__}, not an object.")
+        raise ModelLoadError(f"{file} cannot be read: it contains a {type(values).__name__}, not an object.")
     return values
 
 
 def check_values(file: Path, values: Mapping[str, Any], *, known: bool) -> None:
-    """Refuse numbers that no model has, and other unusable values.
+    """Refuse impossible numbers and other unusable values.
 
     Args:
-        file: where they are from.
-        known: the architecture is one of ours; of any other only what is too large is refused here.
+        file: the file that contains them.
+        known: whether the architecture is supported; for others, only too large values are refused here.
 
     Raises:
-        ModelLoadError: names the field, its value and what it may be.
+        ModelLoadError: names the field, its value and the allowed range.
     """
     named = values.get("architectures")
     if not (named is None or (isinstance(named, list) and all(isinstance(name, str) for name in named))):
@@ -173,7 +174,7 @@ def check_values(file: Path, values: Mapping[str, Any], *, known: bool) -> None:
 
 
 def _excused(name: str, value: Any, holder: Mapping[str, Any]) -> bool:
-    """Whether a setting may be what models of most families forbid, given those beside it."""
+    """Whether a setting may have a value that is forbidden for most families, given the settings beside it."""
     match name:
         case "rms_norm_eps":
             return value is None and holder.get("layer_norm_eps") is not None
@@ -186,7 +187,8 @@ def _excused(name: str, value: Any, holder: Mapping[str, Any]) -> bool:
 
 
 def _fields(values: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
-    """All names with their values and the object that holds them. The values come from JSON, so nesting ends."""
+    """All names with their values and the object that holds them. The values come from JSON, so nesting is
+    finite."""
     left: list[Any] = [values]
     while left:
         found = left.pop()

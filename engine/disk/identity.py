@@ -1,4 +1,4 @@
-"""The facts that must be equal for a page of one process to be of use to another."""
+"""The facts that must be equal so that one process can use another's pages."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from engine.backends import native
 from engine.config import EngineConfig
 from engine.interface.outputs import EngineInfo
 
-FORMAT = 1  # of pages' content and of their files
+FORMAT = 1  # version of pages' content and of their files
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".gguf"}
-_HEAD, _SAMPLE, _SAMPLES = 2**20, 2**14, 64  # bytes that are read of a file of weights
+_HEAD, _SAMPLE, _SAMPLES = 2**20, 2**14, 64  # bytes that are read from a file of weights
 
 
 def identity(config: EngineConfig, info: EngineInfo, key_centres: Sequence[Tensor | None]) -> bytes:
-    """16 bytes that differ wherever pages may: another model or format, other code, or another kind of machine.
+    """16 bytes that differ if pages may differ: for another model or format, other code, or another kind of machine.
 
     Args:
-        key_centres: of the pages (`KVCache.key_centres`).
+        key_centres: the pages' `KVCache.key_centres`.
 
     Raises:
         OSError: the model's files are gone.
@@ -59,8 +59,8 @@ def _code() -> str:
 
 
 def _model(info: EngineInfo) -> list[Any]:
-    """Facts that change with a model's weights or settings: of each file of weights its name, size and time, and a
-    digest of samples; wherever the folder lies."""
+    """Facts that change with a model's weights or settings, wherever the folder is: for each file of weights its name,
+    size and time, and a digest of samples."""
     folder = Path(info.model_path)
     files: Iterable[Path] = [Path(info.model_file)] if info.model_file else sorted(folder.iterdir())
     found: list[Any] = [_sample(path) for path in files if path.suffix in _WEIGHTS]

@@ -1,4 +1,4 @@
-"""The disk tier of an engine, from its settings."""
+"""Opens an engine's disk tier according to its settings."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ logger = logging.getLogger("octavo.disk")
 
 
 def open_store(config: EngineConfig, executor: Executor) -> tuple[PageStore, PageContent] | None:
-    """The folder of an engine's pages, and access to their content; None where the settings name no folder, the model
-    has no pages that prompts share, or the disk fails.
+    """The folder of an engine's pages, and access to their content; None if the settings name no folder, the model has
+    no pages that prompts share, or the disk fails.
 
     Raises:
         ConfigError: the folder cannot be used.
@@ -45,7 +45,7 @@ def open_store(config: EngineConfig, executor: Executor) -> tuple[PageStore, Pag
         store = PageStore(folder, limit, identity(config, info, cache.key_centres), content.size)
     except OSError as error:
         cause = error.strerror or str(error)
-        if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):  # a full disk, a lock that is not given up
+        if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):  # a full disk, or a lock that is not released
             logger.warning("Pages are not kept in %s until the next start: %s.", folder, cause)
             return None
         raise ConfigError(
@@ -63,7 +63,7 @@ def check_kv_disk(config: EngineConfig) -> None:
     """Refuse settings that contradict `kv_disk`, if it is set.
 
     Raises:
-        ConfigError: names them.
+        ConfigError: names the settings.
     """
     if config.kv_disk is None:
         return

@@ -34,7 +34,7 @@ KEY_BYTES = 32
 _HEADER = struct.Struct("<8s16s16sQ16s")  # magic, model, hash, bytes of content, checksum
 _MAGIC = b"OCTAVOK1"
 _COUNTS = struct.Struct("<QQ")  # of the lock: bytes in use, changes
-_BLOCK = 4096  # a file takes whole ones
+_BLOCK = 4096  # a file takes whole blocks of this size
 _UNFINISHED = ".new-"
 _MODEL, _PAGE = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{32}")
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
@@ -46,20 +46,20 @@ class PageStore:
     threads.
 
     Args:
-        folder: made if it is not there; other files in it are left alone.
-        limit: most bytes of all pages in the folder, those of other models included.
-        model: 16 bytes, the digest of all that must be equal for a page to be of use.
+        folder: created if it does not exist; other files in it are not touched.
+        limit: maximum bytes of all pages in the folder, including those of other models.
+        model: 16 bytes, the digest of everything that must be equal so that a page can be used.
         page_bytes: bytes of a page's content.
 
     Attributes:
         key: the folder's secret.
         known: hashes of this model's pages, as far as this process has seen.
-        bytes_used: by all pages in the folder, as of the last change that this process has seen.
-        writable: False if pages can only be read.
+        bytes_used: bytes of all pages in the folder, as of the last change that this process has seen.
+        writable: whether pages can be written, not only read.
         damaged: how many files had a wrong checksum.
 
     Raises:
-        OSError: the folder cannot be made or read, or it holds no key and none can be written.
+        OSError: the folder cannot be made or read, or it contains no key and none can be written.
     """
 
     def __init__(self, folder: Path, limit: int, model: bytes, page_bytes: int):
@@ -85,11 +85,11 @@ class PageStore:
         except OSError:
             self.close()
             self.writable = False
-            self.key = _read_key(folder)  # else a folder that can only be read is of no use
+            self.key = _read_key(folder)  # else a folder that can only be read would be useless
             self.known = self._list()
 
     def close(self) -> None:
-        """Give up the lock's file."""
+        """Close the lock's file."""
         with self._mutex:
             if self._lock >= 0:
                 os.close(self._lock)
@@ -101,8 +101,8 @@ class PageStore:
         return hashlib.blake2b(self._model, key=self.key, digest_size=KEY_BYTES).digest()
 
     def write(self, page_hash: bytes, content: Bytes) -> bool:
-        """Keep a page; False if it is kept already, or larger than the limit. The pages that were used least recently
-        make room.
+        """Store a page; returns False if it is stored already, or larger than the limit. Least recently used pages are
+        removed to make room.
 
         Raises:
             OSError: it cannot be written; nothing was changed.
@@ -120,7 +120,7 @@ class PageStore:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(self._own, 0o700)  # another process has removed it while it was empty
             head = _HEADER.pack(_MAGIC, self._model, page_hash, self._size, self._checksum(page_hash, content))
-            self._count(used + self._cost)  # before there is a byte: a kill leaves a count that is too high
+            self._count(used + self._cost)  # first, so that a kill leaves a count that is too high
             temporary = self._own / f"{_UNFINISHED}{os.getpid()}"
             try:
                 _remove(temporary)
@@ -137,7 +137,7 @@ class PageStore:
         return True
 
     def read(self, page_hash: bytes, content: Bytes) -> bool:
-        """Fill `content` with a page; False if it is not there, not whole, or not what was written.
+        """Fill `content` with a page; returns False if it does not exist, is incomplete, or is not what was written.
 
         Raises:
             OSError: the disk fails.
@@ -169,7 +169,7 @@ class PageStore:
         return False
 
     def touch(self, hashes: Sequence[bytes]) -> None:
-        """These pages, which follow each other, were used now: the last of them is removed first."""
+        """Mark these consecutive pages as used now: the last of them is removed first."""
         if not self.writable or not hashes:
             return
         now = None
@@ -183,7 +183,7 @@ class PageStore:
                     os.utime(path, ns=(now, now - number * 1000))
 
     def refresh(self) -> None:
-        """Look at the folder again if another process has changed it.
+        """Read the folder again if another process has changed it.
 
         Raises:
             OSError: it cannot be listed.
@@ -215,10 +215,10 @@ class PageStore:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Around a change: no other thread or process makes one.
+        """A context for a change, in which no other thread or process makes one.
 
         Raises:
-            OSError: the lock cannot be had.
+            OSError: the lock cannot be acquired.
         """
         with self._mutex:
             self._take_lock()
@@ -244,7 +244,7 @@ class PageStore:
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(self._lock), os.stat(path)):
                     return
-            os.close(self._lock)  # somebody has removed it: others lock a new one
+            os.close(self._lock)  # somebody has removed it, so others lock a new one
             self._lock = -1
 
     def _counts(self) -> tuple[int, int]:
@@ -285,7 +285,8 @@ class PageStore:
         self._changes = self._counts()[1]
 
     def _make_room(self, most: int) -> int | None:
-        """Remove pages until the others take at most this; the bytes in use, or None if that cannot be."""
+        """Remove pages until the others take at most this many bytes; returns the bytes in use, or None if that is
+        impossible."""
         used, scanned = self._counts()[0], False
         removed = False
         while used > most:
@@ -323,7 +324,7 @@ class PageStore:
 
 
 def used_bytes(folder: Path) -> int:
-    """The bytes of all pages in a folder, as its writers have counted them; 0 if there are none."""
+    """The bytes of all pages in a folder, as counted by its writers; 0 if there are none."""
     try:
         data = (folder / "lock").read_bytes()
     except FileNotFoundError:
@@ -337,7 +338,7 @@ def _cost(size: int) -> int:
 
 
 def _make_key(folder: Path) -> bytes:
-    """The folder's key, made if there is none. The caller holds the lock."""
+    """The folder's key, created if it does not exist. The caller holds the lock."""
     try:
         return _read_key(folder)
     except FileNotFoundError:
@@ -349,7 +350,7 @@ def _make_key(folder: Path) -> bytes:
 
 
 def _read_key(folder: Path) -> bytes:
-    """Raises OSError: there is none; FileNotFoundError also where it is not whole."""
+    """Raises OSError: there is no key; FileNotFoundError also if it is incomplete."""
     file = os.open(folder / "key", os.O_RDONLY | os.O_NONBLOCK | _FLAGS)
     try:
         key = os.read(file, KEY_BYTES + 1)
@@ -366,7 +367,7 @@ def _remove(path: Path) -> None:
 
 
 def _write(path: Path, parts: list[memoryview[Any]]) -> None:
-    """A new file for this user alone. OSError: it could not be written whole."""
+    """Write a new file for this user only. OSError: it could not be written completely."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
     try:
         for part in parts:
@@ -378,7 +379,7 @@ def _write(path: Path, parts: list[memoryview[Any]]) -> None:
 
 
 def _read(file: int, parts: list[memoryview[Any]]) -> bool:
-    """Fill buffers from the beginning of a file; whether it had enough."""
+    """Fill buffers from the beginning of a file; returns whether it had enough."""
     for part in parts:
         rest = part.cast("B")
         while rest:

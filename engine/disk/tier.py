@@ -1,10 +1,10 @@
-"""The pages of the prefix cache that memory has no room for, or that a process leaves behind, in a folder.
+"""Keeps pages of the prefix cache in a folder if memory has no room for them, or a process ends.
 
 Out: a page is written when it is evicted, when the engine has been idle for a moment, and when the engine ends. In: a
-request whose prompt begins like pages in the folder waits while a thread reads them; other requests go on.
+request whose prompt begins like pages in the folder waits while a thread reads them; other requests continue.
 
-Threads: the engine's own thread calls `begin`, `turn` and `evicted`, and never waits for the disk. Two threads
-read and write files. While the engine is idle, the writer copies pages that nobody holds: a copy counts only if the
+Threads: the engine's thread calls `begin`, `turn` and `evicted`, and never waits for the disk. Two threads
+read and write files. While the engine is idle, the writer copies pages that no request holds: a copy counts only if the
 pool has forgotten no page meanwhile, and a page is written again only after the pool has forgotten it.
 """
 
@@ -33,14 +33,14 @@ from engine.scheduling.sequence import SequenceGroup, Status
 
 logger = logging.getLogger("octavo.disk")
 
-FLUSH_SECONDS = 10.0  # the longest that an engine's end waits for the disk
-_IDLE_SECONDS = 0.5  # between looks at whether the engine is idle
+FLUSH_SECONDS = 10.0  # the longest time that an engine's end waits for the disk
+_IDLE_SECONDS = 0.5  # between checks of whether the engine is idle
 _RETRY_SECONDS = 60.0  # without a write after the disk has failed
-_MOST_WAITING = 128 * 2**20  # bytes of evicted pages that wait to be written, and of read ones that wait for their turn
+_MOST_WAITING = 128 * 2**20  # bytes of evicted pages that wait to be written, and of read pages that wait to be used
 _CHUNK = 8 * 2**20  # bytes that are read before they are handed on
-_HANGING = 5.0  # seconds that a page may take: after that requests are computed instead
+_HANGING = 5.0  # seconds that a page may take, after which requests are computed instead
 _PATIENCE = 0.02  # seconds that the engine waits for pages before it looks at new requests
-_TURN = 16 * 2**20  # bytes that are put in place between two steps of other requests
+_TURN = 16 * 2**20  # bytes that are copied into pages between two steps of other requests
 
 
 class Content(Protocol):
@@ -64,10 +64,10 @@ class DiskCounts:
     """Counters since the start.
 
     Attributes:
-        written, read: pages.
+        written, read: numbers of pages.
         dropped: evicted pages that were not written because the disk was too slow, or failed.
-        hits: requests for which pages were read.
-        errors: files that were damaged, and reads and writes that failed.
+        hits: number of requests for which pages were read.
+        errors: number of damaged files, and of failed reads and writes.
     """
 
     written: int = 0
@@ -82,11 +82,11 @@ class _Restore:
     """A request that waits for pages.
 
     Attributes:
-        hashes, seen: of the beginning that is to be found, as for `BlockPool.match`.
-        places: those that are on the disk, of the pages that are needed.
-        kept: how many are in memory.
-        placed: how many pages it has brought.
-        over: no more pages of it are wanted.
+        hashes, seen: those of the beginning to find, as for `BlockPool.match`.
+        places: positions of the needed pages that are on the disk.
+        kept: number of pages in memory.
+        placed: number of pages that it has restored.
+        over: whether no more of its pages are wanted.
     """
 
     group: SequenceGroup
@@ -113,8 +113,8 @@ class DiskTier:
 
     Args:
         store: the folder.
-        content: of the pool's pages.
-        scheduler: whose requests wait; its pool.
+        content: the content of the pool's pages.
+        scheduler: the scheduler of the waiting requests, with its pool.
     """
 
     def __init__(self, store: PageStore, content: Content, scheduler: Scheduler):
@@ -125,7 +125,7 @@ class DiskTier:
         self._pool: BlockPool = scheduler.pool
         self._most = max(_MOST_WAITING // content.size, 2)  # pages
         self._wanted: deque[_Restore] = deque()
-        self._waiting: deque[_Restore] = deque()  # those whose last chunk has not come
+        self._waiting: deque[_Restore] = deque()  # those whose last chunk has not arrived
         self._reading_since: float | None = None  # `time.monotonic()` seconds; of a page
         self._ready: deque[_Chunk] = deque()
         self._arrived = threading.Event()  # something is ready
@@ -147,8 +147,8 @@ class DiskTier:
     # ---------------------------------------------------------------- the engine's thread
 
     def begin(self, group: SequenceGroup, hashes: Sequence[PageHash], seen: int | None) -> bool:
-        """Whether a request waits from now on because pages of its prompt are on the disk and not in memory; it is
-        handed back by `Scheduler.restored`.
+        """Whether a request waits from now on because pages of its prompt are on the disk and not in memory;
+        `Scheduler.restored` returns it.
 
         Args:
             hashes, seen: as for `BlockPool.match`.
@@ -161,7 +161,7 @@ class DiskTier:
         places = [place for place in range(start, end) if not is_known(hashes[place])]
         if not places:
             return False
-        # The pages that it needs beside those are not to be evicted for them.
+        # The pages that it needs beside those must not be evicted for them.
         self._pool.free(self._pool.adopt(self._pool.match(hashes[: places[0]], seen)))
         restore = _Restore(group, list(hashes[:end]), places, end - start - len(places), seen)
         self._waiting.append(restore)
@@ -170,7 +170,8 @@ class DiskTier:
         return True
 
     def turn(self) -> None:
-        """Put pages that were read in place: a part of them if something else is to be computed; else wait for some."""
+        """Copy read pages into the cache: only a part of them if something else is to be computed; else wait for
+        some."""
         alone, room = self._scheduler.only_restores, _TURN
         if alone:
             self._arrived.wait(_PATIENCE)
@@ -196,12 +197,12 @@ class DiskTier:
 
     @property
     def _hangs(self) -> bool:
-        """The disk does not answer."""
+        """Whether the disk does not answer."""
         since = self._reading_since
         return since is not None and time.monotonic() - since > _HANGING
 
     def count(self, stats: EngineStats) -> None:
-        """Put the counters into an engine's statistics."""
+        """Copy the counters into an engine's statistics."""
         counts = self.counts
         stats.disk_pages_written, stats.disk_pages_read = counts.written, counts.read
         stats.disk_pages_dropped, stats.disk_errors = counts.dropped, counts.errors
@@ -225,7 +226,7 @@ class DiskTier:
             restore.over = True
             return
         rows = [row for row, place in enumerate(chunk.places) if not self._pool.is_known(restore.hashes[place])]
-        # The pages of its beginning are not evicted for others of it.
+        # Pages of its beginning must not be evicted for other pages of it.
         count = min(len(rows), self._pool.num_available - restore.placed - restore.kept)
         pages = self._pool.reserve(count) if count > 0 else None
         restore.over = count < len(rows)
@@ -270,7 +271,7 @@ class DiskTier:
         self._store.touch([restore.hashes[place] for place in found])
 
     def _read(self, restore: _Restore, places: Sequence[int], content: Bytes) -> int:
-        """Read pages up to the first that cannot be; how many."""
+        """Read pages up to the first one that cannot be read; returns how many."""
         damaged = self._store.damaged
         for row, place in enumerate(places):
             if restore.over or restore.group.status is not Status.RESTORING or self._closed:
@@ -313,7 +314,7 @@ class DiskTier:
             self._store.refresh()
 
     def flush(self, seconds: float = FLUSH_SECONDS) -> None:
-        """Write all pages that are worth it, within a time. The engine computes nothing meanwhile."""
+        """Write all pages that are worth it, within a time limit. The engine computes nothing meanwhile."""
         end = time.monotonic() + seconds
         if self._closed or not self._flushing.acquire(timeout=seconds):
             return
@@ -334,15 +335,15 @@ class DiskTier:
 
     @property
     def is_closed(self) -> bool:
-        """The threads are to end."""
+        """Whether the threads should end."""
         return self._closed
 
     def await_reading(self) -> bool:
-        """Wait for a request that needs pages; False if none came."""
+        """Wait for a request that needs pages; returns False if none came."""
         return self._to_read.acquire(timeout=_IDLE_SECONDS) and bool(self._wanted)
 
     def await_writing(self) -> None:
-        """Wait for pages to write, or until it is time to look whether the engine is idle."""
+        """Wait for pages to write, or until it is time to check whether the engine is idle."""
         self._to_write.wait(_IDLE_SECONDS)
         self._to_write.clear()
 
@@ -351,7 +352,7 @@ class DiskTier:
             page_hash, content = self._leaving[0]
             if not self._write(page_hash, content()):
                 self.counts.dropped += 1
-            self._leaving.popleft()  # after it is known to the store
+            self._leaving.popleft()  # after the store knows it
 
     def _write_resident(self, stop: Callable[[], bool]) -> None:
         """Write pages that memory holds, parents before their children."""
@@ -371,7 +372,7 @@ class DiskTier:
                 continue
             content = self._content.read(page)()
             if pool.num_forgotten != forgotten:
-                continue  # it may have been overwritten under our hands
+                continue  # it may have been overwritten meanwhile
             if self._write(page_hash, content):
                 self._offered.add(page_hash)
 
@@ -393,7 +394,7 @@ class DiskTier:
             cause = os.strerror(error.errno) if error.errno else str(error)
             advice = " Free some space, or lower --kv-disk-size." if error.errno == errno.ENOSPC else ""
             logger.warning(
-                "Pages cannot be %s in %s: %s. Requests go on without them.%s This is reported once.",
+                "Pages cannot be %s in %s: %s. Requests continue without them.%s This is reported once.",
                 done, self._store.folder, cause, advice,
             )  # fmt: skip
 
@@ -424,11 +425,11 @@ def _write_for(found: weakref.ref[DiskTier]) -> None:
 
 
 def _work(found: weakref.ref[DiskTier], work: Callable[[DiskTier], None]) -> None:
-    """Work for a tier until it is closed or gone."""
+    """Run a tier's thread until it is closed or gone."""
     while (tier := found()) is not None and not tier.is_closed:
         try:
             work(tier)
-        except Exception:  # a fault of ours; requests that wait would wait for ever without this thread
+        except Exception:  # a bug of ours; without this thread, waiting requests would wait forever
             logger.exception("a page could not be moved between memory and the disk")
         del tier
 

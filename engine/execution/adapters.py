@@ -1,4 +1,4 @@
-"""Loading of adapters into the slots of a model."""
+"""Loading adapters into the slots of a model."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class LoadedAdapters:
     """The adapters of a model.
 
     Args:
-        max_loras: slots; 0: the model takes no adapters.
-        max_rank: the largest rank of an adapter.
+        max_loras: number of slots; 0: the model does not support adapters.
+        max_rank: the maximum rank of an adapter.
 
     Attributes:
-        heads: the heads of adapters that bring their own, by slot.
+        heads: adapters' own heads, by slot.
     """
 
     def __init__(self, model: Transformer, max_loras: int, max_rank: int):
@@ -37,14 +37,14 @@ class LoadedAdapters:
         self.heads: dict[int, Head] = {}
 
     def load(self, name: str, source: Adapter | str, slot: int) -> AdapterInfo:
-        """Put an adapter, or the one in a folder or file, into an empty slot.
+        """Load an adapter, or the one in a folder or file, into an empty slot.
 
         Raises:
-            AdapterError: it does not fit the model; nothing was changed.
+            AdapterError: the adapter does not fit the model; nothing was changed.
         """
         adapter = self._read(name, source) if isinstance(source, str) else replace(source, name=name)
         if not 1 <= slot <= self._max_loras:
-            raise AdapterError(f"slot {slot} is none of 1 to {self._max_loras} (max_loras).")
+            raise AdapterError(f"slot {slot} must be from 1 to {self._max_loras} (max_loras).")
         linears, head = self._check(adapter), self._head(adapter)
         arena = Arena()
         try:
@@ -80,7 +80,7 @@ class LoadedAdapters:
             raise AdapterError(f"adapter {name!r} cannot be loaded: {error}") from error
 
     def _head(self, adapter: Adapter) -> Head | None:
-        """The head that an adapter brings, if it does."""
+        """The head in an adapter, if it has one."""
         if not adapter.replaced:
             return None
         head, prefix = self._model.head, "head."
@@ -92,7 +92,7 @@ class LoadedAdapters:
         given = {path.removeprefix(prefix): values for path, values in adapter.replaced.items()}
         if not all(path.startswith(prefix) for path in adapter.replaced):
             other = next(path for path in adapter.replaced if not path.startswith(prefix))
-            raise AdapterError(f"adapter {adapter.name!r} replaces {other}, which is no part of the head.")
+            raise AdapterError(f"adapter {adapter.name!r} replaces {other}, which is not part of the head.")
         try:
             return head.with_own(given)
         except KeyError as error:
@@ -111,7 +111,7 @@ class LoadedAdapters:
             if not isinstance(linear, Linear):
                 raise AdapterError(f"adapter {adapter.name!r} adds to {path}, but the model has no such product.")
             if linear.adapters is None:
-                raise AdapterError(f"adapter {adapter.name!r} adds to {path}, which takes no adapters.")
+                raise AdapterError(f"adapter {adapter.name!r} adds to {path}, which does not support adapters.")
             rank = len(part.down)
             if part.down.shape != (rank, linear.inputs) or part.up.shape != (linear.outputs, rank) or not rank:
                 raise AdapterError(
@@ -124,14 +124,14 @@ class LoadedAdapters:
                     f"allowed (max_lora_rank is {self.max_rank}). Raise --max-lora-rank."
                 )
             if not all(math.isfinite(tensor.abs().max().item()) for tensor in (part.down, part.up)):
-                raise AdapterError(f"adapter {adapter.name!r} has numbers for {path} that are not finite.")
+                raise AdapterError(f"adapter {adapter.name!r} has infinite numbers or NaN for {path}.")
             found[path] = linear
         # In the order in which a step reads them.
         return {path: found[path] for path in modules if path in found}
 
 
 def _in_format(part: LowRank, linear: Linear, dtype: torch.dtype) -> LowRank:
-    """An addition in the format of a product's weight, or in its own precision beside a quantised one."""
+    """An addition in the format of a product's weight, or in its original precision if the weight is quantised."""
     packed = None if linear.packed is None else linear.packed.native
     if linear.few_bits is not None or (packed is not None and packed.kind not in _WHOLE):
         return part

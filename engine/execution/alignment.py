@@ -1,9 +1,9 @@
-"""The places in an encoder's input where the tokens of a decoder are said: a path through tokens and positions that
-follows the weights of some heads of the decoder's attention to that input.
+"""The positions in an encoder's input at which a decoder's tokens are spoken: a path through tokens and positions that
+follows the attention weights of some of the decoder's heads.
 
 The method is that of OpenAI's program for Whisper (arXiv:2212.04356) and of `transformers`: weights are normalised over
-the tokens and smoothed along the input, and dynamic time warping (Sakoe and Chiba, 1978) finds the path on which both
-go on together and the weights are largest.
+the tokens and smoothed along the input, and dynamic time warping (Sakoe and Chiba, 1978) finds the path that advances
+through both and has the largest weights.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from engine.interface.outputs import Alignment
 from engine.model.transformer import Transformer
 from engine.scheduling.plan import Int32, PooledRow, PoolingRow, StepPlan
 
-_AT_ONCE = 2**18  # numbers of which medians are taken at a time, which a CPU's cache holds
-_EXCHANGED = 15  # most numbers of a median that are put in order by exchanging neighbours
-_BOTH, _TOKEN, _POSITION = range(3)  # what a step of a path goes on in
+_AT_ONCE = 2**18  # numbers per block of medians, which fit a CPU's cache
+_EXCHANGED = 15  # maximum width of a median that is sorted by exchanging neighbours
+_BOTH, _TOKEN, _POSITION = range(3)  # what a step of a path advances
 
 
 class KeptQueries:
-    """The queries of the rows that are aligned, of the heads that tell of them: a keeper of one pass."""
+    """Keeps the queries of aligned rows, for the heads that alignment uses, during one pass."""
 
     def __init__(self, plan: StepPlan):
         starts = plan.query_start
@@ -42,18 +42,18 @@ class KeptQueries:
                 self._wanted.setdefault(layer, []).append((number, place, head, span))
 
     def __call__(self, layer: int, queries: Tensor) -> None:
-        """Keep what is wanted of a layer's queries [Tp, heads, head_dim]."""
+        """Keep the wanted part of a layer's queries [Tp, heads, head_dim]."""
         for number, place, head, span in self._wanted.get(layer, ()):
             self._found[number][place] = queries[span, head].to(torch.float32, copy=True)
 
     def of(self, number: int) -> Tensor:
-        """[tokens, heads, head_dim] float32 of the row of that number among those that are pooled."""
+        """The queries [tokens, heads, head_dim] in float32 of the row with this number among the pooled rows."""
         found = self._found[number]
         return torch.stack([found[place] for place in range(len(found))], dim=1)
 
 
 class Aligner:
-    """Finds the tokens of a plan's rows in what the encoder left of their inputs.
+    """Finds where the tokens of a plan's rows are spoken, from the encoder's output for their inputs.
 
     Args:
         model: an encoder-decoder model.
@@ -64,11 +64,11 @@ class Aligner:
         self._parts = [] if decoder is None else [block.cross for block in decoder.blocks]
 
     def align(self, plan: StepPlan, kept: KeptQueries, cache: KVCache) -> tuple[PooledRow, ...]:
-        """Of each row that ends its tokens their positions, [tokens, 1], those apart that began the answer; of the
-        others the queries so far, [tokens, heads * head_dim]. Where weights are no numbers, neither are positions.
+        """For each row that ends its tokens, their positions [tokens, 1], without those that began the answer; for
+        other rows, the queries so far, [tokens, heads * head_dim]. If weights are NaN, so are positions.
 
         Args:
-            cache: where the encoder's keys lie.
+            cache: holds the encoder's keys.
         """
         return tuple(self._row(plan, wanted, kept.of(number), cache) for number, wanted in enumerate(plan.pooling))
 
@@ -103,8 +103,8 @@ def _alignment(wanted: PoolingRow) -> Alignment:
 
 
 def _keys(paged: Paged, head: int, count: int) -> Tensor:
-    """float32 [count, head_dim] of a head, of the one row whose table the pages have. The centre is that of
-    self-attention's keys."""
+    """float32 [count, head_dim] keys of a head, for the one row whose table the pages have. They include the centre, as
+    in self-attention."""
     pages = paged.block_tables[0].long()
     keys = movable(paged.keys)[:, :, head][pages].flatten(0, 1)[:count].view(paged.keys.dtype)
     if paged.key_scales is None:
@@ -113,9 +113,9 @@ def _keys(paged: Paged, head: int, count: int) -> Tensor:
 
 
 def smoothed(weights: Tensor, width: int) -> Tensor:
-    """Weights [tokens, positions] with mean 0 and deviation 1 over the tokens (all 0 where they are the same), and of
-    these the medians over `width` positions around each; mirrored at both ends. No medians are taken of half as many
-    positions or fewer."""
+    """Weights [tokens, positions], normalised to mean 0 and deviation 1 over the tokens (all 0 if they are equal), then
+    replaced by the medians over `width` positions around each; mirrored at both ends. If there are only half as many
+    positions or fewer, no medians are taken."""
     deviation, mean = torch.std_mean(weights, dim=0, keepdim=True, unbiased=False)
     normal, side = (weights - mean) / deviation.masked_fill(deviation == 0, 1.0), width // 2
     positions = normal.shape[1]
@@ -131,7 +131,7 @@ def _medians(rows: Tensor, width: int) -> Tensor:
     side, count = width // 2, rows.shape[1] - width + 1
     if width > _EXCHANGED:
         return rows.unfold(1, width, 1).sort(dim=-1)[0][..., side]
-    # Whole rows change places, which is faster than sorting numbers: in each round the largest one moves to the end.
+    # This exchanges whole rows, which is faster than sorting numbers: in each round the largest one moves to the end.
     columns = [rows[:, i : i + count] for i in range(width)]
     for end in range(width - 1, side - 1, -1):
         for i in range(end):
@@ -141,9 +141,9 @@ def _medians(rows: Tensor, width: int) -> Tensor:
 
 
 def first_positions(costs: NDArray[np.float64]) -> Int32:
-    """[tokens] the position at which the cheapest path through costs [tokens, positions] comes to each token.
+    """[tokens] the position at which the cheapest path through costs [tokens, positions] reaches each token.
 
-    A path goes from the first token and position to the last ones, by one token, one position, or both at a time.
+    A path goes from the first token and position to the last, by one token, one position, or both at a time.
     """
     tokens, positions = costs.shape
     steps = _cheapest_steps(costs)
@@ -157,12 +157,13 @@ def first_positions(costs: NDArray[np.float64]) -> Int32:
 
 
 def _cheapest_steps(costs: NDArray[np.float64]) -> Sequence[NDArray[np.int8]]:
-    """By which step the cheapest way to each place, counted from 1, leads there: of the places whose numbers add up to
-    d, [d][token]. Those follow from the two diagonals before, and are computed together; sums are kept in float32."""
+    """Which step the cheapest path to each cell takes. Cells are counted from 1; those whose indices add up to d are in
+    [d][token]. Each diagonal follows from the two before it and is computed at once; sums are kept in float32."""
     tokens, positions = costs.shape
     flat, offsets = costs.ravel(), np.arange(tokens + 1) * (positions - 1)
     steps = np.full((tokens + positions + 1, tokens + 1), _POSITION, dtype=np.int8)
-    # Of the diagonal before the last, and of the last one, by token; where a path cannot be it costs no finite sum.
+    # The sums on the diagonal before the last and on the last one, by token; cells that no path reaches have infinite
+    # sums.
     before, last = np.full((2, tokens + 1), np.inf, dtype=np.float32)
     before[0] = 0.0
     for diagonal in range(2, tokens + positions + 1):
@@ -173,7 +174,7 @@ def _cheapest_steps(costs: NDArray[np.float64]) -> Sequence[NDArray[np.int8]]:
         step[by_both], step[by_token] = _BOTH, _TOKEN
         cheapest = np.where(by_both, both, np.where(by_token, token, position))
         here = np.full(tokens + 1, np.inf, dtype=np.float32)
-        # Place (i, j) lies at (i - 1) * positions + j - 1, where i + j is the diagonal.
+        # Cell (i, j) is at (i - 1) * positions + j - 1, where i + j is the diagonal.
         here[low:high] = flat[offsets[low:high] + (diagonal - positions - 1)] + cheapest
         before, last = last, here
     return list(steps)

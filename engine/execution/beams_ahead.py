@@ -1,7 +1,7 @@
-"""Beams that go on before the host has applied the answer that says which do (`engine.scheduling.plan.Searches`).
+"""Beams that continue before the host has applied the answer that selects them (`engine.scheduling.plan.Searches`).
 
-Where the candidates of the step before are known here, as on a CPU, a plan is made one in which all is known. On a GPU
-kernels choose, copy pages and exchange rows of the block tables, and nothing waits.
+If the candidates of the previous step are known here, as on a CPU, the plan is completed with them. On a GPU, kernels
+choose, copy pages and exchange rows of the block tables, and nothing waits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def resolved(plan: StepPlan, before: StepResult, block_size: int) -> StepPlan:
-    """A plan with searches as one without: what goes on is chosen from the result of the step before."""
+    """A plan with searches, turned into one without: the result of the previous step selects the beams."""
     searches, sources = plan.searches, plan.sources
     assert searches is not None
     assert sources is not None
@@ -71,7 +71,7 @@ def resolved(plan: StepPlan, before: StepResult, block_size: int) -> StepPlan:
 def _chosen(
     scores: Float32, tokens: Int32, candidate_scores: Float32, candidates: int, stop_ids: frozenset[int]
 ) -> list[tuple[int, int]]:
-    """The beam that each row goes on from, and its token; where too few are left, any."""
+    """The beam that each row continues, and its token; any beam if too few are left."""
     (ranking,) = rank([scores.tolist()], tokens[None], candidate_scores[None], candidates)
     live = [
         (place // ranking.width, token)
@@ -82,10 +82,10 @@ def _chosen(
 
 
 class BeamsOnDevice:
-    """Chooses what goes on by kernels of `engine.backends.triton`.
+    """Chooses the continuing beams with kernels of `engine.backends.triton`.
 
     Args:
-        sampled: int32, where the tokens of the step before are, and those that are chosen are put.
+        sampled: int32 memory that has the previous step's tokens and receives the chosen ones.
     """
 
     def __init__(self, sampled: Tensor):
@@ -97,13 +97,13 @@ class BeamsOnDevice:
         self._pages = torch.zeros(rows, dtype=torch.int32, device=device)
 
     def go_on(self, searches: Searches, before: DeviceSamples, cache: KVCache, width: int, tables: Tensor) -> None:
-        """Bring tokens, pages and tables to what the plan's step is to find.
+        """Update tokens, pages and tables to what the plan's step expects.
 
         Args:
-            before: what the step before has sampled; the sampler was not used since.
-            cache: whose pages are copied.
-            width: columns of the tables that the plan has.
-            tables: [rows, blocks] int32 in one piece, the plan's.
+            before: the samples of the previous step; the sampler was not used since.
+            cache: the cache in which pages are copied.
+            width: number of columns of the plan's tables.
+            tables: [rows, blocks] int32, contiguous, the plan's tables.
         """
         from engine.backends.triton import beams
 
@@ -127,13 +127,14 @@ class BeamsOnDevice:
         cache.copy_found_pages(self._pairs[:total])
 
     def warm(self) -> None:
-        """Compile what is compiled: no request should wait for that."""
+        """Compile the kernels, so that no request waits for that."""
         from engine.backends.triton import beams
 
         device = self._sampled.device
         numbers = np.zeros(beams.FIELDS + 2, dtype=np.int32)
         numbers[[2, 3, 7, 8, 9, 10]] = 1, 1, beams.FIELDS, beams.FIELDS + 1, 0, 0
-        # Triton compiles anew for addresses that are no multiples of 16: each has memory of its own, as it will have.
+        # Triton compiles again for addresses that are not multiples of 16, so each array has separate memory, as it
+        # will have later.
         tokens, tables = (torch.zeros(1, 1, dtype=torch.int32, device=device) for _ in range(2))
         scores = torch.zeros(1, 1, dtype=torch.float32, device=device)
         found = self._places, self._pairs, self._pages
@@ -142,10 +143,10 @@ class BeamsOnDevice:
 
 
 def _numbers(searches: Searches, columns: int) -> tuple[Int32, int, int]:
-    """The numbers for the kernel, the most candidates of a search, and the number of rows of all searches.
+    """The numbers for the kernel, the maximum number of candidates of a search, and the number of rows of all searches.
 
     Args:
-        columns: candidates that there are of each beam.
+        columns: the number of candidates of each beam.
     """
     from engine.backends.triton import beams
 

@@ -1,4 +1,4 @@
-"""Device memory that a plan's arrays go to, made once and reused in every step."""
+"""Device memory for a plan's arrays, allocated once and reused in every step."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from torch import Tensor
 from engine.interface.token_sides import SIDES, Sides, TokenSide
 from engine.scheduling.plan import Int32
 
-# Copies to a GPU that may be on their way from one buffer: a step that runs, one behind it, the one being written.
+# Copies to a GPU that may be in flight from one buffer: of a running step, of the one behind it, and the one being
+# written.
 _COPIES = 3
 
 
 class Buffer:
     """Memory for int32 arrays that change from step to step, at one address as long as they fit.
 
-    A step that decodes is short on a CPU: what runs once in a step is not in its caches and costs ten times what it
-    costs in a loop, tensor operations most of all. So a CPU's memory is written by numpy, and the tensor over it is
-    kept as long as its shape stays. A GPU's is written through pinned memory: no copy waits for what it computes.
+    On a CPU, a decoding step is short: code that runs once per step is not in the caches and costs ten times what it
+    costs in a loop, above all tensor operations. So numpy writes a CPU's memory, and the tensor over it is kept as long
+    as its shape stays the same. A GPU's memory is written through pinned memory, so that no copy waits for its
+    computations.
     """
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device):
@@ -35,7 +37,7 @@ class Buffer:
         self._pinned = PinnedRing(size, self._dtype, self._device) if self._host is None else None
 
     def fill(self, values: Int32, length: int | None = None) -> Tensor:
-        """The values on the device, in their shape, or followed by zeros up to `length`; valid until the next call."""
+        """The values on the device in their shape, or followed by zeros up to `length`; valid until the next call."""
         shape = values.shape if length is None else (length,)
         count, size = values.size, math.prod(shape)
         if size > len(self.data):
@@ -51,10 +53,10 @@ class Buffer:
 
 
 class SideBuffers:
-    """Memory for the sides of a step's tokens, made for each side when a plan first has it.
+    """Memory for the sides of a step's tokens, allocated for each side when a plan first has it.
 
     Args:
-        size: tokens of most steps.
+        size: number of tokens of a typical step.
     """
 
     def __init__(self, size: int, device: torch.device):
@@ -69,19 +71,19 @@ class SideBuffers:
         buffer = self._buffers.get(side.name)
         if buffer is None:
             buffer = self._buffers[side.name] = Buffer(side.width * self._size, torch.int64, self._device)
-        if side.default and len(values) < length:  # a buffer fills up with zeros
+        if side.default and len(values) < length:  # a buffer is filled up with zeros
             values = side.part(values, 0, length)
         filled = buffer.fill(values, side.width * length)
         return filled if side.width == 1 else filled.view(-1, side.width)
 
 
 def laid(side: TokenSide, numbers: Tensor) -> Tensor:
-    """A side's numbers [width, tokens] as operations read them."""
+    """A side's numbers [width, tokens] in the layout that operations read."""
     return numbers[0] if side.width == 1 else numbers.T
 
 
 class PinnedRing:
-    """Host memory that a GPU reads while the host goes on: a few pieces, each written again when it has been read."""
+    """Host memory that a GPU reads while the host continues: a few pieces, each rewritten after it has been read."""
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device):
         on_gpu = device.type == "cuda"
@@ -90,10 +92,10 @@ class PinnedRing:
         self._turn = 0
 
     def send(self, values: NDArray[np.int32] | NDArray[np.int64], target: Tensor) -> None:
-        """Copy values into the beginning of target [at most `size`], and zeros into what is left of it."""
+        """Copy values to the start of target [at most `size`], and zeros to the rest."""
         turn, self._turn = self._turn, (self._turn + 1) % _COPIES
         if self._read:
-            self._read[turn].synchronize()  # long over, but where very much is sent at once
+            self._read[turn].synchronize()  # finished long ago, unless very much is sent at once
         host = self._hosts[turn][: len(target)]
         numbers = host.numpy()
         numbers[: len(values)] = values

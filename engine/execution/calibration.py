@@ -1,8 +1,8 @@
-"""The offsets that int8 and fp8 pages subtract from keys before they quantise them.
+"""The offsets that int8 and fp8 pages subtract from keys before they are quantised.
 
-Some features of keys are large for every token, and a scale that covers those leaves few steps to the others
-(arXiv:2401.18079). What they have in common is known once for all: a mean key for each layer and head. Distances
-from it are quantised instead (for attention itself, as in arXiv:2410.02367).
+Some features of keys are large for every token, and a scale that covers these leaves few steps for the others
+(arXiv:2401.18079). Their common part is determined once: a mean key for each layer and head. The differences from it
+are quantised instead (for attention itself, as in arXiv:2410.02367).
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from engine.model.transformer import Transformer
 
 _ROWS = 32
 _TOKENS = 8
-_LENGTH = 2048  # of contexts, where a model does not say what it was made for
+_LENGTH = 2048  # tokens of context, if a model does not say what it was made for
 
 
 @torch.inference_mode()
 def mean_keys(model: Transformer, context_length: int | None = None) -> list[Tensor | None]:
-    """[kv_heads, head_dim] float32 of each layer: the mean key over short rows of random tokens; None where keys are
-    values, too.
+    """Each layer's mean key [kv_heads, head_dim] in float32 over short rows of random tokens; None if keys are also
+    values.
 
-    The rows begin anywhere in the context, so that features which rotate have no mean: one that holds for a part
-    of the positions only would be harmful at the others. Tokens and positions depend on nothing but the checkpoint:
-    neither a restart, nor max_model_len, nor what was served before changes an answer.
+    The rows start at any position of the context, so that rotated features have no mean: one that holds only for some
+    positions would do harm at the others. Tokens and positions depend only on the checkpoint, so neither a restart, nor
+    max_model_len, nor earlier requests change an answer.
 
     Args:
         context_length: tokens of context that the model was made for; None if that is not known.
     """
     spec, device, random = model.spec, model.device, torch.Generator().manual_seed(0)
-    # Where long contexts are turned otherwise, short ones count: the long ones are stretched to turn as far.
+    # If long contexts are rotated differently, short ones count: the long ones are stretched to rotate as far.
     length = min((context_length or _LENGTH, spec.max_positions or 2**31, *spec.rotary_limits))
     count = min(_TOKENS, length, model.max_model_len)
     ids = torch.randint(model.vocab_size, (_ROWS * count,), generator=random)
@@ -47,7 +47,7 @@ def mean_keys(model: Transformer, context_length: int | None = None) -> list[Ten
     cache = KVCache(model.kv_shapes(), _ROWS, count, model.dtype, device)  # a page for each row
     stack = model.decoder
     assert stack is not None
-    # Rows of rotary tables are of these positions, which may lie beyond max_model_len, where the model's own end.
+    # Rows of rotary tables for these positions, which may lie beyond max_model_len, where the model's own tables end.
     rotary = {part: _rows(table, length, positions) for part, table in stack.tables.rotary.items()}
     TorchExecutor(stack.program, replace(stack.tables, rotary=rotary)).run(
         Inputs(
@@ -61,7 +61,7 @@ def mean_keys(model: Transformer, context_length: int | None = None) -> list[Ten
             sides={"rotary_offsets": torch.arange(_ROWS * count, device=device) - positions.to(device)},
         )
     )
-    # Where random tokens lead to numbers that are not finite, keys are quantised as they are.
+    # If random tokens lead to infinite numbers or NaN, nothing is subtracted from keys.
     return [
         None if shape.vectors == 1 else keys[1:].float().mean((0, 1)).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         for shape, (keys, *_) in zip(model.kv_shapes(), cache.layers, strict=True)
@@ -69,7 +69,7 @@ def mean_keys(model: Transformer, context_length: int | None = None) -> list[Ten
 
 
 def _rows(table: RotaryTable, length: int, positions: Tensor) -> RotaryTable:
-    """A table like this one with rows of these positions."""
+    """A table like this one with rows for these positions."""
     own = RotaryTable(table.part, table.cos.shape[1], 0, table.cos.device, dtype=table.cos.dtype)
     own.extend(length, positions)
     return own

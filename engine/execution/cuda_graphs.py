@@ -1,9 +1,9 @@
-"""Decoding steps as CUDA graphs: recorded once for each number of rows, then started by one call.
+"""Decoding steps as CUDA graphs: recorded once for each number of rows, then started with one call.
 
-A layer's kernels are over sooner than Python has started them, when few rows decode. A graph starts all of a step's
-kernels at once, but with the same arguments each time: so what a step reads lies at fixed addresses (`DecodeState`),
-rows are filled up to the next recorded number with padding, and attention shares out the keys that it finds.
-Steps that hold prompts have graphs of their own (`engine.execution.prompt_graphs`).
+If few rows decode, a layer's kernels finish sooner than Python can start them. A graph starts all of a step's kernels
+at once, but with the same arguments each time. So a step's inputs lie at fixed addresses (`DecodeState`), rows are
+padded to the next recorded number, and attention divides the keys that it finds. Steps with prompts have separate
+graphs (`engine.execution.prompt_graphs`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def graph_sizes(max_rows: int) -> list[int]:
-    """Numbers of rows that are recorded: 1, 2, 4, 8, then every multiple of 8 that max_rows needs."""
+    """The numbers of rows that are recorded: 1, 2, 4, 8, then every multiple of 8 that max_rows needs."""
     top = math.ceil(max_rows / 8) * 8
     return [size for size in (1, 2, 4) if size < max_rows] + (
         list(range(8, top + 1, 8)) if max_rows > 4 else [1 << (max_rows - 1).bit_length()]
@@ -42,21 +42,21 @@ def graph_sizes(max_rows: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """The graphs of a decoder, from what was sampled to the hidden states of the next tokens.
+    """The graphs of a decoder, from sampled tokens to the hidden states of the next tokens.
 
     Args:
-        model, cache: as the runner's.
-        sampled: [at least max_rows] int32, where the step before left its tokens.
-        max_rows: most rows of a decoding step.
+        model, cache: the runner's.
+        sampled: [at least max_rows] int32, the previous step's tokens.
+        max_rows: maximum rows of a decoding step.
         record: makes a graph of a function.
-        min_rows: fewest rows of a matrix product (`engine.execution.invariance`).
-        seconds: what a graph takes; None: nothing is timed (`OneRow`).
+        min_rows: minimum rows of a matrix product (`engine.execution.invariance`).
+        seconds: measures a graph; None: nothing is timed (`OneRow`).
 
     Attributes:
-        hidden: [most rows, features] where a step leaves its hidden states.
-        sampling: what follows, if it is recorded, too.
+        hidden: [maximum rows, features] memory for a step's hidden states.
+        sampling: the recorded sampling that follows, if there is one.
         one_row: how one row was recorded.
-        num_replayed: steps that ran as a graph.
+        num_replayed: number of steps that ran as a graph.
     """
 
     def __init__(
@@ -86,15 +86,15 @@ class DecodeGraphs:
         self.sampling: SamplingGraphs | None = None
         self.one_row = OneRow(model, record, seconds)
         self.num_replayed = 0
-        self._written = 0  # the slot of the row that is recorded
+        self._written = 0  # the slot of the recorded row
 
     @torch.inference_mode()
     def capture(self, typical: StepPlan | None = None) -> None:
-        """Record all graphs, the largest first; the state is padding, so that they write into block 0 alone.
+        """Record all graphs, the largest first; the state is padding, so that they write only to block 0.
 
         Args:
-            typical: a step of one row, whose context is in the cache: what computes it is compared and timed there.
-                None: by padding, to which attention gives whatever its queries and keys are.
+            typical: a step of one row whose context is in the cache; ways to compute it are compared and timed on it.
+                None: they are timed on padding, for which attention's result does not depend on queries and keys.
         """
         for size in reversed(self._sizes):
             if size == 1 and typical is not None:
@@ -108,7 +108,7 @@ class DecodeGraphs:
         self._cache.clear_scratch()
 
     def serves(self, plan: StepPlan) -> bool:
-        """The plan is of rows that decode, and of nothing else."""
+        """Whether the plan has only rows that decode."""
         sampling = plan.sampling
         return (
             bool(self._graphs)
@@ -124,7 +124,7 @@ class DecodeGraphs:
         """Hidden states [R, features] of a plan that this serves; valid until the next step.
 
         Args:
-            search: brings the block tables [rows, blocks] to what its searches have chosen.
+            search: changes the block tables [rows, blocks] as the plan's searches have chosen.
         """
         self.state.load(plan)
         if search is not None and plan.searches is not None:
@@ -137,8 +137,8 @@ class DecodeGraphs:
         return self.hidden[: plan.num_rows]
 
     def sample(self, hidden: Tensor, batch: SamplingBatch) -> LateResult | None:
-        """Candidates of hidden states [S, features], which a step before has left in `hidden` or elsewhere; None where
-        their sampling is not recorded."""
+        """Candidates of hidden states [S, features] of an earlier step, in `hidden` or elsewhere; None if their
+        sampling is not recorded."""
         count = len(batch.rows)
         if self.sampling is None or not 0 < count <= self._max_rows or not self.sampling.serves(batch):
             return None
@@ -147,7 +147,7 @@ class DecodeGraphs:
         return self.sampling.run(batch, self._size_of(count))
 
     def reset(self) -> None:
-        """A step failed on the way: what the device holds by now is not known, and is sent anew."""
+        """A step failed on the way: the device's state is unknown, and is sent again."""
         self.state.reset()
         if self.sampling is not None:
             self.sampling.reset()
@@ -159,7 +159,8 @@ class DecodeGraphs:
         def outcome(form: RowForm) -> list[Tensor]:
             if self.sampling is not None and name == "logits":
                 return [self.sampling.logits(1, form)]
-            # A row's own keys and values say little in its own attention, and all in that of later ones.
+            # A row's own keys and values matter little in its own attention, but in that of later rows they are all
+            # there is.
             block, place = divmod(self._written, self._cache.block_size)
             return [self.hidden[:1], *(tensor[block, place] for layer in self._cache.layers for tensor in layer)]
 
@@ -180,7 +181,7 @@ class DecodeGraphs:
         def step(form: RowForm) -> None:
             known = self._sampled[inputs.sources.clamp_min(0)]
             tokens = torch.where(inputs.sources >= 0, known, inputs.tokens)
-            # Slots are worked out on the device, from tables and positions.
+            # Slots are computed on the device, from tables and positions.
             formed = replace(metadata, overlapping=form.overlapping)
             hidden = self._model(
                 Inputs(
@@ -197,7 +198,7 @@ class DecodeGraphs:
             )
             self.hidden[:size].copy_(hidden)
             inputs.advance()
-            # What backends work out once in a step is part of the graph, and nothing to keep: lengths change.
+            # What backends compute once per step is part of the graph and must not be kept, because lengths change.
             for shape in shapes:
                 shape.cache.clear()
 

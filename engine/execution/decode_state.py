@@ -1,10 +1,9 @@
 """The inputs of decoding steps, kept on the device from step to step.
 
-A step in which every row computes one token differs from the step before in little: each row's token is the one that
-was just sampled, which the device knows; its position is one further, which the device can count; and now and then a
-row gets a new page. So all of it lies in one array on the device, which each step leaves as it expects the next one to
-find it. The host keeps a mirror of that expectation, compares it with what a plan asks for, and uploads the
-differences alone: nothing in most steps.
+A step in which every row computes one token differs little from the previous step: each row's token is the one just
+sampled, which the device knows; its position is one further, which the device can count; and sometimes a row gets a new
+page. So all of it lies in one array on the device, which each step leaves as the next one expects it. The host keeps a
+mirror of that expectation, compares it with the plan, and uploads only the differences: nothing in most steps.
 """
 
 from __future__ import annotations
@@ -21,27 +20,27 @@ from engine.execution.buffers import PinnedRing, laid
 from engine.interface.token_sides import TokenSide
 from engine.scheduling.plan import Int32, Searches, StepPlan
 
-# Most differences that are uploaded at a time.
+# Maximum number of differences that are uploaded at a time.
 _FEW = 4096
-# The numbers of a row: its token where the host knows it; else the sampled row that its token is in, -1 for none; its
-# position; how many tokens its context has; how far both go on in a step, 0 for padding; its encoder input's length.
-# Those of its token's sides follow.
+# The numbers of a row: its token if the host knows it; else the sampled row that has its token, -1 for none; its
+# position; the tokens of its context; how far both advance in a step, 0 for padding; its encoder input's length. The
+# numbers of its token's sides follow.
 _TOKEN, _SOURCE, _POSITION, _CONTEXT, _ADVANCE, _MEMORY, _SIDES = range(7)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """The inputs of the N rows of a step, padding included: at the same addresses in every step of N rows.
+    """The inputs of a step's N rows, including padding: at the same addresses in every step of N rows.
 
     Attributes:
-        tokens: [N] int32 ids, where the host knows them.
-        sources: [N] int32 in which sampled row of the step before the token is else; -1 for none.
+        tokens: [N] int32 ids, if the host knows them.
+        sources: [N] int32 the sampled row of the previous step that has the token, otherwise; -1 for none.
         positions, contexts: [N] int32.
-        moving: [N] int32, 1 for rows that go on, 0 for padding.
+        moving: [N] int32, 1 for rows that advance, 0 for padding.
         tables: [N, max blocks] int32.
-        sides: [N] or [N, width] int32, those that the model reads.
+        sides: [N] or [N, width] int32, the sides that the model reads.
         memory_lens: [N] int32 tokens of encoder inputs.
-        memories: [N, max encoder blocks] int32 their pages.
+        memories: [N, max encoder blocks] int32 pages of encoder inputs.
     """
 
     tokens: Tensor
@@ -55,23 +54,23 @@ class DecodeInputs:
     memories: Tensor
 
     def advance(self) -> None:
-        """The end of a step: positions and contexts go on."""
+        """End the step: positions and contexts advance."""
         self.positions.add_(self.moving)
         self.contexts.add_(self.moving)
 
 
 class _Mirrored:
-    """A part of the device's array, as the host expects it there, and as the plan wants it."""
+    """A part of the device's array, as the host expects it there and as the plan wants it."""
 
     def __init__(self, rows: int, columns: int):
         self.expected = np.zeros((rows, columns), dtype=np.int32)
         self.wanted = self.expected.copy()
-        self.first = 0  # where the part begins in the whole
-        self.used = 0  # columns that may hold something else than padding
+        self.first = 0  # where the part begins in the whole array
+        self.used = 0  # columns that may hold something other than padding
 
     def differences(self, rows: slice, columns: int) -> tuple[Int32, Int32]:
-        """The places in the whole where `wanted` and `expected` differ, and the wanted values; `expected` gets
-        these."""
+        """The positions in the whole array at which `wanted` and `expected` differ, and the wanted values, which are
+        copied to `expected`."""
         wanted, expected = self.wanted[rows, :columns], self.expected[rows, :columns]
         row, column = np.divmod(np.flatnonzero(wanted != expected), max(columns, 1))
         values = wanted[row, column]
@@ -82,15 +81,15 @@ class _Mirrored:
 class DecodeState:
     """The state of up to `max_rows` decoding rows.
 
-    Rows past those of a plan are padding: token 0 at position 0 of block 0, the page that belongs to no sequence.
+    Rows after those of a plan are padding: token 0 at position 0 of block 0, the page that belongs to no sequence.
 
     Args:
-        max_rows: most rows of a step, padding included.
-        max_blocks, max_memory_blocks: most pages of a row's own tokens, and of its encoder input.
-        sides: those of tokens that the model reads.
+        max_rows: maximum rows of a step, including padding.
+        max_blocks, max_memory_blocks: maximum pages of a row's own tokens, and of its encoder input.
+        sides: the sides of tokens that the model reads.
 
     Attributes:
-        num_uploaded: numbers sent to the device so far.
+        num_uploaded: how many numbers were sent to the device so far.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class DecodeState:
         self.reset()
 
     def reset(self) -> None:
-        """Padding alone, whatever the device holds: a step that failed may have left it otherwise than it is known."""
+        """Reset the state to padding, whatever the device holds: a failed step may have left it in an unknown state."""
         parts = (self._fixed, self._tables, self._memories)
         for part in parts:
             for numbers in (part.expected, part.wanted):
@@ -130,7 +129,7 @@ class DecodeState:
         return self._sender.count
 
     def inputs(self, rows: int) -> DecodeInputs:
-        """The inputs of a step of so many rows, padding included."""
+        """The inputs of a step with this many rows, including padding."""
         fixed, tables, memories = (
             self._state[part.first : part.first + part.wanted.size].view(part.wanted.shape)
             for part in (self._fixed, self._tables, self._memories)
@@ -148,7 +147,7 @@ class DecodeState:
         )
 
     def load(self, plan: StepPlan) -> None:
-        """Bring the device's state to what a plan of R <= max_rows rows of one token asks for."""
+        """Bring the device's state to what a plan of R <= max_rows one-token rows needs."""
         count, fixed, known = plan.num_rows, self._fixed.wanted, self._fixed.expected
         if plan.sources is None:
             fixed[_TOKEN, :count], fixed[_SOURCE, :count] = plan.token_ids, -1
@@ -173,12 +172,12 @@ class DecodeState:
 
     @property
     def tables(self) -> Tensor:
-        """[max_rows, max_blocks] int32 the pages of all rows, padding included."""
+        """The pages [max_rows, max_blocks] int32 of all rows, including padding."""
         size = self._tables.wanted.size
         return self._state[self._tables.first : self._tables.first + size].view(self._tables.wanted.shape)
 
     def exchanged(self, searches: Searches) -> None:
-        """The device puts the loaded tables of these searches' rows into an order that is not known here: where they
+        """The device reorders the loaded tables of these searches' rows in a way that is not known here: where they
         differ, and where the rows write, the next plan sends what it wants."""
         rows, widths, columns = (part.tolist() for part in (searches.rows, searches.widths, searches.columns))
         for row, width, column in zip(rows, widths, columns, strict=True):
@@ -188,13 +187,13 @@ class DecodeState:
             expected[:, differs] = -1
 
     def advanced(self) -> None:
-        """A step has been started that ends with `DecodeInputs.advance`: the mirror follows."""
+        """A step that ends with `DecodeInputs.advance` has been started: update the mirror."""
         numbers = self._fixed.expected[:, : self._num_rows]
         numbers[_POSITION] += numbers[_ADVANCE]
         numbers[_CONTEXT] += numbers[_ADVANCE]
 
     def _pad(self, numbers: Int32) -> None:
-        """Padding in some columns of the fixed numbers."""
+        """Fill some columns of the fixed numbers with padding."""
         numbers.fill(0)
         numbers[_SOURCE], numbers[_CONTEXT] = -1, 1
         for side, place in self._sides:
@@ -212,10 +211,10 @@ class DecodeState:
 
 
 class _Sender:
-    """Writes single numbers into an array on the device, without waiting for it.
+    """Writes single numbers to an array on the device, without waiting for it.
 
     Attributes:
-        count: numbers sent so far.
+        count: how many numbers were sent so far.
     """
 
     def __init__(self, target: Tensor):

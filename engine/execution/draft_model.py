@@ -120,6 +120,7 @@ class DraftModel:
         self._hasher = PageHasher()
         self._shadows: dict[Sequence, _Shadow] = {}
         self._pool = BlockPool(1)
+        self._sees_alike = False  # it reads the large model's images
         self._failed = False
 
     @property
@@ -152,6 +153,7 @@ class DraftModel:
             model.kv_shapes(), info.num_blocks, self._config.block_size, dtype, model.device, old.key_centres
         )
         self._pool = BlockPool(info.num_blocks)
+        self._sees_alike = info.vision is not None and info.vision == own.vision
         logger.info("Draft model: %s, with %d pages of its own", own.model, info.num_blocks)
 
     def check_tokens(self, info: EngineInfo, text: Callable[[int], str], own_text: Callable[[int], str]) -> None:
@@ -283,7 +285,8 @@ class DraftModel:
         if found is not None:
             return found
         plain = replace(request.decoding, logprobs=None, prompt_logprobs=None, logprob_token_ids=())
-        request = replace(request, adapter=None, sides={}, decoding=plain)
+        images = request.images if self._sees_alike else ()
+        request = replace(request, adapter=None, sides={}, decoding=plain, images=images)
         sides = self._executor.facts.needs.sides_of(request)
         group = SequenceGroup(request, 0, sequence_root(request, self._hasher, None, sides), sides=sides)
         group.started = True

@@ -1,5 +1,5 @@
-"""The interface of the code that computes steps: it takes plans, gives answers, and is all that the engine knows of
-a device."""
+"""The interface of the code that computes steps: it takes plans and returns answers, and is all that the engine knows
+about a device."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class ModelFacts:
     """The facts that the engine needs about the model that an executor has loaded.
 
     Attributes:
-        info: what can be said of it without a scheduler and the model's decoding defaults.
-        needs: of its sequences.
-        costs: what query-key pairs and logits cost.
+        info: facts that do not depend on a scheduler or the model's decoding defaults.
+        needs: the memory needs of its sequences.
+        costs: the costs of query-key pairs and logits.
         measured: small steps, each with the seconds that it took.
         weights: bytes of its parameters.
-        num_states: state slots; 0 if no layer has a state.
+        num_states: number of state slots; 0 if no layer has a state.
     """
 
     info: EngineInfo
@@ -44,32 +44,32 @@ class Executor(Protocol):
     """Computes steps, in the order in which they are launched.
 
     Attributes:
-        facts: of its model.
+        facts: the facts about its model.
     """
 
     facts: ModelFacts
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Begin to compute a step. Raises what goes wrong at once; the answer raises what goes wrong later."""
+        """Start computing a step. Raises errors that occur at once; the answer raises later ones."""
 
     def copy_pages(self, copies: Int32) -> None:
         """Copy pages [C, 2] (source, destination), without a step."""
 
     def load_adapter(self, name: str, source: Adapter | str, slot: int) -> AdapterInfo:
-        """Put an adapter, or the one in a folder or file, into an empty slot.
+        """Load an adapter, or the one in a folder or file, into an empty slot.
 
         Raises:
-            AdapterError: it does not fit the model; nothing was changed.
+            AdapterError: the adapter does not fit the model; nothing was changed.
         """
 
     def unload_adapter(self, slot: int) -> None:
-        """Empty a slot. No later step has rows with its adapter."""
+        """Empty a slot. No later step may have rows with its adapter."""
 
     def trial(self) -> None:
-        """Compute a step of one token, which belongs to no request; raises what goes wrong."""
+        """Compute a step of one token, which belongs to no request; raises its errors."""
 
     def release(self) -> None:
-        """Give back device memory that is kept for later steps."""
+        """Return device memory that is kept for later steps."""
 
     def close(self) -> None:
         """Free the model and the pages."""

@@ -1,4 +1,5 @@
-"""The GPU that serves, among those that torch sees, in words: which it is, and what of it others have."""
+"""The GPU that serves, among those that torch sees, in words: which one it is, and how much of it other processes
+use."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from engine.execution.memory import device_memory, gib
 from engine.host import gpus, nvidia_smi
 from engine.host.nvidia_smi import NoAnswerError
 
-_OURS = 2**30  # bytes: what CUDA itself may take for this process before anything is loaded
-_NAMED = 4  # most processes that are named
+_OURS = 2**30  # bytes that CUDA itself may take for this process before anything is loaded
+_NAMED = 4  # maximum number of named processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,9 +21,9 @@ class GpuFacts:
     """The GPU that serves.
 
     Attributes:
-        chosen: which it is, of how many.
-        warnings: what is wrong with it, and what to do about it.
-        no_kernels: why it computes by torch alone, and what to do about it; nothing if it has kernels of ours.
+        chosen: which one it is, of how many.
+        warnings: problems with it, and what to do about them.
+        no_kernels: why it computes only with torch, and what to do about it; empty if it has Octavo's kernels.
     """
 
     chosen: str
@@ -31,7 +32,7 @@ class GpuFacts:
 
 
 def look_at(device: torch.device, utilization: float) -> GpuFacts:
-    """The facts about a GPU before anything is loaded to it.
+    """The facts about a GPU before anything is loaded onto it.
 
     Args:
         utilization: share of its memory that may be used.
@@ -60,7 +61,8 @@ def _held_by_others(device: torch.device, utilization: float) -> tuple[str, str]
 
 
 def holders(device: torch.device) -> str:
-    """The processes that have most of a GPU's memory, in brackets; "" if that cannot be told, as in many containers."""
+    """The processes that use most of a GPU's memory, in brackets; "" if that cannot be determined, as in many
+    containers."""
     if not torch.cuda.is_available():
         return ""
     try:
@@ -72,7 +74,7 @@ def holders(device: torch.device) -> str:
 
 
 def another_gpu(device: torch.device) -> str:
-    """Another GPU, with the most memory free of those that torch sees, as a setting."""
+    """Another GPU as a setting: the one with the most free memory of those that torch sees."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 1:
         return "another GPU"

@@ -1,4 +1,4 @@
-"""Logits and sampling of decoding steps as CUDA graphs, for steps in which each row wants one token and no more."""
+"""Logits and sampling of decoding steps as CUDA graphs, for steps in which each row needs just one token."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from engine.scheduling.plan import Int32, SamplingBatch
 class SamplingGraphs:
     """The graphs of the work after the hidden states of a recorded step.
 
-    Random numbers are made on the device, of positions that it counts itself: a steady step sends nothing.
+    The device makes random numbers from positions that it counts itself, so a steady step sends nothing.
 
     Args:
-        logits: of hidden states.
-        hidden: [most rows, features] where a recorded step leaves them.
-        sampled: [most rows] int32 where the next step looks for its tokens.
+        logits: computes logits from hidden states.
+        hidden: [maximum rows, features] memory in which a recorded step leaves them.
+        sampled: [maximum rows] int32 memory in which the next step looks for its tokens.
 
     Attributes:
-        num_replayed: steps that were sampled as a graph.
-        num_sent: those for which the device had to be told something.
+        num_replayed: number of steps that were sampled as a graph.
+        num_sent: number of these steps that sent something to the device.
     """
 
     def __init__(self, logits: Callable[[Tensor, RowForm], Tensor], hidden: Tensor, sampled: Tensor, vocabulary: int):
@@ -35,24 +35,24 @@ class SamplingGraphs:
         self._sampler = CapturedSampler(len(hidden), vocabulary, hidden.device)
         self._graphs: dict[int, Callable[[], None]] = {}
         self._sent: SamplingBatch | None = None
-        self._expected: Int32 = np.zeros(0, dtype=np.int32)  # the positions that the device has counted to
+        self._expected: Int32 = np.zeros(0, dtype=np.int32)  # the positions that the device has reached
         self.num_replayed = self.num_sent = 0
 
     @torch.inference_mode()
     def capture(self, size: int, record: FormRecorder) -> None:
-        """Record the sampling of so many rows."""
+        """Record the sampling of this many rows."""
         self._graphs[size] = record(lambda form: self._step(size, form))
 
     def logits(self, size: int, form: RowForm) -> Tensor:
-        """The logits of the first rows' hidden states, as they lie there now."""
+        """The logits of the first rows' current hidden states."""
         return self._logits(self._hidden[:size], form)
 
     def serves(self, batch: SamplingBatch) -> bool:
-        """Nothing is wanted but one token a row."""
+        """Whether each row needs just one token."""
         return self._sampler.serves(batch)
 
     def run(self, batch: SamplingBatch, size: int) -> LateResult:
-        """Sample a batch that this serves, of the first of `size` rows."""
+        """Sample a batch that this serves, as the first of `size` rows."""
         if not self._follows(batch):
             self._sampler.forget()
             self._sent, self._expected = batch, batch.table["position"]
@@ -64,16 +64,17 @@ class SamplingGraphs:
         return self._sampler.fetch(len(batch.rows))
 
     def reset(self) -> None:
-        """Forget what the device was told."""
+        """Forget what the device has been sent."""
         self._sent = None
         self._sampler.forget()
 
     def _follows(self, batch: SamplingBatch) -> bool:
-        """The device has what this batch wants: it was sent, and the device has counted to its positions since."""
+        """Whether the device has what this batch needs: it was sent, and the device has counted to its positions
+        since."""
         if self._sent is None or self._sent.version != batch.version:
             return False
         table = batch.table
-        # Where no row draws, nothing counts.
+        # If no row draws, nothing is counted.
         return np.array_equal(table["position"], self._expected) or not (table["temperature"] > 0).any()
 
     def _step(self, size: int, form: RowForm) -> None:

@@ -1,8 +1,8 @@
 """The number of rows that a matrix product needs so that a row's result does not depend on the others.
 
-Libraries choose another kernel, with another order of summation, for few rows. Above a backend's
-threshold every row comes out the same to the bit, whatever else is in the batch; below it the runner
-pads. The threshold is measured at start, on the model's own shapes. Our own kernels have none.
+For few rows, libraries choose another kernel with another order of summation. Above a backend's threshold, every row
+has the same bits whatever else is in the batch; below it, the runner pads. The threshold is measured at start, with the
+model's shapes. Octavo's own kernels have none.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ _TRIED = (*range(1, MOST_ROWS + 1), 48, 64, 100)
 _LARGE = 2**26
 _WIDE, _MOST_REPEATS = 1024, 16
 
-# Thresholds by what a library chooses its kernel by, so that a process measures each once.
+# Thresholds by the values from which a library chooses its kernel, so that a process measures each once.
 _measured: dict[tuple[object, ...], int] = {}
 
 
 def min_invariant_rows(model: nn.Module) -> int:
-    """Fewest rows from which on all products with the model's matrices are invariant.
+    """The smallest number of rows from which on all products with the model's matrices are invariant.
 
-    Returns 1, and says so in the log, where that cannot be promised (GPUs, or no such number up to
-    MOST_ROWS).
+    Returns 1, and logs it, if that cannot be promised (for GPUs, or if there is no such number up to MOST_ROWS).
     """
     threads = torch.get_num_threads()
     thresholds = [1]
@@ -58,23 +57,23 @@ def min_invariant_rows(model: nn.Module) -> int:
             "On this CPU, the last bits of an answer's log-probabilities may depend on other requests in the batch."
         )
         return 1
-    logger.debug("matrix products are invariant from %d rows on", rows)
+    logger.debug("matrix products are independent of the batch from %d rows on", rows)
     return rows
 
 
 def _is_invariant(module: Linear | ExpertMatrices) -> bool:
-    """Its kernels promise what is measured for others."""
+    """Whether its kernels promise what is measured for others."""
     packed = module.packed if isinstance(module.packed, list) else [module.packed]
     return all(product is not None and product.invariant for product in packed)
 
 
 @torch.inference_mode()
 def _threshold(product: Callable[[Tensor], Tensor], inputs: int, outputs: int, dtype: torch.dtype) -> int:
-    """Fewest rows from which on a product is invariant; MOST_ROWS + 1 if there is no such number.
+    """The smallest number of rows from which on a product is invariant; MOST_ROWS + 1 if there is none.
 
-    Kernels often differ in few of the rows only, so each count is tried on many: on most where there
-    are few, which is where kernels change, and on fewer where a product is so large that it takes long. Narrow
-    products, such as those of routers, are quick and show a difference in fewer rows, so they are tried on more.
+    Kernels often differ in only a few rows, so each count is tried on many: on most for small counts, where kernels
+    change, and on fewer if a product is so large that it takes long. Narrow products, such as those of routers, are
+    quick and show a difference in fewer rows, so they are tried on more rows.
     """
     generator = torch.Generator().manual_seed(0)
     repeats = min(max(_WIDE // outputs, 1), _MOST_REPEATS)

@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 DEFAULT_CPU_SHARE = 0.25
 DEFAULT_CPU_LIMIT = 4 * 2**30
-# Where tensors begin in a memory that they share.
+# The alignment of tensors in a shared memory.
 _ALIGNED = 256
 
 
 class KVCache:
-    """K and V of every layer, [num_blocks + 1, block_size, kv_heads, head_dim] each, or one tensor that is both; of
+    """K and V of every layer, [num_blocks + 1, block_size, kv_heads, head_dim] each, or one tensor that is both; for
     int8 and fp8 also their scales, [num_blocks + 1, block_size, kv_heads].
 
-    Block 0 belongs to no sequence: tables are padded with it, and what it holds stays zero.
+    Block 0 belongs to no sequence: tables are padded with it, and its content stays zero.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class KVCache:
     ):
         """Allocate num_blocks pages and block 0 in a format of `engine.backends.attention.formats`.
 
-        `key_centres`, for int8 and fp8 only: what is subtracted from each layer's keys (`Paged.key_centre`), None
-        where nothing is.
+        `key_centres`, for int8 and fp8 only: what is subtracted from each layer's keys (`Paged.key_centre`), None if
+        nothing is.
 
         Raises:
-            ConfigError: the memory for them is not there.
+            ConfigError: there is not enough memory for them.
         """
         self.block_size = block_size
-        self.states: StateCache | None = None  # beside the pages, of models whose layers have some
+        self.states: StateCache | None = None  # beside the pages, if the model's layers have states
         self._paged: list[Paged] = []
         self._copier: PageCopier | None = None
         self._gpu_copier: gpu_copies.PageCopier | None = None
@@ -75,7 +75,7 @@ class KVCache:
     def _allocate(
         self, shapes: Sequence[PageShape], pages: tuple[int, int], dtype: torch.dtype, device: torch.device
     ) -> list[tuple[Tensor, ...]]:
-        """(keys, values) of each layer, or what is both; then their scales, where they have any."""
+        """(keys, values) of each layer, or one tensor that is both; then their scales, if they have any."""
         kinds = [dtype, *([SCALE] if dtype in LARGEST else [])]
         wanted = [
             (kind, (*pages, shape.kv_heads, shape.head_dim)[: 4 if kind is dtype else 3])
@@ -86,7 +86,7 @@ class KVCache:
         if serves(device) and shapes:
             tensors = self._allocate_together(wanted, device)
         elif device.type == "cpu":
-            # Zeros, not garbage: the system hands out such memory untouched until it is written.
+            # Zeros, not garbage: the operating system provides such memory only when it is written.
             tensors = [memory.zeros(*shape, dtype=kind) for kind, shape in wanted]
         else:
             tensors = [torch.zeros(shape, dtype=kind, device=device) for kind, shape in wanted]
@@ -112,7 +112,7 @@ class KVCache:
         return tensors
 
     def warm(self) -> None:
-        """Compile what copies pages, where it is compiled: no request should wait for that."""
+        """Compile the kernels that copy pages, if there are any, so that no request waits for that."""
         if self._gpu_copier is not None:
             self._gpu_copier.copy(torch.zeros((1, 2), dtype=torch.int32, device=self.layers[0][0].device))
 
@@ -136,20 +136,20 @@ class KVCache:
                 pages[target] = pages[source]
 
     def copy_found_pages(self, copies: Tensor) -> None:
-        """Copy pages [C, 2] int32 (source, target) that a GPU has found itself; of two equal numbers nothing. No page
-        is the target of one copy and the source of another."""
+        """Copy pages [C, 2] int32 (source, target) that a GPU has found itself; a pair of equal numbers copies nothing.
+        No page is the target of one copy and the source of another."""
         assert self._gpu_copier is not None
         self._gpu_copier.copy(copies)
 
     def clear_scratch(self, blocks: int = 1) -> None:
-        """Make block 0 zero again after it was written, or the first blocks (`engine.execution.warmup`)."""
+        """Make block 0, or the first blocks, zero again after they were written (`engine.execution.warmup`)."""
         for layer in self.layers:
             for tensor in layer:
                 tensor[:blocks].zero_()
 
     def forget(self) -> None:
-        """Make all pages zero again, on a CPU as if none had ever been written: until then each tensor of a layer has
-        the 2 MiB of its first pages."""
+        """Make all pages zero again, on a CPU as if none had ever been written: until then, each tensor of a layer
+        holds the 2 MiB of its first pages."""
         for layer in self.layers:
             for tensor in layer:
                 if tensor.device.type == "cpu":
@@ -158,7 +158,7 @@ class KVCache:
                     tensor.zero_()
 
     def paged(self, block_tables: Tensor) -> list[Paged]:
-        """Each layer's pages under one set of block tables; the same objects again for the same tensor."""
+        """Each layer's pages under one set of block tables; returns the same objects again for the same tensor."""
         if not self._paged or self._paged[0].block_tables is not block_tables:
             self._paged = self.views(block_tables)
         return self._paged
@@ -175,12 +175,12 @@ class KVCache:
 
 
 def choose_cache_dtype(setting: str, dtype: torch.dtype) -> torch.dtype:
-    """The pages' format; auto takes the model's."""
+    """The pages' format; auto takes the model's format."""
     return dtype if setting == "auto" else format_named(setting)
 
 
 def page_bytes(shapes: Sequence[PageShape], block_size: int, dtype: torch.dtype) -> int:
-    """Bytes one page takes over all layers, K and V together, scales included."""
+    """Bytes that one page takes over all layers, K and V together, including scales."""
     return block_size * sum(each.vectors * each.kv_heads * vector_bytes(each.head_dim, dtype) for each in shapes)
 
 
@@ -197,14 +197,14 @@ def count_blocks(
     beside: int = 0,
     states: int = 0,
 ) -> int:
-    """How many pages to make: what memory allows, and never more than max_num_seqs sequences of
-    max_model_len tokens, each with an encoder's input of max_encoder_len, can use. `dtype` is the pages' format;
-    `reserved` bytes of the memory that is free now are for other things; `available` are for pages, if that was
-    measured (`engine.execution.profiling`); `states` of the memory for pages are for state slots; `beside` bytes are
+    """The number of pages to allocate: what memory allows, and at most what max_num_seqs sequences of max_model_len
+    tokens, each with an encoder's input of max_encoder_len, can use. `dtype` is the pages' format; `reserved` bytes of
+    the memory that is free now are for other things; `available` are for pages, if that was measured
+    (`engine.execution.profiling`); `states` of the memory for pages are for state slots; `beside` bytes are
     another model's for each page.
 
     Raises:
-        ConfigError: not one page fits.
+        ConfigError: there is no room for a single page.
     """
     size = page_bytes(shapes, config.block_size, dtype) + beside
     useful = config.most_seqs * sum(math.ceil(n / config.block_size) for n in (max_model_len, max_encoder_len or 0))
@@ -226,7 +226,7 @@ def count_blocks(
 def cache_memory(
     config: EngineConfig, device: torch.device, *, reserved: int = 0, available: int | None = None
 ) -> tuple[int, str]:
-    """Bytes for pages and state slots, and the setting that would raise them; arguments as of `count_blocks`."""
+    """Bytes for pages and state slots, and the setting that would raise them; arguments as for `count_blocks`."""
     if config.kv_cache_memory is not None:
         return parse_bytes(config.kv_cache_memory, "kv_cache_memory"), "--kv-cache-memory"
     if available is not None:
@@ -239,7 +239,8 @@ def cache_memory(
 
 
 def _within_memory(blocks: int, size: int, setting: str, device: torch.device, reserved: int) -> int:
-    """The number of pages, if a CPU's memory holds them: the system would hand out more, and kill the process."""
+    """The number of pages, if a CPU's memory holds them: the operating system would hand out more, and kill the
+    process."""
     free = max(available_memory() - reserved, 0) if device.type == "cpu" else math.inf
     if blocks * size > free:
         raise ConfigError(

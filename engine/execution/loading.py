@@ -1,4 +1,4 @@
-"""Checks of a load besides the checkpoint itself: memory, readable files, and the lengths of inputs."""
+"""Checks of a load besides the checkpoint itself: memory, readable files, and lengths of inputs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from engine.model.weight_files import Checkpoint
 logger = logging.getLogger("octavo.engine")
 
 LOADING = 128 << 20
-"""Memory that a CPU's processes take besides the weights, from the moment when these are about to be read until the
-service is ready: the steps that are measured, and tokenizers."""
+"""Memory that processes on a CPU take besides the weights, from just before they are read until the service is ready:
+for measured steps and tokenizers."""
 
 
 def check_weights_fit(
@@ -40,15 +40,15 @@ def check_weights_fit(
 ) -> None:
     """Refuse weights that exceed the free memory, before they are read.
 
-    A CPU's system hands out memory that it does not have, and kills the process that uses it. Where a control group
-    limits the memory, its limit counts (`engine.host.cgroups`).
+    A CPU's operating system hands out memory that it does not have, and kills the process that uses it. If a control
+    group limits the memory, its limit counts (`engine.host.cgroups`).
 
     Args:
         scheme: how quantised weights are stored.
         utilization: share of a GPU's memory that may be used.
 
     Raises:
-        ModelLoadError: they take more than there is.
+        ModelLoadError: the weights take more than there is.
     """
     memory = device_memory(device)
     with Checkpoint(path, scheme) as checkpoint:
@@ -83,7 +83,7 @@ def check_weights_fit(
 def _share(
     quantization: Wanted | None, checkpoint: Checkpoint, name: str, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Bytes of 2^20 numbers of a tensor; embeddings take more than what matrices become: this is the least."""
+    """Bytes per 2^20 numbers of a tensor. This is a lower bound: embeddings take more than what matrices become."""
     kind: Held | None
     if quantization == "stored":
         stored = checkpoint.own_kind(name) if device.type == "cpu" else checkpoint.kind(name)
@@ -102,7 +102,7 @@ def _instead(
     device: torch.device,
     quantization: Wanted | None,
 ) -> str:
-    """Advice about weights of so many bytes that a GPU has no memory for."""
+    """Advice if a GPU has too little memory for weights of this many bytes."""
     others = "a smaller model"
     if quantization is None:
         others += ", a 16-bit --dtype" * (dtype.itemsize > 2) + ", smaller weights (--quantization int8 or int4)"
@@ -116,7 +116,7 @@ def _instead(
 
 
 def check_positions_fit(spec: ModelSpec, max_model_len: int) -> None:
-    """Refuse a context whose tables of positions exceed the free memory; they are made on the CPU.
+    """Refuse a context whose position tables exceed the free memory; they are made on the CPU.
 
     Raises:
         ModelLoadError: names --max-model-len.
@@ -135,15 +135,16 @@ def check_positions_fit(spec: ModelSpec, max_model_len: int) -> None:
 def find_quantization(
     config: EngineConfig, path: Path, device: torch.device, scheme: Scheme | None = None
 ) -> Wanted | None:
-    """The format that matrices become. A CPU with our own kernels serves quantised weights as they are stored.
+    """The format that matrices are converted to. A CPU with Octavo's own kernels serves quantised weights in their
+    stored format.
 
     Args:
-        path: of the checkpoint.
-        scheme: how the checkpoint stores quantised weights, which may say what they are to be; where a GPU has no
-            kernels for that they are plain there.
+        path: the checkpoint's path.
+        scheme: how the checkpoint stores quantised weights, which may name a format for serving; on a GPU without
+            kernels for that, they become plain.
 
     Raises:
-        ConfigError: they cannot on this device.
+        ConfigError: this device does not support the format.
     """
     if config.quantization == "none":
         return None
@@ -170,10 +171,10 @@ def find_quantization(
 
 @contextmanager
 def explained(model: str) -> Iterator[None]:
-    """Turn memory that is not there, and files that may not be read, into errors that say what to do.
+    """Turn missing memory and unreadable files into errors that say what to do.
 
     Raises:
-        ModelLoadError: instead of MemoryError, PermissionError, and what torch raises for want of memory.
+        ModelLoadError: instead of MemoryError, PermissionError, and torch's errors for missing memory.
     """
     try:
         yield
@@ -192,10 +193,10 @@ def explained(model: str) -> Iterator[None]:
 
 
 def find_max_model_len(config: EngineConfig, hf_config: Any, spec: ModelSpec, own: int | None = None) -> int:
-    """The longest prompt plus answer, in tokens: as set, else what the model was made for.
+    """The maximum length of prompt plus answer, in tokens: as set, else what the model was made for.
 
     Args:
-        own: the longest input by the model's own settings for embeddings, below what it has positions for.
+        own: the longest input according to the model's own settings for embeddings, below its number of positions.
 
     Raises:
         ConfigError: neither is known.
@@ -221,11 +222,11 @@ def find_max_model_len(config: EngineConfig, hf_config: Any, spec: ModelSpec, ow
 
 
 def find_max_encoder_len(config: EngineConfig, spec: ModelSpec, max_model_len: int) -> int:
-    """The longest input of an encoder beside a decoder, in tokens: as `find_max_model_len` says, but where the encoder
-    has positions for more, as many as it has, or as are set.
+    """The longest input of an encoder beside a decoder, in tokens: like `find_max_model_len`, but if the encoder has
+    more positions, as many as it has or as are set.
 
     Args:
-        max_model_len: what `find_max_model_len` says.
+        max_model_len: the result of `find_max_model_len`.
     """
     own = spec.max_encoder_positions
     if own is None:

@@ -1,4 +1,4 @@
-"""Hidden states of a step, and the logits of some of them."""
+"""A step's hidden states, and the logits of some of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Logits:
 
 
 def hidden_of(hidden: Tensor, rows: Int32, num_tokens: int) -> Tensor:
-    """The hidden states of some of a step's tokens, in their order; no copy if these are all tokens."""
+    """The hidden states of some of a step's tokens, in order; not a copy if these are all tokens."""
     if len(rows) < num_tokens:
         return hidden[gpu.upload(rows, hidden.device).long()]
     return hidden if hidden.shape[0] == num_tokens else hidden[:num_tokens]

@@ -1,4 +1,4 @@
-"""The memory that is left for this process, and the signs of its absence."""
+"""The memory that is left for this process, and the signs that it has run out."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ _NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "cublas_s
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Memory was not there, of the host or of a GPU."""
+    """Whether the error says that the host or a GPU is out of memory."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _NO_MEMORY)
 
 
 class DeviceMemory(Protocol):
-    """The memory of a GPU, by the GPU and by torch, in bytes."""
+    """The memory of a GPU, according to the GPU and to torch, in bytes."""
 
     def total(self) -> int:
-        """All there is."""
+        """The total memory."""
 
     def free(self) -> int:
         """The bytes that no process has."""
@@ -29,10 +29,10 @@ class DeviceMemory(Protocol):
         """The bytes of this process's tensors."""
 
     def peak(self) -> int:
-        """The most that was `allocated` since `reset`."""
+        """The maximum of `allocated` since `reset`."""
 
     def reset(self) -> None:
-        """Give back what no tensor needs, and begin `peak` anew."""
+        """Return what no tensor needs, and start `peak` again."""
 
 
 class CudaMemory:
@@ -66,5 +66,5 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
 
 
 def gib(size: float) -> str:
-    """Bytes for people, such as 1.25 GiB."""
+    """Bytes in readable form, such as 1.25 GiB."""
     return f"{size / 2**30:.2f} GiB" if abs(size) >= 2**28 else f"{size / 2**20:.1f} MiB"

@@ -1,7 +1,7 @@
 """Model kinds: how the models of each kind compute a plan.
 
 A runner has one kind. The kind turns a plan into the `Inputs` of a stack, says what a sequence needs in memory, and
-pools hidden states. All else in a step is the same for all models, and is the runner's.
+pools hidden states. Everything else in a step is the same for all models, and belongs to the runner.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from engine.scheduling.needs import SequenceNeeds, adapters_of
 from engine.scheduling.plan import EncoderBatch, PooledRow, PoolingRow, StepPlan
 
 Search = Callable[[Tensor], None]
-"""Puts block tables on the device into the order of beams that the host does not know (`BeamsOnDevice`)."""
+"""Reorders block tables on the device for beams that the host does not know (`BeamsOnDevice`)."""
 
 
 class Recorded(Protocol):
@@ -51,8 +51,8 @@ class Computed:
     """A plan after its forward pass.
 
     Attributes:
-        hidden: [at least T, features]; None if rows have no common width, which nothing then reads.
-        pool: what the plan's `pooling` asks for.
+        hidden: [at least T, features]; None if rows have no common width, in which case nothing reads them.
+        pool: results of the plan's `pooling`.
     """
 
     hidden: Tensor | None
@@ -60,10 +60,10 @@ class Computed:
 
 
 class StepBuffers:
-    """Device memory that the arrays of plans go to.
+    """Device memory for a plan's arrays.
 
     Args:
-        size: tokens of most steps.
+        size: number of tokens of a typical step.
         sampled: [S] tokens of the last step that sampled.
     """
 
@@ -75,7 +75,7 @@ class StepBuffers:
         self._sampled = sampled
 
     def tokens(self, plan: StepPlan, padded: int) -> Tensor:
-        """[padded] token ids; those that the host does not know are taken from what was sampled last."""
+        """[padded] token ids; ids that the host does not know are taken from the last sampled tokens."""
         tokens = self.token_ids.fill(plan.token_ids, padded)
         if plan.sources is not None:
             sources = self.sources.fill(plan.sources)
@@ -88,14 +88,14 @@ class ModelKind(ABC):
     """The models of one kind.
 
     Args:
-        pooler: of its hidden states.
-        min_rows: fewest rows of a matrix product (`engine.execution.invariance`).
+        pooler: pools its hidden states.
+        min_rows: minimum rows of a matrix product (`engine.execution.invariance`).
     """
 
     def __init__(self, model: Transformer, buffers: StepBuffers, pooler: Pooler, min_rows: int):
         self.model, self.buffers, self.pooler, self.min_rows = model, buffers, pooler, min_rows
-        self._own_heads: dict[int, Pooler] = {}  # by the slot of the adapter that brings one
-        self._finds_slots = gpu.serves(model.device)  # kernels do, from tables and positions
+        self._own_heads: dict[int, Pooler] = {}  # by the slot of the adapter that has one
+        self._finds_slots = gpu.serves(model.device)  # kernels compute them from tables and positions
 
     @property
     @abstractmethod
@@ -112,12 +112,12 @@ class ModelKind(ABC):
         return hidden
 
     def compute(self, plan: StepPlan, cache: KVCache, recorded: Recorded | None, search: Search | None) -> Computed:
-        """The forward pass; `recorded` serves the plan."""
+        """The forward pass; `recorded` is a recording that serves the plan."""
         hidden = self.run(plan, cache, search) if recorded is None else recorded.run(plan, search)
         return Computed(hidden, partial(self._pooled, hidden, plan))
 
     def use_head(self, slot: int, head: nn.Module | None) -> None:
-        """Pool with an adapter's own head from now on, or no longer."""
+        """From now on, pool with an adapter's own head, or without it again."""
         self._own_heads.pop(slot, None)
         if head is not None:
             self._own_heads[slot] = self.pooler.with_head(Logits(self.model, self.min_rows, head))
@@ -138,7 +138,7 @@ class ModelKind(ABC):
 
 
 class Encoder(ModelKind):
-    """Models that read whole inputs, and leave nothing in pages."""
+    """Models that read whole inputs, and store nothing in pages."""
 
     @property
     def needs(self) -> SequenceNeeds:
@@ -158,7 +158,7 @@ class Encoder(ModelKind):
 
 
 class Decoder(ModelKind):
-    """Models that go on from their own tokens, whose keys and values lie in pages.
+    """Models that continue their own tokens, whose keys and values are stored in pages.
 
     Attributes:
         images: makes vectors of images among the tokens; None: the model reads none.
@@ -206,14 +206,14 @@ class Decoder(ModelKind):
         self.images = ImageVectors(self.model, info, self.min_rows)
 
     def cross(self, plan: StepPlan, query_lens: list[int]) -> CrossPages | None:
-        """The places where the plan's rows find what an encoder left."""
+        """Where the plan's rows find an encoder's output."""
         return None
 
 
 class EncoderDecoder(Decoder):
-    """Decoders that read what an encoder has left of another input, in pages of its own."""
+    """Decoders that read an encoder's output for another input, in separate pages."""
 
-    _last: tuple[int, CrossPages] | None = None  # of the plan of this version
+    _last: tuple[int, CrossPages] | None = None  # for the plan of this version
 
     @property
     def needs(self) -> SequenceNeeds:
@@ -242,8 +242,8 @@ class EncoderDecoder(Decoder):
         )
 
     def cross(self, plan: StepPlan, query_lens: list[int]) -> CrossPages:
-        """The places where the plan's rows find what the encoder left, the rows of a request joined to one; rows of
-        a trial step find nothing."""
+        """Where the plan's rows find the encoder's output, with the rows of a request joined into one; rows of a trial
+        step find nothing."""
         if plan.cross is None:
             return CrossPages.empty(query_lens, self.model.device)
         if self._last is not None and self._last[0] == plan.version:
@@ -259,18 +259,18 @@ class EncoderDecoder(Decoder):
 
 
 class Speech(EncoderDecoder):
-    """Encoder-decoder models that also find where in the sound their tokens are said."""
+    """Encoder-decoder models that also find where in the audio their tokens are spoken."""
 
     def compute(self, plan: StepPlan, cache: KVCache, recorded: Recorded | None, search: Search | None) -> Computed:
         if not plan.pooling or plan.pooling[0].pooling.alignment is None:
             return super().compute(plan, cache, recorded, search)
-        kept = KeptQueries(plan)  # no recorded step shows its queries
+        kept = KeptQueries(plan)  # no recorded step exposes its queries
         hidden = self.model(replace(self.prepare(plan, cache, search), keeper=kept))
         return Computed(hidden, partial(Aligner(self.model).align, plan, kept, cache))
 
 
 class TwoTowers(Encoder):
-    """An encoder of texts, and beside it one of signals, its twin, whose vectors are compared."""
+    """An encoder of texts and its twin, an encoder of signals, whose vectors are compared."""
 
     def __init__(self, model: Transformer, buffers: StepBuffers, pooler: Pooler, min_rows: int):
         super().__init__(model, buffers, pooler, min_rows)
@@ -299,8 +299,8 @@ def kind_of(
     """The kind of a model.
 
     Args:
-        activation: what makes probabilities of the numbers of a head that classifies.
-        parts: what makes vectors beside the model.
+        activation: turns the numbers of a classification head into probabilities.
+        parts: the parts that compute vectors beside the model.
     """
     kind: type[ModelKind] = TwoTowers if model.twin is not None else Encoder
     if model.decoder is not None:

@@ -1,8 +1,8 @@
-"""How one row decodes on a GPU: with the library's products, as many rows do, or with kernels that take along what lies
-around a product (`engine.backends.triton.one_row`), each of which may begin while the one before it ends.
+"""Decoding one row on a GPU: with the library's products, as for many rows, or with kernels that include the work
+around a product (`engine.backends.triton.one_row`), each of which may start before the previous one ends.
 
-Which is faster depends on the GPU and on the model's shapes, so nothing is guessed: all are recorded at start and
-timed, and one is kept. A form whose results are others than those of the library's products is not.
+Which is faster depends on the GPU and on the model's shapes, so all are recorded at start and timed, and one is kept. A
+form whose results differ from those of the library's products is not kept.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from engine.model.transformer import Transformer
 
 logger = logging.getLogger("octavo.execution")
 
-# Of numbers in 16 bits, which each layer rounds anew; kernels that are wrong are further away than this.
+# For 16-bit numbers, which each layer rounds; wrong kernels differ by more than this.
 _ALIKE = 0.1
 
 
 class FormRecorder(Protocol):
-    """Makes of a function that is told the form of one row one that does the same again."""
+    """Turns a function that is given the form of one row into one that repeats the work."""
 
     def __call__(self, function: Callable[[RowForm], None]) -> Callable[[], None]: ...
 
 
 class OneRow:
-    """Records what is done for one row in all forms, and keeps the fastest.
+    """Records the work for one row in all forms, and keeps the fastest.
 
     Args:
         record: makes a graph of a function.
-        seconds: what a graph takes. None: nothing is timed, and the library's products are taken.
+        seconds: measures a graph. None: nothing is timed, and the library's products are used.
 
     Attributes:
-        timed: the seconds of each form by its name, by the name of what was recorded; kept: which form was.
+        timed: the seconds of each form by name, by the name of the recorded function; kept: which form was kept.
     """
 
     def __init__(self, model: Transformer, record: Recorder, seconds: Callable[[Callable[[], None]], float] | None):
@@ -52,8 +52,8 @@ class OneRow:
         """The object that records a function for one row.
 
         Args:
-            name: of the function, for the log.
-            outcome: its results, once it has run, each of which is to be the same in all forms.
+            name: the function's name for the log.
+            outcome: its results after a run, which must be the same in all forms.
         """
         return lambda function: self._fastest(name, function, outcome)
 
@@ -72,7 +72,7 @@ class OneRow:
                     replay = self._record(partial(function, form))
                     taken = self._seconds(replay)
                     difference = max(map(_difference, _results(form, replay, outcome), wanted))
-                except Exception as error:  # of torch and Triton all kinds: there is another form
+                except Exception as error:  # torch and Triton raise errors of all kinds: there is another form
                     logger.warning("%s of one row: %s cannot be used (%s)", name, form.name, error, exc_info=True)
                     break
                 if not difference <= _ALIKE:
@@ -98,13 +98,13 @@ def _results(form: RowForm, replay: Callable[[], None], outcome: Callable[[RowFo
 
 
 def _difference(found: Tensor, wanted: Tensor) -> float:
-    """The distance of results from others, relative to their size."""
+    """The relative difference of results from others."""
     size = torch.linalg.vector_norm(wanted).clamp(min=torch.finfo(torch.float32).tiny)
     return float(torch.linalg.vector_norm(found - wanted) / size)
 
 
 def _has_forms(model: Transformer) -> bool:
-    """The decoder computes one row otherwise than many."""
+    """Whether the decoder computes one row differently from many."""
     if not gpu.serves(model.device) or model.decoder is None:
         return False
     from engine.backends.triton.executor import TritonExecutor

@@ -1,4 +1,4 @@
-"""The content of pages as bytes on the host: what is kept outside the KV cache, and comes back."""
+"""The content of pages as bytes on the host, so that it can be stored outside the KV cache and restored."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class PageContent:
         self._arrays = [view.numpy() for view in self._views] if self._device.type == "cpu" else []
 
     def read(self, page: int) -> Callable[[], Bytes]:
-        """Copy a page to the host; the result waits for the copy, and gives [size] bytes. The page may be written again
-        by later steps."""
+        """Copy a page to the host; the result waits for the copy, and returns [size] bytes. The page may be written
+        again by later steps."""
         if self._arrays:
             content = np.empty(self.size, dtype=np.uint8)
             for array, part in zip(self._arrays, self._parts, strict=True):

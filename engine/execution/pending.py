@@ -1,4 +1,4 @@
-"""A step that was launched: its answer comes when the device has computed it."""
+"""A launched step, whose answer arrives when the device has computed it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class LateResult(Protocol):
 
     @property
     def ready(self) -> bool:
-        """`result` would not wait."""
+        """Whether `result` returns without waiting."""
 
     def result(self) -> StepResult:
-        """The candidates; waits for them. Raises what went wrong on the device."""
+        """The candidates; waits for them. Raises the device's errors."""
 
 
 class LateScores(Protocol):
@@ -27,25 +27,25 @@ class LateScores(Protocol):
 
     @property
     def ready(self) -> bool:
-        """`result` would not wait."""
+        """Whether `result` returns without waiting."""
 
     def result(self) -> TokenScores:
-        """The scores; waits for them. Raises what went wrong on the device."""
+        """The scores; waits for them. Raises the device's errors."""
 
 
 @dataclass(slots=True)
 class PromptScores:
-    """Scores of a step's prompt tokens, part by part: known ones, or such that are on their way."""
+    """Scores of a step's prompt tokens, part by part: known ones, or ones on their way."""
 
     parts: Sequence[TokenScores | LateScores]
 
     @property
     def ready(self) -> bool:
-        """`result` would not wait."""
+        """Whether `result` returns without waiting."""
         return all(isinstance(part, TokenScores) or part.ready for part in self.parts)
 
     def result(self) -> TokenScores:
-        """The scores of all parts; waits for them. Raises what went wrong on the device."""
+        """The scores of all parts; waits for them. Raises the device's errors."""
         known = [part if isinstance(part, TokenScores) else part.result() for part in self.parts]
         return TokenScores(
             logprobs=np.concatenate([part.logprobs for part in known]),
@@ -57,13 +57,13 @@ class PromptScores:
 
 @dataclass(slots=True, kw_only=True)
 class PendingStep:
-    """The answer to be of a step that was launched.
+    """The future answer of a launched step.
 
     Attributes:
-        candidates: of the sampled tokens; a `StepResult` where they are known already, as always on a CPU.
-        prompt_logprobs: as in `StepResult`, or what gives them.
+        candidates: the candidates of the sampled tokens; a `StepResult` if they are known already, as always on a CPU.
+        prompt_logprobs: as in `StepResult`, or an object that returns them.
         pooled: as in `StepResult`.
-        sampling: the plan's.
+        sampling: the plan's sampling.
     """
 
     candidates: StepResult | LateResult
@@ -73,14 +73,14 @@ class PendingStep:
 
     @property
     def ready(self) -> bool:
-        """The step is over: `result` does not wait."""
+        """Whether the step is complete, so that `result` does not wait."""
         scores = self.prompt_logprobs
         if not (scores is None or isinstance(scores, TokenScores) or scores.ready):
             return False
         return isinstance(self.candidates, StepResult) or self.candidates.ready
 
     def result(self) -> StepResult:
-        """The step's answer; waits until the device has computed it. Raises what went wrong there."""
+        """The step's answer; waits until the device has computed it. Raises the device's errors."""
         known = self.candidates
         if not isinstance(known, StepResult):
             known = self.candidates = known.result()

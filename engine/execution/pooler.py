@@ -1,4 +1,4 @@
-"""The way from hidden states to the results of pooling requests."""
+"""From hidden states to the results of pooling requests."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from engine.model.heads import classes
 from engine.model.sentence import InputWeights, SparseVectors, VocabularyWeights
 from engine.scheduling.plan import Float64, Int32, PooledRow, PoolingRow, StepPlan
 
-# Rows of logits at a time, so that masks need not have the logits of all of them at once.
+# Rows of logits at a time, so that masks do not need the logits of all of them at once.
 _LOGITS = 128
-_TINY = 1e-12  # as torch.nn.functional.normalize has it
+_TINY = 1e-12  # as in torch.nn.functional.normalize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParts:
-    """The parts of a checkpoint for vectors, beside the model and its head.
+    """The parts of a checkpoint that compute vectors, beside the model and its head.
 
     Attributes:
-        project: matrices after pooling, [N, modes * hidden] float32 to [N, features]; None for none.
-        sparse: how sparse vectors are made; None: as `VocabularyWeights` has it, where that can be.
-        weigh: of `InputWeights`: the layer, [N, hidden] to [N, 1].
-        tokens: layers that make vectors of tokens, [N, hidden] to [N, features]; None: the hidden states are these.
+        project: matrices after pooling, [N, modes * hidden] float32 to [N, features]; None if there are none.
+        sparse: how sparse vectors are computed; None: as in `VocabularyWeights`, if that is possible.
+        weigh: the layer of `InputWeights`, [N, hidden] to [N, 1].
+        tokens: layers that compute token vectors, [N, hidden] to [N, features]; None: the hidden states are the
+            vectors.
     """
 
     project: Callable[[Tensor], Tensor] | None = None
@@ -46,16 +47,16 @@ NO_PARTS = PoolingParts()
 class Pooler:
     """Computes the pooled rows of a plan.
 
-    Vectors are summed in float64, so that it makes no difference in how many parts an input is computed.
+    Vectors are summed in float64, so that the number of parts in which an input is computed makes no difference.
 
     Args:
-        head: the model's.
+        head: the model's head.
         apply: the model's head over hidden states [N, hidden], float32.
-        parts: what there is beside the head.
-        gather: what an Embedder's probe makes of hidden states, given where each input's begin and end.
-        label_spans: of a model that finds entities: scores of spans for labels, given an input's hidden states and
+        parts: the parts beside the head.
+        gather: what an Embedder's probe computes from hidden states, given each input's start and end.
+        label_spans: for a model that finds entities: scores of spans for labels, given an input's hidden states and
             which tokens stand for labels and words.
-        activation: what makes probabilities of the head's numbers.
+        activation: turns the head's numbers into probabilities.
     """
 
     def __init__(
@@ -76,16 +77,16 @@ class Pooler:
         self._activation = activation
 
     def with_head(self, apply: Callable[[Tensor], Tensor]) -> Pooler:
-        """The same with another head of the model's kind."""
+        """The same pooler with another head of the model's kind."""
         made = copy.copy(self)
         made._apply = apply
         return made
 
     def pool(self, hidden: Tensor, plan: StepPlan) -> tuple[PooledRow, ...]:
-        """The results of the plan's pooling rows, in their order.
+        """The results of the plan's pooling rows, in order.
 
         Args:
-            hidden: [Tp, hidden] of the plan's tokens.
+            hidden: [Tp, hidden] states of the plan's tokens.
         """
         answers: dict[int, PooledRow] = {}
         starts = plan.query_start
@@ -134,7 +135,7 @@ class Pooler:
     def _embed_by_head(
         self, hidden: Tensor, plan: StepPlan, rows: Sequence[PoolingRow], spans: Sequence[tuple[int, int]]
     ) -> list[PooledRow]:
-        """The same of a model whose head says which state it is; its inputs are always whole."""
+        """The same for a model whose head says which state it uses; its inputs are always whole."""
         assert isinstance(self._head, spec.Embedder)
         if self._gather is not None:
             states = self._gather(hidden[: plan.num_tokens], spans)
@@ -148,7 +149,8 @@ class Pooler:
     def _embed_tokens(
         self, hidden: Tensor, rows: Sequence[PoolingRow], spans: Sequence[tuple[int, int]]
     ) -> list[PooledRow]:
-        """A vector for each token; each input by itself, so that none depends on the others. They are always whole."""
+        """A vector for each token; each input is computed separately, so that none depends on the others. Inputs are
+        always whole."""
         answers = []
         for row, (begin, end) in zip(rows, spans, strict=True):
             first, last = begin + row.pooling.skip_tokens, end
@@ -166,7 +168,7 @@ class Pooler:
     def _embed_sparsely(
         self, hidden: Tensor, plan: StepPlan, rows: Sequence[PoolingRow], spans: Sequence[tuple[int, int]]
     ) -> list[PooledRow]:
-        """The weights above 0 and their tokens, in the order of these. Inputs are always whole."""
+        """The weights above 0 and their tokens, in token order. Inputs are always whole."""
         answers = []
         for begin, end in spans:
             match self._parts.sparse or VocabularyWeights():
@@ -185,7 +187,7 @@ class Pooler:
         return answers
 
     def _over_vocabulary(self, states: Tensor, part: VocabularyWeights) -> Tensor:
-        """[vocabulary] of an input's hidden states [T, hidden]."""
+        """The vector [vocabulary] of an input's hidden states [T, hidden]."""
         total: Tensor | None = None
         for some in torch.split(states, _LOGITS):
             weights = self._apply(some).relu()
@@ -231,14 +233,14 @@ class Pooler:
     def _find_entities(
         self, hidden: Tensor, rows: Sequence[PoolingRow], spans: Sequence[tuple[int, int]]
     ) -> list[PooledRow]:
-        """The scores above the threshold; each input by itself, so that none depends on the others. They are always
-        whole."""
+        """The scores above the threshold; each input is computed separately, so that none depends on the others. Inputs
+        are always whole."""
         assert self._label_spans is not None
         answers = []
         for row, (begin, end) in zip(rows, spans, strict=True):
             asked = row.pooling
             scores = self._label_spans(hidden[begin:end], asked.positions, asked.words).flatten()
-            found = (~(scores <= asked.threshold)).nonzero().flatten()  # what is no number is found, and said
+            found = (~(scores <= asked.threshold)).nonzero().flatten()  # NaN is found, and reported
             values, ids = scores[found].cpu().numpy(), found.to(torch.int32).cpu().numpy()
             answers.append(PooledRow(values=values[None], ids=ids[None]))
         return answers
@@ -269,7 +271,7 @@ class Pooler:
 
 
 def _finished(vector: NDArray[np.float32], pooling: Pooling) -> PooledRow:
-    """A vector as it was asked for."""
+    """A vector in the requested form."""
     vector = vector[: pooling.dimensions]
     if pooling.normalize:
         vector = vector / max(float(np.linalg.norm(vector)), _TINY)
@@ -277,7 +279,7 @@ def _finished(vector: NDArray[np.float32], pooling: Pooling) -> PooledRow:
 
 
 def _place(pooling: object, tokens: Int32) -> int:
-    """The index of the hidden state of which an input's vector is made."""
+    """The index of the hidden state from which an input's vector is made."""
     match pooling:
         case "last":
             return len(tokens) - 1
@@ -290,11 +292,11 @@ def _place(pooling: object, tokens: Int32) -> int:
 
 
 def _state(head: spec.Classifier, states: Tensor, tokens: Int32, before: Float64 | None) -> Tensor:
-    """The vector that a head classifies, [hidden], of an input's tokens so far; several states are laid end to end.
+    """The vector [hidden] that a head classifies, from an input's tokens so far; several states are concatenated.
 
     Args:
-        states, tokens: [T, hidden] and [T] of its newest tokens.
-        before: [1, hidden] what this was without them. Only "last" is asked for in parts.
+        states, tokens: [T, hidden] and [T] for its newest tokens.
+        before: [1, hidden] the vector without them. Only "last" is computed in parts.
     """
     if head.pooling == "mean":
         return states.double().mean(0).to(states.dtype)
@@ -305,17 +307,17 @@ def _state(head: spec.Classifier, states: Tensor, tokens: Int32, before: Float64
     wanted = np.arange(len(tokens)) if head.padding_id is None else np.flatnonzero(tokens != head.padding_id)
     if len(wanted):
         return states[int(wanted[-1])]
-    # Nothing but padding: as the reference has it, the first token then.
+    # All tokens are padding: like the reference, take the first token.
     return states[0] if before is None else torch.from_numpy(before[0]).to(states)
 
 
 def _parts(states: Tensor, row: PoolingRow) -> Tensor:
-    """[modes, hidden] float64 of a row's hidden states [T, hidden]."""
+    """The vectors [modes, hidden] in float64 of a row's hidden states [T, hidden]."""
     return torch.stack([_part(states, mode, row.start, row.pooling.skip_tokens) for mode in row.pooling.modes])
 
 
 def _part(states: Tensor, mode: PoolingMode, start: int, skip: int) -> Tensor:
-    """The sum that tokens from position `start` on add to a vector: [hidden] float64."""
+    """The sum [hidden] in float64 that tokens from position `start` on add to a vector."""
     if mode == "last":
         return states[-1].double()
     if mode == "cls":
@@ -331,7 +333,7 @@ def _part(states: Tensor, mode: PoolingMode, start: int, skip: int) -> Tensor:
 
 
 def _add(row: PoolingRow, parts: Float64) -> Float64:
-    """[modes, hidden]: what this part of an input makes of what came before."""
+    """The vectors [modes, hidden] after this part of an input, from those before it."""
     if row.before is None:
         return parts
     total = np.empty_like(parts)
@@ -348,7 +350,7 @@ def _add(row: PoolingRow, parts: Float64) -> Float64:
 
 
 def _divisor(mode: PoolingMode, length: int, skip: int) -> float:
-    """The divisor of the sum over an input of `length` tokens, the first `skip` left out."""
+    """The divisor of the sum over an input of `length` tokens, without the first `skip`."""
     match mode:
         case "mean":
             return length - skip

@@ -1,8 +1,8 @@
-"""The memory of a GPU that pages may take: the rest beside weights and the largest step, which is run at start.
+"""The memory of a GPU that pages may take: what remains beside weights and the largest step, which is run at start.
 
-The step holds `max_num_batched_tokens` tokens, of which as many as there may be rows are sampled, with all that makes
-a sampler's work hard; prompts whose tokens are scored, and encoder inputs, are run as well where the model has such.
-They read and write block 0 of a cache that has hardly more pages than that.
+The step holds `max_num_batched_tokens` tokens, of which one per possible row is sampled, with all settings that are
+expensive for a sampler. Prompts whose tokens are scored, and encoder inputs, are run as well if the model has them.
+They read and write block 0 of a cache with few other pages.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ logger = logging.getLogger("octavo.execution")
 
 # Bytes that a recorded decoding step takes outside of torch's memory: about 2 KiB for each of a thousand nodes.
 GRAPH = 2 * 2**20
-# Attention's partial results in a recorded step with prompts, of rows of several queries, which the largest step need
-# not have: 77 MB for 8 heads of 128 features that 2 share each, on 148 multiprocessors.
+# Attention's partial results in a recorded step with prompts, for rows of several queries, which the largest step may
+# not have: 77 MB for 8 heads of 128 features, two of which share keys, on 148 multiprocessors.
 PARTS = 96 * 2**20
 
 
@@ -48,11 +48,11 @@ class Needs:
     """The uses of a GPU's memory besides pages, in bytes.
 
     Attributes:
-        total: of the GPU.
-        used: weights, libraries, and what other processes have.
-        weights: those alone.
-        step: the largest step, while it runs.
-        graphs: reserved for recorded steps.
+        total: the GPU's memory.
+        used: memory of weights, libraries and other processes.
+        weights: memory of the weights only.
+        step: memory of the largest step while it runs.
+        graphs: memory reserved for recorded steps.
     """
 
     total: int
@@ -62,7 +62,7 @@ class Needs:
     graphs: int = 0
 
     def left(self, utilization: float) -> int:
-        """The bytes left for pages, if that share of the memory may be used; negative if it does not suffice."""
+        """The bytes left for pages, if this share of the memory may be used; negative if it does not suffice."""
         return int(self.total * utilization) - self.used - self.step - self.graphs
 
 
@@ -76,19 +76,19 @@ def allocate_pages(
     beside: int = 0,
     reserved: int = 0,
 ) -> int:
-    """Give a runner its pages in place of the few that it was made with; how many they are.
+    """Give a runner its pages in place of its few initial ones; returns their number.
 
-    On a GPU their number goes by what the largest step leaves, unless the settings say it.
+    On a GPU their number depends on what the largest step leaves, unless it is set.
 
     Args:
         dtype: the pages' format.
-        max_rows: most rows of a step.
-        graphs: decoding steps will be recorded.
+        max_rows: maximum rows of a step.
+        graphs: whether decoding steps will be recorded.
         beside: bytes that another model takes for each page.
         reserved: bytes of the memory that is free now, for other things than pages.
 
     Raises:
-        ConfigError: not one page fits, or the memory is less than is needed without pages.
+        ConfigError: there is no room for a single page, or less memory than is needed without pages.
     """
     model, few = runner.model, runner.cache
     device, longest, encoder = model.device, model.max_model_len, model.max_encoder_len
@@ -130,10 +130,10 @@ def allocate_pages(
 
 
 def measure_needs(runner: ModelRunner, memory: DeviceMemory, max_tokens: int, max_rows: int, *, graphs: bool) -> Needs:
-    """Run the largest step, and see what it takes.
+    """Run the largest step, and measure its memory.
 
     Raises:
-        ConfigError: it does not fit beside the weights.
+        ConfigError: the step does not fit beside the weights.
     """
     weights = runner.model.weight_bytes()
     try:
@@ -153,7 +153,7 @@ def measure_needs(runner: ModelRunner, memory: DeviceMemory, max_tokens: int, ma
     finally:
         runner.cache.clear_scratch()
     memory.reset()
-    # What libraries took for the first step (workspaces, code) they keep: it is among what is used now.
+    # Libraries keep what they took for the first step (workspaces, code): it is part of what is used now.
     return Needs(
         total=memory.total(),
         used=memory.total() - memory.free(),
@@ -164,7 +164,7 @@ def measure_needs(runner: ModelRunner, memory: DeviceMemory, max_tokens: int, ma
 
 
 def _peak(runner: ModelRunner, memory: DeviceMemory, plans: Iterable[StepPlan]) -> int:
-    """The most that these steps take while they run."""
+    """The maximum that these steps take while they run."""
     memory.reset()
     before = memory.allocated()
     for plan in plans:
@@ -173,13 +173,13 @@ def _peak(runner: ModelRunner, memory: DeviceMemory, plans: Iterable[StepPlan]) 
 
 
 def count_graphs(max_rows: int, max_tokens: int) -> int:
-    """Graphs that are recorded of decoding steps, with their sampling, and of steps of up to max_tokens tokens. They
-    share one pool of memory, which is as large as the largest of them needs."""
+    """The number of graphs recorded for decoding steps, including sampling, and for steps of up to max_tokens tokens.
+    They share one memory pool, which is as large as the largest of them needs."""
     return 2 * len(graph_sizes(max_rows)) + (len(token_sizes(max_tokens)) if max_tokens else 0)
 
 
 def largest_steps(runner: ModelRunner, max_tokens: int, max_rows: int) -> Iterator[StepPlan]:
-    """Plans that take the most memory a step can, each for something else. Tables name block 0 alone."""
+    """Plans that take the most memory a step can, each in a different way. Tables name only block 0."""
     model, size = runner.model, runner.cache.block_size
     generates = isinstance(model.spec.head, Lm)
     longest = max(model.max_model_len - 1, 1)
@@ -200,7 +200,7 @@ def largest_steps(runner: ModelRunner, max_tokens: int, max_rows: int) -> Iterat
         length = min(model.max_encoder_len, max_tokens)
         signal, total = model.spec.signal, max_tokens
         signals: tuple[Float32, ...] = ()
-        if signal is not None:  # all of one length
+        if signal is not None:  # all have the same length
             count = max(max_tokens // length, 1)
             total, signals = count * length, (np.zeros(signal.shape, dtype=np.float32),) * count
         starts = np.append(np.arange(0, total, length), total).astype(np.int32)
@@ -217,7 +217,7 @@ def _check_room(
     """Refuse a start without room for a page.
 
     Raises:
-        ConfigError: with what is needed and what is free.
+        ConfigError: says what is needed and what is free.
     """
     share, tokens = config.gpu_memory_utilization, config.max_num_batched_tokens
     left = needs.left(share)
@@ -237,7 +237,7 @@ def _check_room(
 
 
 def warn_if_short(info: EngineInfo) -> None:
-    """Say it if not even one request of the full length fits; shorter ones are served."""
+    """Warn if not even one request of the full length fits; shorter ones are served."""
     if info.num_blocks and info.full_requests < 1.0:
         logger.warning(
             "The KV cache holds %d tokens, fewer than max_model_len (%d): longer requests will "

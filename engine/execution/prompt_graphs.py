@@ -1,9 +1,9 @@
-"""Steps that hold prompts as CUDA graphs, recorded for some numbers of tokens.
+"""Steps with prompts as CUDA graphs, recorded for some numbers of tokens.
 
-Python takes some 10 ms to start the kernels of all layers, for which rows that decode beside a prompt would wait. A
+Python takes some 10 ms to start the kernels of all layers, and rows that decode beside a prompt would wait for that. A
 graph starts them at once. It is recorded for a number of tokens, whichever rows these belong to: attention finds the
-rows' lengths on the device, and the host knows bounds of them alone. A step is filled up with tokens of a row that is
-padding, in block 0. Steps of more tokens than are recorded run eagerly: a GPU takes longer for them than Python does.
+rows' lengths on the device, and the host knows only bounds on them. A step is filled up with tokens of a padding row,
+in block 0. Steps with more tokens than are recorded run eagerly: a GPU takes longer for them than Python does.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from engine.model.inputs import Inputs
 from engine.model.transformer import Transformer
 from engine.scheduling.plan import Int32, StepPlan
 
-# Numbers of tokens from one recorded step to the next, up to so many tokens: padding is a ninth at most from 512 on.
+# Distances between recorded numbers of tokens, each up to a number of tokens: padding is at most a ninth from 512 on.
 _APART = ((64, 512), (128, 1024), (256, 2048))
 LARGEST = _APART[-1][1]
 
 
 def token_sizes(max_tokens: int) -> list[int]:
-    """Numbers of tokens that are recorded, ascending: as many as steps of up to max_tokens need, at most `LARGEST`."""
+    """The numbers of tokens that are recorded, ascending: as many as steps of up to max_tokens need, at most
+    `LARGEST`."""
     sizes: list[int] = []
     before = 0
     for apart, last in _APART:
@@ -42,7 +43,7 @@ def token_sizes(max_tokens: int) -> list[int]:
 
 
 def can_record_prompts(model: Transformer) -> bool:
-    """A step has nothing but tokens, their sides, positions and pages of the decoder's own."""
+    """Whether a step only has tokens, their sides, positions and the decoder's own pages."""
     return model.decoder is not None and model.max_encoder_len is None
 
 
@@ -50,14 +51,14 @@ class PromptGraphs:
     """The graphs of a decoder without an encoder, from tokens of any rows to their hidden states.
 
     Args:
-        model, cache: as the runner's.
-        sampled: [at least max_rows] int32, where the step before left its tokens.
-        max_rows, max_tokens: of a step; of more tokens than `LARGEST` it is not served.
+        model, cache: the runner's.
+        sampled: [at least max_rows] int32, the previous step's tokens.
+        max_rows, max_tokens: the limits of a step; steps with more tokens than `LARGEST` are not served.
         record: makes a graph of a function.
-        min_rows: fewest rows of a matrix product (`engine.execution.invariance`).
+        min_rows: minimum rows of a matrix product (`engine.execution.invariance`).
 
     Attributes:
-        num_replayed: steps that ran as a graph.
+        num_replayed: number of steps that ran as a graph.
     """
 
     def __init__(
@@ -73,11 +74,11 @@ class PromptGraphs:
     ):
         self._model, self._cache, self._sampled, self._record = model, cache, sampled, record
         self._min_rows, self._max_rows = min_rows, max_rows
-        self._rows = max_rows + 1  # the last one is padding
+        self._rows = max_rows + 1  # the last row is padding
         self._longest = model.max_model_len
         blocks = math.ceil(self._longest / cache.block_size)
         sizes, most = token_sizes(max_tokens), self._rows * self._longest
-        # A row of padding is no longer than others may be.
+        # A padding row is no longer than others may be.
         padded = [size - before <= self._longest for before, size in pairwise((0, *sizes))]
         self._sizes = [size for size, fits in zip(sizes, padded, strict=True) if fits and min_rows <= size <= most]
         top = max(self._sizes, default=0)
@@ -94,7 +95,7 @@ class PromptGraphs:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Record all graphs, the largest first; all rows are padding meanwhile, and write into block 0 alone."""
+        """Record all graphs, the largest first; all rows are padding meanwhile, and write only to block 0."""
         for size in reversed(self._sizes):
             lens = np.array(self._lens(size), dtype=np.int32)
             self._send(self._padding(size), lens, lens)
@@ -102,7 +103,7 @@ class PromptGraphs:
         self._cache.clear_scratch()
 
     def serves(self, plan: StepPlan) -> bool:
-        """The plan has no more tokens and rows than are recorded, and no inputs of an encoder."""
+        """Whether the plan has no more tokens and rows than are recorded, and no encoder inputs."""
         return (
             bool(self._graphs)
             and 0 < plan.num_tokens <= self._sizes[-1]
@@ -113,7 +114,7 @@ class PromptGraphs:
         )
 
     def run(self, plan: StepPlan, search: Callable[[Tensor], None] | None = None) -> Tensor:
-        """Hidden states [T, features] of a plan that this serves; valid until the next step. `search` as in
+        """Hidden states [T, features] of a plan that this serves; valid until the next step. `search` is as in
         `DecodeGraphs.run`."""
         count, rows = plan.num_tokens, plan.num_rows
         size = self._sizes[bisect_left(self._sizes, count)]
@@ -142,7 +143,7 @@ class PromptGraphs:
         self._ring.send(values, self._state[: len(values)])
 
     def _padding(self, size: int) -> Int32:
-        """[columns, size] what tokens of padding have."""
+        """The values [columns, size] of padding tokens."""
         fixed = np.zeros((self._columns, size), dtype=np.int32)
         fixed[1] = -1
         for side, place in self._places():
@@ -157,7 +158,7 @@ class PromptGraphs:
             first += side.width
 
     def _lens(self, size: int) -> list[int]:
-        """Lengths of rows that have so many tokens together."""
+        """Lengths of rows with this many tokens in total."""
         whole, left = divmod(size, self._longest)
         return [*[self._longest] * whole, left, *[0] * self._rows][: self._rows]
 
@@ -194,6 +195,6 @@ class PromptGraphs:
                 )
             )
             self._hidden[:size].copy_(hidden)
-            metadata.cache.clear()  # what is worked out once in a step is part of the graph
+            metadata.cache.clear()  # what is computed once per step is part of the graph
 
         return step

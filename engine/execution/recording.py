@@ -1,4 +1,4 @@
-"""The recording of work on a device, to be started again as a whole."""
+"""Recording work on a device, so that it can be repeated as a whole."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _ROUNDS, _TOGETHER = 5, 8
 
 
 class Recorder(Protocol):
-    """Makes of a function without arguments one that does the same again."""
+    """Turns a function without arguments into one that repeats its work."""
 
     def __call__(self, function: Callable[[], None]) -> Callable[[], None]: ...
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share one pool of memory: the largest should be recorded first."""
+    """Records CUDA graphs that share one memory pool: the largest should be recorded first."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -30,7 +30,7 @@ class CudaRecorder:
         before = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(before)
         with torch.cuda.stream(self._stream):
-            function()  # libraries and Triton set themselves up, which cannot be recorded
+            function()  # libraries and Triton initialise themselves, which cannot be recorded
         before.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         try:
@@ -44,15 +44,15 @@ class CudaRecorder:
         return graph.replay
 
     def _begin_anew(self) -> None:
-        """A recording that failed leaves its pool as one that is being recorded, and its stream capturing: no other
-        could use them. What was recorded before keeps the pool that it has."""
-        with contextlib.suppress(RuntimeError):  # where the recording came to its end, that has ended already
+        """After a failed recording, its pool is still marked as recording and its stream as capturing: no other
+        recording could use them. Earlier recordings keep their pool."""
+        with contextlib.suppress(RuntimeError):  # if the recording reached its end, this has ended already
             torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def seconds(self, replay: Callable[[], None]) -> float:
-        """The median time of a replay, of some rounds of several, of which none waits to be started."""
+        """The median time of a replay, over some rounds of several replays, none of which waits to be started."""
         times = []
         with torch.cuda.device(self._device):
             for _ in range(_ROUNDS + 1):
@@ -67,5 +67,5 @@ class CudaRecorder:
 
 
 def eager(function: Callable[[], None]) -> Callable[[], None]:
-    """The `Recorder` of devices without graphs."""
+    """The `Recorder` for devices without graphs."""
     return function

@@ -1,9 +1,9 @@
-"""A step that could not be computed, whatever the reason, is halved until what fails is one request alone.
+"""A step that could not be computed, for whatever reason, is halved until a single request fails.
 
-The parts are steps in flight like others, computed one after the other. Requests are divided first; for want of memory,
-which is no request's fault, a request's chunk of a prompt is cut, too, and last its rows are computed apart, so that
-only a request of which not even one token of one row can be computed fails. What was too large is remembered: the steps
-after it are planned, or divided before they are tried, below that size, until some went well.
+The parts are steps in flight like others, computed one after the other. Requests are divided first. If memory is
+missing, which is no request's fault, a request's prompt chunk is cut as well, and last its rows are computed
+separately. So a request fails only if not even one token of one row can be computed. The size that was too large is
+remembered: the next steps are planned below it, or divided before they are tried, until some succeed.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ logger = logging.getLogger("octavo.engine")
 
 Number = TypeVar("Number", bound=np.generic)
 
-# Steps that must go well before steps may be twice as large again; twice as many after each one that did not (however
-# many parts it was computed in), until steps may be as large as ever again.
+# Steps that must succeed before steps may be twice as large again. This number doubles after each one that did not
+# (however many parts it was computed in), until steps may reach their full size again.
 _PATIENCE, _MOST_PATIENCE = 64, 4096
 _UNBOUNDED = 2**31
 
 
 class TooLarge(Exception):
-    """A step is not launched, since one of its size lacked memory not long ago."""
+    """A step is not launched, because a step of its size recently lacked memory."""
 
 
 class Recovery:
-    """The recovery from steps that fail, and the limits that the last shortages of memory taught.
+    """Recovers from steps that fail, and remembers the limits that the last memory shortages showed.
 
     Args:
-        scheduler: whose steps in flight they are.
+        scheduler: the scheduler of the steps in flight.
         executor: computes them.
 
     Attributes:
-        tokens: most of a step with prompts (and encoder inputs) at present.
-        rows: most of a step.
+        tokens: current maximum of a step with prompts (and encoder inputs).
+        rows: current maximum of a step.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor):
@@ -59,7 +59,7 @@ class Recovery:
         self._executor = executor
         self.tokens = self.rows = _UNBOUNDED
         self._works = True  # something was computed since the last step that failed as a whole
-        self._patience = self._longer = _PATIENCE  # at present; once the step being recovered has lacked memory
+        self._patience = self._longer = _PATIENCE  # current limits; set once the step being recovered has lacked memory
         self._good = 0  # steps since the last shortage, or since the limits were raised
 
     def limit(self, given: StepLimit) -> StepLimit:
@@ -69,12 +69,12 @@ class Recovery:
         return replace(given, tokens=min(given.tokens, self.tokens), least=min(given.least, 1.0))
 
     def check(self, plan: StepPlan) -> None:
-        """Raise TooLarge if the plan is larger than what may be tried at present."""
+        """Raise TooLarge if the plan is larger than the current limits."""
         if not self._holds(plan):
             raise TooLarge
 
     def succeeded(self, *, partly: bool) -> None:
-        """A step went well; partly: more parts of it are in flight."""
+        """A step succeeded; partly: more parts of it are in flight."""
         self._works = True
         if partly or self.tokens == self.rows == _UNBOUNDED:
             return
@@ -82,23 +82,23 @@ class Recovery:
         if self._good >= self._patience:
             self._good = 0
             most = self._scheduler.config
-            self.tokens = _raised(self.tokens, 2 * most.max_num_batched_tokens)  # an encoder's as well
+            self.tokens = _raised(self.tokens, 2 * most.max_num_batched_tokens)  # those of an encoder as well
             self.rows = _raised(self.rows, most.max_num_seqs)
             if self.tokens == self.rows == _UNBOUNDED:
                 self._patience = _PATIENCE
                 logger.info("Steps are back to full size after the earlier failures.")
 
     def recover(self, error: Exception) -> list[RequestDelta]:
-        """Divide the oldest step in flight, which could not be computed, or end the one request that it is about.
+        """Divide the oldest step in flight, which could not be computed, or end the one request in it.
 
         Args:
-            error: why it could not be.
+            error: why it could not be computed.
 
         Returns:
             News of requests that ended.
 
         Raises:
-            EngineDeadError: no step can be computed any more; the step's requests have ended.
+            EngineDeadError: no more steps can be computed; the step's requests have ended.
         """
         scheduler, steps = self._scheduler, self._scheduler.in_flight
         step = steps.oldest
@@ -132,7 +132,7 @@ class Recovery:
                 except Exception as problem:
                     error = problem
         if not (self._works or step.was_postponed) and steps.continues:
-            steps.postpone()  # whether the fault is the request's, other parts will tell
+            steps.postpone()  # the other parts will show whether the fault is the request's
             return deltas
         return deltas + self._fail(error)
 
@@ -140,7 +140,7 @@ class Recovery:
         """End these requests of the oldest step, or all of them, if the fault is theirs.
 
         Raises:
-            EngineDeadError: it is not; all requests of the step have ended.
+            EngineDeadError: the fault is not theirs; all requests of the step have ended.
         """
         if not self._works or isinstance(error, EngineDeadError):
             self._try_one_token(error)
@@ -151,10 +151,10 @@ class Recovery:
         return self._scheduler.fail(f"the engine failed to compute a step: {_named(error)}", groups)
 
     def _try_one_token(self, error: Exception) -> None:
-        """Run a trial step of one token: if that works, the fault is the requests'.
+        """Run a trial step of one token: if it succeeds, the fault is the requests'.
 
         Raises:
-            EngineDeadError: it does not; the requests of all steps in flight have ended.
+            EngineDeadError: the trial failed; the requests of all steps in flight have ended.
         """
         try:
             self._executor.trial()
@@ -166,8 +166,8 @@ class Recovery:
             ) from second
 
     def _copy(self, pairs: Sequence[tuple[SequenceGroup, tuple[int, int]]]) -> dict[SequenceGroup, Exception]:
-        """Copy pages, fewer at a time where that fails: no page is the source of one copy and the target of another.
-        The requests whose pages cannot be copied even so, and why."""
+        """Copy pages, fewer at a time if that fails: no page is the source of one copy and the target of another.
+        Returns the requests whose pages could not be copied even so, and why."""
         if not pairs:
             return {}
         try:
@@ -182,11 +182,11 @@ class Recovery:
         return self._copy(pairs[:half]) | self._copy(pairs[half:])
 
     def _compute(self, rows: list[Row], encoder: EncoderBatch | None) -> StepResult:
-        """The answer to rows of one request, which are sampled together; where they lack memory together, that of one
-        half after the other, the first of which brings the encoder's run.
+        """The answer to rows of one request, which are sampled together. If they lack memory together, one half is
+        computed after the other, and the first one includes the encoder run.
 
         Raises:
-            Exception: what the executor raises for a row alone, or other than for want of memory.
+            Exception: what the executor raises for a single row, or for a reason other than missing memory.
         """
         plan = replace(self._scheduler.in_flight.plan_rows(rows), encoder=encoder)
         if len(rows) == 1 or self._holds(plan):
@@ -203,19 +203,19 @@ class Recovery:
         return plan.num_rows <= self.rows and (_decodes(plan) or _size(plan) <= self.tokens)
 
     def _release(self, error: Exception) -> None:
-        """Give back what a failed attempt held: its frames keep tensors alive, and the device memory of others."""
+        """Release what a failed attempt held: its frames keep tensors alive, and so other requests' device memory."""
         traceback.clear_frames(error.__traceback__)
         if is_out_of_memory(error):
             self._executor.release()
 
     def _note(self, plan: StepPlan | None, error: Exception) -> None:
-        """Give back what a failed attempt held; learn from a shortage, and say it."""
+        """Release what a failed attempt held; learn from a shortage, and log it."""
         self._release(error)
         if plan is None or not is_out_of_memory(error):
             return
         self._scheduler.stats.num_oom_retries += 1
         drafted = plan.sampling is not None and plan.sampling.spans is not None
-        if _size(plan) // 2 < plan.num_rows and not drafted:  # hardly a token for each: the rows are what is many
+        if _size(plan) // 2 < plan.num_rows and not drafted:  # the number of rows is what is large
             self.rows = max(min(self.rows, plan.num_rows) // 2, 1)
         else:
             self.tokens = max(min(self.tokens, _size(plan)) // 2, 1)
@@ -238,7 +238,7 @@ def _join_watched(results: Sequence[StepResult]) -> Float32 | None:
 
 
 def join(results: Sequence[StepResult]) -> StepResult:
-    """The answer to rows that were computed apart, from those of the parts, in their order."""
+    """The answer to rows that were computed separately, from the parts' answers in order."""
     prompts = [result.prompt_logprobs for result in results if result.prompt_logprobs is not None]
     return StepResult(
         tokens=_stack([result.tokens for result in results]),
@@ -263,7 +263,7 @@ def _join_scores(scores: Sequence[TokenScores]) -> TokenScores:
 
 
 def _stack(arrays: Sequence[NDArray[Number]]) -> NDArray[Number]:
-    """Rows of different widths under each other; columns that a row does not have are 0."""
+    """Stack rows of different widths; columns that a row does not have are 0."""
     width = max(array.shape[1] for array in arrays)
     return np.concatenate([np.pad(array, ((0, 0), (0, width - array.shape[1]))) for array in arrays])
 
@@ -273,12 +273,12 @@ def _sizes(step: InFlightStep) -> tuple[int, int]:
 
 
 def _size(plan: StepPlan) -> int:
-    """Tokens, an encoder's too."""
+    """The number of tokens, including an encoder's."""
     return plan.num_tokens + (0 if plan.encoder is None else len(plan.encoder.token_ids))
 
 
 def _decodes(plan: StepPlan) -> bool:
-    """No row could have fewer tokens."""
+    """Whether no row could have fewer tokens."""
     return plan.num_tokens == plan.num_rows and plan.encoder is None and not plan.unchunked
 
 

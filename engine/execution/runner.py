@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 
 
 class ModelRunner:
-    """Owner of everything on the device.
+    """Owns everything on the device.
 
     Args:
-        model: the transformer, weights loaded.
+        model: the transformer with its weights.
         cache: the pages' tensors.
-        max_num_batched_tokens: most tokens in a plan.
-        min_rows: fewest rows of a matrix product (`engine.execution.invariance`).
-        activation: what makes probabilities of the numbers of a head that classifies.
-        parts: what makes vectors beside the model.
-        adapters: those of the model; None: it takes none.
+        max_num_batched_tokens: maximum tokens of a plan.
+        min_rows: minimum rows of a matrix product (`engine.execution.invariance`).
+        activation: turns the numbers of a classification head into probabilities.
+        parts: the parts that compute vectors beside the model.
+        adapters: the model's adapters; None if it does not support them.
 
     Attributes:
         kind: how models like this one compute a plan.
@@ -70,8 +70,8 @@ class ModelRunner:
         size = max(max_num_batched_tokens, min_rows)
         # [S] tokens of the last step that sampled; graphs have a multiple of 8 rows.
         self._sampled = Buffer(-(-size // 8) * 8, torch.int32, device)
-        self._candidates: StepResult | DeviceSamples | None = None  # of the step launched last, if it went well
-        self._unfilled: Int32 | None = None  # the same, where the host knows them and no step has asked for them yet
+        self._candidates: StepResult | DeviceSamples | None = None  # of the last launched step, if it succeeded
+        self._unfilled: Int32 | None = None  # the same, if the host knows them and no step has asked for them yet
         self.kind = kind_of(model, StepBuffers(size, self._sampled.data), min_rows, activation, parts)
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
@@ -94,10 +94,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Begin to compute a step. A CPU computes it here and now.
+        """Start computing a step. A CPU computes it immediately.
 
-        Steps run in the order in which they were launched. Tokens that the plan does not know (`StepPlan.sources`)
-        are those that the step launched before it sampled.
+        Steps run in the order in which they were launched. Tokens that the plan does not know (`StepPlan.sources`) were
+        sampled by the step launched before it.
         """
         try:
             with gpu.current(self.model.device):
@@ -124,7 +124,7 @@ class ModelRunner:
             candidates = None if self.graphs is None else self.graphs.sample(wanted, plan.sampling)
             if candidates is None:
                 logits = self._logits(wanted)
-                # A GPU computes all that meanwhile; a CPU is done, and fills masks by all of its threads.
+                # A GPU computes all that meanwhile; a CPU has finished, and fills masks with all of its threads.
                 sampling = weighed(logits, plan.sampling.filled())
                 candidates = self._sample(logits, sampling)
         step = PendingStep(candidates=candidates or StepResult.empty(), sampling=sampling or plan.sampling)
@@ -137,12 +137,12 @@ class ModelRunner:
         return step
 
     def _resolve(self, plan: StepPlan) -> tuple[StepPlan, Search | None]:
-        """A plan whose beams are known, or what puts its block tables into their order on the device."""
+        """A plan whose beams are known, or what reorders its block tables on the device."""
         before, self._candidates = self._candidates, None
         if plan.searches is None:
             return plan, None
         if before is None:
-            raise RuntimeError("a search cannot go on: the step before it has left no candidates")
+            raise RuntimeError("a search cannot continue: the previous step left no candidates")
         if isinstance(before, StepResult):
             return resolved(plan, before, self.cache.block_size), None
         return plan, partial(self._beams.go_on, plan.searches, before, self.cache, plan.block_tables.shape[1])
@@ -158,8 +158,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm(self) -> None:
-        """Compile what copies, sampling, experts and products with quantised weights need, where it is compiled: no
-        request should wait for that."""
+        """Compile what copies, sampling, experts and products with quantised weights need, if anything, so that no
+        request waits for that."""
         modules = [module for module in self.model.modules() if isinstance(module, ExpertsFeedForward)]
         with gpu.current(self.model.device):
             for module in {module.shape: module for module in modules}.values():
@@ -181,10 +181,10 @@ class ModelRunner:
         seconds: Callable[[Callable[[], None]], float] | None = None,
         typical: StepPlan | None = None,
     ) -> None:
-        """Record decoding steps of up to max_rows rows, and run them so from now on.
+        """Record decoding steps of up to max_rows rows, and run them in this way from now on.
 
         Args:
-            seconds: what a graph takes; None: nothing is timed.
+            seconds: measures a graph; None: nothing is timed.
             typical: a step of one row to time (`DecodeGraphs.capture`).
         """
         graphs = DecodeGraphs(
@@ -205,8 +205,8 @@ class ModelRunner:
         self.graphs = graphs
 
     def use_prompt_graphs(self, max_rows: int, max_tokens: int, record: Recorder) -> None:
-        """Record steps of up to max_rows rows that hold prompts, of up to max_tokens tokens as far as they can be, and
-        run them so from now on."""
+        """Record steps with prompts of up to max_rows rows and max_tokens tokens, as far as they can be recorded, and
+        run them in this way from now on."""
         if not can_record_prompts(self.model):
             return
         graphs = PromptGraphs(
@@ -222,7 +222,7 @@ class ModelRunner:
         self.prompt_graphs = graphs
 
     def _sample(self, logits: Tensor, batch: SamplingBatch) -> StepResult | LateResult:
-        """Candidates; what they begin with is kept on the device, for the next step."""
+        """Candidates; the first ones are kept on the device for the next step."""
         if self._sampler is None:
             self._candidates = known = sample(logits, batch)
             self._unfilled = known.tokens[:, 0]

@@ -1,17 +1,17 @@
 """Logits to candidates, for all rows of a step together.
 
-Order of operations as in `transformers`: logit_bias, the encoder's and the decoder's repetition penalty, OpenAI's
-penalties, DRY, bans, forced tokens; then for rows that sample temperature, top-n-sigma, top-k, top-p, min-p, typical-p,
-XTC. Beam rows start from log-probabilities instead of logits, as there.
+The order of operations is that of `transformers`: logit_bias, the encoder's and the decoder's repetition penalty,
+OpenAI's penalties, DRY, bans, forced tokens; then for rows that sample temperature, top-n-sigma, top-k, top-p, min-p,
+typical-p, XTC. Beam rows start from log-probabilities instead of logits, as in `transformers`.
 
-On a CPU the native library does the work: it walks over the logits once, and looks for large ones where that walk has
-seen them. What a request changes of logits is written into them and taken back. On a GPU the kernels of
-`engine.backends.triton` do the same in their way (`sampler_device.py`). `backends/torch/sampling.py` serves other
-devices, machines without library or Triton, and rows with filters that the kernels do not know (`by_torch`; each by
-itself, `backends/torch/sampling_whole.py`). All choose the same tokens but where rounding decides: exponentials
-may differ in their last bits, so a uniform number right between two tokens, or a sum right at top_p, may fall on
-either side. Of equal logits the lowest token comes first, and where log-probabilities are equal and logits are not,
-the larger logit; `torch.topk` takes any.
+On a CPU the native library does the work: it reads the logits once, and looks for large ones where that pass has seen
+them. A request's changes to logits are written into them and undone later. On a GPU the kernels of
+`engine.backends.triton` do the same in their own way (`sampler_device.py`). `backends/torch/sampling.py` serves other
+devices, machines without library or Triton, and rows with filters that the kernels do not support (`by_torch`; each row
+separately, `backends/torch/sampling_whole.py`). All choose the same tokens except where rounding decides: exponentials
+may differ in their last bits, so a uniform number right between two tokens, or a sum right at top_p, may fall on either
+side. If logits are equal, the lowest token comes first; if only log-probabilities are equal, the larger logit does.
+`torch.topk` takes any.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from engine.scheduling.plan import Bool, Float32, Int32, PromptLogprobRows, Samp
 # Rows scored at a time, so that prompt log-probabilities do not need all logits at once.
 PROMPT_ROWS = 128
 
-# Logits [P, vocabulary], targets, numbers of alternatives, the most of these.
+# Logits [P, vocabulary], targets, numbers of alternatives, and the maximum of these.
 _Scorer = Callable[[Tensor, Int32, Int32, int], "TokenScores | LateScores"]
 
 
@@ -63,7 +63,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> StepResult:
     impossible = _choose(rows, batch, tokens, scores)
     logprobs = rows.logprobs(tokens)
     if impossible is not None:
-        # NaN tells the scheduler that a row failed; one in which every token is banned has, too.
+        # NaN tells the scheduler that a row failed; a row in which every token is banned fails, too.
         logprobs[impossible] = np.nan
     if asking is not None:
         ranks[asking] = rows.ranks(asking, tokens[asking])
@@ -79,7 +79,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> StepResult:
 
 
 def score_prompt(hidden_to_logits: object, hidden: Tensor, rows: PromptLogprobRows) -> PromptScores:
-    """Log-probability, rank and best alternatives of each target token. Does not wait for a GPU.
+    """Log-probability, rank and best alternatives of each target token. It does not wait for a GPU.
 
     Args:
         hidden_to_logits: maps hidden states [N, hidden] to float32 logits [N, vocabulary].
@@ -123,8 +123,8 @@ def _score(logits: Tensor, targets: Int32, counts: Int32, width: int) -> TokenSc
 
 
 def _choose(rows: LogitRows, batch: SamplingBatch, tokens: Int32, scores: Float32) -> Bool | None:
-    """Writes what rows choose: tokens [S, C], which hold the likeliest one, and scores of beams. Which of them are
-    impossible [S, C], None for none."""
+    """Write what rows choose: tokens [S, C], which contain the likeliest one, and scores of beams. Returns which of
+    them are impossible [S, C], None if none is."""
     table, edits = batch.table, batch.edits
     edited = len(edits) or len(batch.masked)
     if max(table["temperature"].tolist()) < GREEDY_TEMPERATURE and not _most(table["beam_width"]) and not edited:
@@ -136,7 +136,7 @@ def _choose(rows: LogitRows, batch: SamplingBatch, tokens: Int32, scores: Float3
         found = _search(rows, batch, _where(searching), tokens, scores)
         _draw(rows, batch, _where(sampling), tokens)
         return searching[:, None] & (scores == -np.inf) if found else None
-    # Rows that change as a whole are rare, and get memory of their own.
+    # Rows that change as a whole are rare, and get separate memory.
     whole_rows[edits["row"][edits["kind"] == Kind.FORCE]] = True
     whole_rows[batch.masked] |= searching[batch.masked]
     plain, whole, within = ~whole_rows, _where(whole_rows), ~whole_rows[batch.masked]
@@ -165,8 +165,8 @@ def _choose(rows: LogitRows, batch: SamplingBatch, tokens: Int32, scores: Float3
 def _search(
     rows: LogitRows, batch: SamplingBatch, at: Int32, tokens: Int32, scores: Float32, place: Int32 | None = None
 ) -> bool:
-    """Writes the candidates of beams, the rows `at`, which have other places in the batch where these are given.
-    Whether there are any."""
+    """Write the candidates of the beams in rows `at`, which have other positions in the batch if these are given.
+    Returns whether there are any."""
     if not len(at):
         return False
     of = at if place is None else place[at]
@@ -177,7 +177,7 @@ def _search(
 
 
 def _draw(rows: LogitRows, batch: SamplingBatch, at: Int32, tokens: Int32, place: Int32 | None = None) -> None:
-    """Writes what the rows `at` draw, as `_search` does."""
+    """Write what rows `at` draw, with arguments as in `_search`."""
     if not len(at):
         return
     of = at if place is None else place[at]
@@ -194,7 +194,7 @@ def _draw(rows: LogitRows, batch: SamplingBatch, at: Int32, tokens: Int32, place
 
 
 def _rewritten(rows: LogitRows, batch: SamplingBatch, whole: Int32) -> LogitRows:
-    """Rows with forced tokens, beams with masks, and those whose scores are made log-probabilities again."""
+    """Rows with forced tokens, beams with masks, and rows whose scores become log-probabilities again."""
     made = torch.empty((len(whole), rows.vocabulary), dtype=torch.float32)
     values: Float32 = made.numpy()
     forces = batch.edits[batch.edits["kind"] == Kind.FORCE]
@@ -213,14 +213,14 @@ def _rewritten(rows: LogitRows, batch: SamplingBatch, whole: Int32) -> LogitRows
     if free.any():
         mask(values, np.searchsorted(whole, batch.masked[free]).astype(np.int32), batch.masks[free])
     rewritten = LogitRows(made)
-    # What is not made a log-probability again is its own.
+    # A score that does not become a log-probability again is kept.
     own = ~((batch.table["renormalize"][whole] > 0) & (batch.table["beam_width"][whole] > 0))
     rewritten.peak[own] = rewritten.log_sum[own] = 0.0
     return rewritten
 
 
 def _most(values: Int32) -> int:
-    return int(max(values.tolist()))  # sooner than numpy, for as many as a step has
+    return int(max(values.tolist()))  # faster than numpy, for the rows of one step
 
 
 def _where(mask: Bool) -> Int32:

@@ -1,12 +1,12 @@
-"""The part of sampling that a CUDA graph can hold: one token a row, greedy or drawn, in any mixture.
+"""The part of sampling that a CUDA graph can contain: one token per row, greedy or drawn, in any mixture.
 
-Captured are the walk, the choice and the report: four kernels whose grids come from the number of rows alone. What
-rows want lies in memory that stays where it is: a graph that was captured for as many rows serves greedy rows, rows
-that draw and rows that are unused. Random numbers are made of counters on the device, which a replay counts up, so
-that a steady step sends nothing at all; or they are sent, 8 bytes a row.
+The walk, the choice and the report are captured: four kernels whose grids depend only on the number of rows. The rows'
+settings are in memory that does not move: a graph captured for a number of rows serves greedy rows, rows that draw and
+unused rows. Random numbers are made from counters on the device, which a replay advances, so that a steady step sends
+nothing at all; or they are sent, 8 bytes per row.
 
-Not captured, but computed by `DeviceSampler`: beams, reports of most probable or listed tokens and of ranks, several
-draws a row, filters that only torch's sampler knows, and all that changes logits.
+`DeviceSampler` computes what is not captured: beams, reports of most probable or listed tokens and of ranks, several
+draws per row, filters that only torch's sampler supports, and all changes to logits.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from engine.scheduling.plan import SamplingBatch, StepResult
 
 
 class CapturedSampler:
-    """Samples up to `rows` rows by launches that a CUDA graph may hold.
+    """Samples up to `rows` rows with launches that a CUDA graph may contain.
 
     Args:
-        counted: random numbers are made on the device, of the table's seeds, choices and positions; else they are the
-            batch's.
-        sizes: how kernels cut their work; tests take small ones.
+        counted: whether random numbers are made on the device, from the table's seeds, choices and positions; else they
+            are the batch's.
+        sizes: how kernels divide their work; tests use small sizes.
 
     Attributes:
-        tokens: [rows] int32 what was sampled last, at an address that never changes; 0 in unused rows.
+        tokens: [rows] int32 the tokens sampled last, at an address that never changes; 0 in unused rows.
         logprobs: [rows] float32 under the model's own distribution, NaN for a row that failed.
-        positions: [rows] int32 the output position of the next draw; counted up by each launch if `counted`.
+        positions: [rows] int32 the output position of the next draw; advanced by each launch if `counted`.
     """
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device, *, counted: bool = True, sizes: Sizes = SIZES):
         self._rows, self._device, self._counted = rows, device, counted
         self._room = Workspace(rows, vocabulary, device, sizes)
-        # The table's rows, and numbers of the host behind them.
+        # The table's rows, followed by numbers from the host.
         size, numbers = rows * TABLE.itemsize, 0 if counted else rows * 8
         self._packed = torch.zeros(size + numbers, dtype=torch.uint8, device=device)
         self._table = self._packed[:size].view(torch.int32).view(rows, WORDS)
         self._uniforms = None if counted else self._packed[size:].view(torch.float64).view(rows, 1)
         self._table[:, word("num_draws")] = -1
-        # Rows of whole vectors, so that all begin where kernels expect memory to begin.
+        # Rows are whole vectors, so that all begin where kernels expect memory to begin.
         self._results = torch.zeros((3, -(-rows // 4) * 4), dtype=torch.int32, device=device)
         self._column = self._results[2].view(-1, 1)
         self._chosen = torch.zeros((rows, 1), dtype=torch.float32, device=device)
@@ -54,7 +54,7 @@ class CapturedSampler:
 
     @staticmethod
     def serves(batch: SamplingBatch) -> bool:
-        """Whether a batch wants nothing but one token a row."""
+        """Whether a batch needs just one token per row."""
         table = batch.table
         return not (
             len(batch.edits)
@@ -69,17 +69,16 @@ class CapturedSampler:
     def put(self, batch: SamplingBatch) -> bool:
         """Tell the device what the next launches sample, in one asynchronous copy.
 
-        Nothing is sent where the batch has the version of the last call, and its numbers: the same positions, if they
-        are `counted`, which go on from where the device is, else the same uniforms.
+        Nothing is sent if the batch has the same version as in the last call and the expected numbers: if they are
+        `counted`, positions that continue where the device is, else the same uniforms.
 
         Args:
-            batch: S rows; those behind are unused.
+            batch: S rows; rows after them are unused.
 
-        Returns:
-            Whether anything was sent.
+        Returns: Whether anything was sent.
 
         Raises:
-            ValueError: the batch has more rows, or wants more than one token a row.
+            ValueError: the batch has more rows, or needs more than one token per row.
         """
         count, table, last = len(batch.table), batch.table, self._last
         if last is not None and last.version == batch.version:
@@ -104,12 +103,12 @@ class CapturedSampler:
         return True
 
     def forget(self) -> None:
-        """Send the next batch whole, whatever was sent before."""
+        """Send the next batch completely, whatever was sent before."""
         self._last = None
 
     @torch.inference_mode()
     def launch(self, logits: Tensor) -> None:
-        """Sample the first N rows, of logits [N, vocabulary]; this is what is captured."""
+        """Sample the first N rows, from logits [N, vocabulary]; this is what is captured."""
         count = len(logits)
         uniforms = None if self._uniforms is None else self._uniforms[:count]
         parameters = Parameters(table=self._table[:count], uniforms=uniforms)
@@ -132,11 +131,11 @@ class Fetched:
 
     @property
     def ready(self) -> bool:
-        """The values are there: `result` does not wait."""
+        """Whether `result` returns without waiting."""
         return self._download.ready
 
     def result(self) -> StepResult:
-        """The values, with one column; waits until they are there."""
+        """The values, with one column; waits until they have arrived."""
         words = self._download.wait()[:, : self._rows]
         tokens = words[0][:, None]
         nothing = np.zeros((len(tokens), 0), dtype=np.int32)

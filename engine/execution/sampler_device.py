@@ -1,13 +1,13 @@
-"""Logits to candidates by the kernels of `engine.backends.triton`, without waiting for the device (`sampler.py` says
-what is made).
+"""Logits to candidates with the kernels of `engine.backends.triton`, without waiting for the device (`sampler.py`
+describes the results).
 
-Nothing here asks the device anything: how many rows of each kind there are is known from the host's arrays, and how
-many tokens a filter keeps is the kernels' own affair. Rows with filters that the kernels do not know are the exception:
-torch draws from them. What a batch says travels in one copy, of which a steady step needs only what changed. Rows whose
-logits are changed (penalties, biases, bans, forced tokens, renormalised beams) are computed apart from the others, in
-memory of their own.
+Nothing here queries the device: the number of rows of each kind follows from the host's arrays, and only the kernels
+need to know how many tokens a filter keeps. Rows with filters that the kernels do not support are the exception: torch
+draws from them. A batch's settings are sent in one copy; a steady step needs only what changed. Rows whose logits are
+changed (penalties, biases, bans, forced tokens, renormalised beams) are computed separately from the others, in
+separate memory.
 
-`CapturedSampler` (`sampler_captured.py`) is the part of this that a CUDA graph can hold.
+`CapturedSampler` (`sampler_captured.py`) is the part of this that a CUDA graph can contain.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _NEGATIVE_INFINITY = float("-inf")
 
 @dataclass(slots=True, kw_only=True)
 class DeviceSamples:
-    """The sampled tokens, on the device; valid until the sampler is used again, except for what was fetched.
+    """The sampled tokens on the device; valid until the sampler is used again, except for those that were fetched.
 
     Attributes:
         tokens, logprobs: [S, C] as in `StepResult`.
         first: [S] int32 first column of the tokens, at an address that stays the same for up to the sampler's
             `max_rows`.
-        scores, ranks: [S, C]; None where no row has any.
-        top_ids, top_logprobs: [S, L]; None where no row has any.
-        watched: [S, W]; None where no row has any.
+        scores, ranks: [S, C]; None if no row has any.
+        top_ids, top_logprobs: [S, L]; None if no row has any.
+        watched: [S, W]; None if no row has any.
     """
 
     tokens: Tensor
@@ -62,7 +62,7 @@ class DeviceSamples:
 
     @property
     def ready(self) -> bool:
-        """The values are on the host: `result` does not wait."""
+        """Whether the values are on the host, so that `result` does not wait."""
         return self._download is not None and self._download.ready
 
     def result(self) -> StepResult:
@@ -105,7 +105,7 @@ class DeviceScores:
 
     @property
     def ready(self) -> bool:
-        """All values are on the host: `result` does not wait."""
+        """Whether all values are on the host, so that `result` does not wait."""
         return self.top_logprobs.ready  # the last copy that was started
 
     def result(self) -> TokenScores:
@@ -122,9 +122,9 @@ class DeviceSampler:
     """Samples on one device, and keeps what steps have in common.
 
     Args:
-        max_rows: rows for which memory is made at once; more are served, too.
-        sizes: how kernels cut their work; tests take small ones.
-        first: int32 memory for the first tokens of as many rows as there will ever be; None makes some.
+        max_rows: rows for which memory is allocated at once; more are served, too.
+        sizes: how kernels divide their work; tests use small sizes.
+        first: int32 memory for the first tokens of the maximum number of rows; None allocates some.
     """
 
     def __init__(self, device: torch.device, max_rows: int = 0, sizes: Sizes = SIZES, *, first: Tensor | None = None):
@@ -135,7 +135,8 @@ class DeviceSampler:
         self._first = torch.zeros(max_rows, dtype=torch.int32, device=device) if first is None else first
         self._layout: Layout | None = None
         self._vocabulary = 0
-        # Versions of the batch and its edits that are laid out; of the edits and the layout that arrays are made of.
+        # Versions of the batch and its edits that are laid out, and of the edits and the layout from which arrays were
+        # made.
         self._laid = self._edited = (0, 0)
         self._edit_arrays: dict[str, Array] = {}
         self._edit_version = 0
@@ -194,8 +195,8 @@ class DeviceSampler:
         return samples
 
     def warm(self, vocabulary: int) -> None:
-        """Compile all kernels for float32 logits of as many tokens, and make memory for `max_rows` rows: so that no
-        request waits for that."""
+        """Compile all kernels for float32 logits of this many tokens, and allocate memory for `max_rows` rows, so that
+        no request waits for that."""
         logits = torch.zeros((3, vocabulary), dtype=torch.float32, device=self._device)
         self.sample(logits, trial_batch(vocabulary)).result()
 
@@ -265,7 +266,7 @@ class DeviceSampler:
         return samples, torch.empty((rows, width), dtype=torch.float32, device=self._device)
 
     def _lay(self, batch: SamplingBatch, vocabulary: int) -> Layout:
-        """The layout of the batch's rows: that of the last step, if it is the same."""
+        """The layout of the batch's rows: the last step's, if it is the same."""
         last = self._layout if self._laid[:1] == (batch.version,) and self._vocabulary == vocabulary else None
         if last is None or self._laid != (batch.version, batch.edits_version) or len(batch.masked):
             touched = touched_rows(batch)
@@ -275,7 +276,7 @@ class DeviceSampler:
         return last
 
     def _edits(self, batch: SamplingBatch, layout: Layout, vocabulary: int) -> dict[str, Array]:
-        """The edits on the device: those of the last step, if they are the same."""
+        """The edits on the device: the last step's, if they are the same."""
         known = (batch.edits_version, layout.version)
         if known != self._edited:
             self._edited, self._edit_version = known, new_version()
@@ -290,13 +291,13 @@ class DeviceSampler:
         samples: DeviceSamples,
         chosen: Tensor,
     ) -> Tensor:
-        """Candidates of the rows whose logits are changed, and what these have become [N, vocabulary]."""
+        """Candidates of the rows whose logits are changed, and the changed logits [N, vocabulary]."""
         touched = given["touched"]
         index = touched.long()
         vocabulary = walked.logits.shape[1]
         logits = walked.logits.index_select(0, index).float()
         if samples.scores is not None:
-            # Beams begin with log-probabilities; nothing is taken from the others.
+            # Beams begin with log-probabilities; nothing is subtracted for the others.
             for taken in (walked.peak, walked.log_sum):
                 logits -= taken.index_select(0, index).masked_fill(given["touched_drawn"], 0.0)[:, None]
         flat = logits.view(-1)
@@ -344,7 +345,7 @@ class DeviceSampler:
     def _draw_by_torch(
         self, changed: Tensor, layout: Layout, batch: SamplingBatch, samples: DeviceSamples, chosen: Tensor
     ) -> None:
-        """Draws of the rows with filters that the kernels do not know. Only these wait for the device."""
+        """Draws of the rows with filters that the kernels do not know. Only these draws wait for the device."""
         for row in layout.by_torch.tolist():
             logits = changed[layout.place[row]]
             drawn = sampling_whole.draw(logits, batch.table[row : row + 1], batch.uniforms[row])
@@ -353,5 +354,6 @@ class DeviceSampler:
 
 
 def _aligned(words: int) -> int:
-    """Words of 4 bytes such that what follows lies where kernels expect memory to begin: at multiples of 16 bytes."""
+    """4-byte words arranged so that the next array begins where kernels expect memory to begin: at multiples of 16
+    bytes."""
     return -(-words // 4) * 4

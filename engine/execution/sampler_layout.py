@@ -1,4 +1,4 @@
-"""The kinds of a batch's rows, and their description for a device: host arrays alone."""
+"""The kinds of a batch's rows, and their description for a device, using only host arrays."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Layout:
     """The kinds of a batch's rows.
 
     Attributes:
-        width, number: columns of tokens, and of the most probable ones that are reported.
-        touched: [N] rows whose logits are changed, or that torch's sampler draws from.
-        place: [S] where among the touched rows a row is.
-        by_torch: those that torch's sampler draws from.
-        beams: whether there are any.
+        width, number: the numbers of columns for tokens, and for the most probable ones that are reported.
+        touched: [N] rows whose logits are changed, or from which torch's sampler draws.
+        place: [S] a row's index among the touched rows.
+        by_torch: rows from which torch's sampler draws.
+        beams: whether there are beams.
         arrays: what the device needs of it.
-        version: of these arrays.
+        version: the version of these arrays.
     """
 
     width: int
@@ -46,7 +46,7 @@ class Layout:
 
 
 def touched_rows(batch: SamplingBatch) -> Int32:
-    """Rows whose logits are changed, or that torch's sampler draws from: it is given copies of them."""
+    """Rows whose logits are changed, or from which torch's sampler draws: it works on copies."""
     mask = (batch.table["renormalize"] > 0) & (batch.table["beam_width"] > 0)
     mask[batch.edits["row"]] = True
     mask[batch.masked] = True
@@ -97,11 +97,11 @@ def lay_out(batch: SamplingBatch, touched: Int32, vocabulary: int) -> Layout:
 
 
 def edit_arrays(edits: EditList, place: Int32, vocabulary: int) -> dict[str, Array]:
-    """The description of edits for a device, by kinds: places among the touched rows' logits. Tokens outside the
-    vocabulary, as an encoder with one of its own may have them, count for nothing.
+    """The description of edits for a device, by kind: positions in the touched rows' logits. Tokens outside the
+    vocabulary, which an encoder with a different vocabulary may have, are ignored.
 
     Args:
-        place: [S] where among the touched rows a row is.
+        place: [S] a row's index among the touched rows.
     """
     arrays: dict[str, Array] = {}
     edits = edits[edits["token"] < vocabulary]
@@ -123,7 +123,7 @@ def edit_arrays(edits: EditList, place: Int32, vocabulary: int) -> dict[str, Arr
 
 
 def words(table: Table) -> Array:
-    """A table as a device reads it: [rows, WORDS] int32."""
+    """A table in the form that a device reads: [rows, WORDS] int32."""
     return table.view(np.int32).reshape(len(table), WORDS)
 
 
@@ -132,7 +132,7 @@ def where_true(mask: Array) -> Int32:
 
 
 def trial_batch(vocabulary: int) -> SamplingBatch:
-    """A row that draws, one of beams, and one that is changed and asks for reports: together they take all kernels."""
+    """A row that draws, a beam row, and a row that is changed and asks for reports: together they use all kernels."""
     edits = np.zeros(2, dtype=EDIT)
     edits["row"], edits["token"], edits["kind"], edits["value"] = 2, (0, vocabulary - 1), Kind.HISTORY, (0.0, 1.0)
     table = neutral_rows(

@@ -1,5 +1,5 @@
-"""The start of a model, in three steps that can be read alone: resolve decides all that can be decided before a weight
-is read, load reads the weights, and prepare gives pages, measures, and records what can be recorded.
+"""Starting a model, in three steps: resolve makes all decisions that need no weights, load reads the weights, and
+prepare allocates pages, measures, and records what can be recorded.
 """
 
 from __future__ import annotations
@@ -64,18 +64,18 @@ class Resolved:
     """The decisions of a start before it reads a weight.
 
     Attributes:
-        path: folder of the checkpoint.
-        file: the GGUF file that it stands for, if it does.
-        hf_config: the model's, as transformers reads it.
-        spec: what the model is made of.
-        pipeline: what the folder says of its embeddings.
-        dtype: of weights and activations.
-        cache_dtype: of pages.
-        quantization: what matrices become; None: they keep the dtype.
-        max_model_len: longest prompt plus answer, in tokens.
+        path: the checkpoint's folder.
+        file: the GGUF file that the folder stands for, if any.
+        hf_config: the model's config, as transformers reads it.
+        spec: the parts of the model.
+        pipeline: what the folder says about its embeddings.
+        dtype: the format of weights and activations.
+        cache_dtype: the pages' format.
+        quantization: what matrices are converted to; None: they keep the dtype.
+        max_model_len: maximum length of prompt plus answer, in tokens.
         max_encoder_len: longest input of an encoder beside a decoder that reads token ids.
-        backend: of attention.
-        vision: the images that are read among tokens; None: none are.
+        backend: the attention backend.
+        vision: the images that are read among tokens; None: none are read.
     """
 
     config: EngineConfig
@@ -99,10 +99,10 @@ def start(config: EngineConfig, read: ConfigReader = read_config, *, beside: int
 
     Args:
         beside: bytes that another model takes for each page of this one.
-        read: as `engine.model.checkpoint.read_config`.
+        read: the same argument as in `engine.model.checkpoint.read_config`.
 
     Raises:
-        ModelLoadError, UnsupportedModelError, ConfigError: with what to do about it.
+        ModelLoadError, UnsupportedModelError, ConfigError: says what to do about it.
     """
     device = choose_device(config.device)
     if config.device == "auto" and device.type == "cpu" and gpus.has_driver():
@@ -120,7 +120,7 @@ def start(config: EngineConfig, read: ConfigReader = read_config, *, beside: int
 
 
 def resolve(config: EngineConfig, device: torch.device, read: ConfigReader = read_config) -> Resolved:
-    """Decide what is loaded, and how; refuse what cannot be."""
+    """Decide what to load, and how; refuse what cannot be loaded."""
     place = find(config.model, config.revision, config.hf_token)
     pipeline = read_folder(laid_out(place))
     path = pipeline.transformer
@@ -200,7 +200,7 @@ def _check_two_way(info: VisionInfo, config: EngineConfig, device: torch.device)
 
 
 def load(resolved: Resolved) -> ModelRunner:
-    """Read the weights; the runner has hardly a page yet."""
+    """Read the weights; the runner has few pages yet."""
     config, device, pipeline = resolved.config, resolved.device, resolved.pipeline
     rank = config.max_lora_rank or largest_rank(config.adapters.values())  # a missing adapter is noticed first
     model = load_model(
@@ -240,7 +240,7 @@ def load(resolved: Resolved) -> ModelRunner:
 
 
 def load_parts(pipeline: Pipeline, device: torch.device) -> PoolingParts:
-    """Load the parts that make vectors beside the model.
+    """Load the parts that compute vectors beside the model.
 
     Raises:
         ModelLoadError: weights are missing, or their names or shapes do not match.
@@ -255,8 +255,8 @@ def load_parts(pipeline: Pipeline, device: torch.device) -> PoolingParts:
 
 
 def prepare(resolved: Resolved, runner: ModelRunner, *, beside: int = 0) -> LocalExecutor:
-    """Give the runner its pages, measure what steps take, and record decoding steps where that can be. `beside`: bytes
-    that another model takes for each page."""
+    """Give the runner its pages, measure steps, and record decoding steps if possible. `beside`: bytes that another
+    model takes for each page."""
     config, model, backend = resolved.config, runner.model, resolved.backend
     spec, num_blocks = model.spec, 0  # the head that the config names may not be stored, and then is not in the spec
     if config.flash_prefill:  # before memory is measured: a step with it takes more
@@ -274,7 +274,7 @@ def prepare(resolved: Resolved, runner: ModelRunner, *, beside: int = 0) -> Loca
             reserved=kept,
         )
     costs, measured = Costs(), Measured()
-    if config.max_step_time == 0 and resolved.device.type == "cpu":  # nothing depends on what steps take
+    if config.max_step_time == 0 and resolved.device.type == "cpu":  # nothing depends on the cost of steps
         trial(runner)
     else:  # these steps compile a GPU's kernels, too
         most = config.max_num_batched_tokens
@@ -321,10 +321,10 @@ def prepare(resolved: Resolved, runner: ModelRunner, *, beside: int = 0) -> Loca
 
 
 def choose_device(setting: str) -> torch.device:
-    """The device a setting means; auto takes a GPU where there is one.
+    """The device that a setting means; auto takes a GPU if there is one.
 
     Raises:
-        ConfigError: a GPU was asked for and torch sees none.
+        ConfigError: a GPU was requested, but torch sees none.
     """
     if setting == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -352,7 +352,7 @@ def choose_dtype(setting: str, stored: torch.dtype, device: torch.device) -> tor
 
 
 def has_fast_bfloat16() -> bool:
-    """The CPU multiplies bfloat16 in hardware (AVX-512 BF16 or AMX)."""
+    """Whether the CPU multiplies bfloat16 in hardware (AVX-512 BF16 or AMX)."""
     capability = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
     return bool(capability is not None and capability()) or bool(
         getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()

@@ -12,10 +12,10 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.scheduling.plan import StateRows
 
-# Of the memory for pages and slots, slots take no more than this share.
+# The maximum share of the memory for pages and slots that slots take.
 LARGEST_SHARE = 0.5
-# Slots that one sequence needs: for the state that it reads and the one that it writes, and for one between these if
-# a step is divided.
+# Slots that one sequence needs: for the state that it reads, the one that it writes, and one between these if a step is
+# divided.
 FEWEST = 3
 
 
@@ -23,13 +23,13 @@ class StateCache:
     """The states of each layer that has some, [slots + 1, numbers] float32.
 
     Args:
-        sizes: numbers of each layer's state.
+        sizes: number of values in each layer's state.
     """
 
     def __init__(self, sizes: Sequence[int], slots: int, device: torch.device):
         self.slots = slots
         shapes = [(slots + 1, size) for size in sizes]
-        if device.type == "cpu":  # the system hands out such memory untouched until it is written
+        if device.type == "cpu":  # the operating system provides such memory only when it is written
             self.layers = [memory.zeros(*shape, dtype=torch.float32) for shape in shapes]
         else:
             self.layers = [torch.zeros(shape, device=device) for shape in shapes]
@@ -48,15 +48,15 @@ def slot_bytes(sizes: Sequence[int]) -> int:
 
 
 def count_slots(config: EngineConfig, sizes: Sequence[int], room: int, setting: str) -> int:
-    """How many slots to make: two for each sequence of a step and two for snapshots, as far as there is memory; 0 for
-    models without states.
+    """The number of slots to allocate: two for each sequence of a step and two for snapshots, as far as there is
+    memory; 0 for models without states.
 
     Args:
         room: bytes for pages and slots.
-        setting: what would raise them.
+        setting: the setting that would raise the memory.
 
     Raises:
-        ConfigError: not even one sequence has room.
+        ConfigError: there is no room for a single sequence.
     """
     if not sizes:
         return 0

@@ -1,4 +1,4 @@
-"""The threads that compute, in the process that the engine is loaded in."""
+"""The threads that compute in the engine's process."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ logger = logging.getLogger("octavo.engine")
 
 
 def use_threads(config: EngineConfig) -> int:
-    """Let torch, and with it our kernels, compute in as many threads as the settings say; returns how many.
+    """Let torch and Octavo's kernels compute in as many threads as the settings say; returns the number.
 
-    Without a setting there will be no more than there are: fewer may have been chosen for this process.
+    Without a setting, the number is never raised: fewer threads may have been chosen for this process.
     """
     chosen = choose_threads(config.threads, os.environ)
     count = chosen.count if config.threads is not None else min(chosen.count, torch.get_num_threads())

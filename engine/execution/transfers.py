@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Array = NDArray[Any]
-# Where arrays begin in a packed copy: whole vectors are loaded from there.
+# The alignment of arrays in a packed copy: whole vectors are loaded from there.
 _ALIGNED = 16
 _TORCH = {
     np.dtype(np.int32): torch.int32,
@@ -23,9 +23,9 @@ _TORCH = {
 
 
 class Uploads:
-    """A device's copies of a host's arrays, by name: what it has is not sent again.
+    """A device's copies of host arrays, by name: arrays that it already has are not sent again.
 
-    Arrays that were given are not to be changed afterwards.
+    Do not change arrays after passing them.
     """
 
     def __init__(self, device: torch.device):
@@ -34,13 +34,13 @@ class Uploads:
         self.sent = 0
 
     def put(self, arrays: Mapping[str, Array], versions: Mapping[str, int] | None = None) -> dict[str, Tensor]:
-        """Arrays on the device, in their shapes. All that are new travel in one asynchronous copy.
+        """Copy arrays to the device, in their shapes. All new arrays are sent in one asynchronous copy.
 
         `sent` counts its bytes.
 
         Args:
-            versions: numbers above 0; an array with the number that it had at the last call is the same. Others are
-                compared by their values.
+            versions: numbers above 0; an array with the same number as in the last call is the same. Others are
+                compared by value.
         """
         known, versions = self._known, versions or {}
         new = []
@@ -58,7 +58,8 @@ class Uploads:
             for name in new:
                 places.append(size)
                 size += -(-arrays[name].nbytes // _ALIGNED) * _ALIGNED
-            # Pinned memory is not given to others before a copy from it is done: torch's allocator knows of it.
+            # Pinned memory is not reused before a copy from it is complete, because torch's allocator knows of the
+            # copy.
             packed = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
             host = packed.numpy()
             for name, place in zip(new, places, strict=True):
@@ -74,8 +75,8 @@ class Uploads:
 
 
 class Download:
-    """A copy of a tensor to the host that has been started; the tensor may be written again by what follows on the
-    same stream."""
+    """A copy of a tensor to the host that has been started; later work on the same stream may write the tensor
+    again."""
 
     def __init__(self, values: Tensor):
         self._event: torch.cuda.Event | None = None
@@ -89,7 +90,7 @@ class Download:
 
     @property
     def ready(self) -> bool:
-        """`wait` would not."""
+        """Whether `wait` returns at once."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> Array:

@@ -1,6 +1,6 @@
-"""Steps that belong to no request: they warm the device up, and tell what steps take.
+"""Steps that belong to no request: they warm the device up, and measure what steps cost.
 
-They read and write block 0, which belongs to no sequence, and leave it as it was.
+They read and write block 0, which belongs to no sequence, and restore it.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ Measured = list[tuple[StepWork, float]]
 
 _TOKENS = 16
 _CONTEXT = 1024
-# Tokens of the context on which kernels of one row are compared: attention reads it in more than one part.
+# Tokens of the context with which kernels for one row are compared: attention reads it in more than one part.
 _TYPICAL = 400
 _WHOLE = 256  # tokens of inputs that are read whole
-# A short step is timed twice, for it may have been interrupted; a long one is long enough once.
+# A short step is timed twice, since it may have been interrupted; for a long step, once is enough.
 _SHORT = 0.05
 
 
 def trial(runner: ModelRunner) -> None:
-    """Run a step of one token, or of one signal; whatever it raises is no request's fault."""
+    """Run a step of one token, or of one signal; no request is to blame for an error in it."""
     try:
         runner.execute(_short_plan(runner) if runner.model.decoder is None else _plan(runner, 0, 1))
     finally:
@@ -51,13 +51,13 @@ def trial(runner: ModelRunner) -> None:
 
 
 def can_record(model: Transformer) -> bool:
-    """The model decodes: others have no steps of single tokens."""
+    """Whether the model decodes: others have no steps of single tokens."""
     return model.decoder is not None and isinstance(model.spec.head, Lm)
 
 
 def record(runner: ModelRunner, backend: AttentionBackend, max_rows: int, max_tokens: int) -> None:
-    """Let steps of up to max_rows rows and, with prompts, of up to max_tokens tokens run as CUDA graphs from now on,
-    where that can be."""
+    """From now on, run steps of up to max_rows rows and, with prompts, of up to max_tokens tokens as CUDA graphs, if
+    possible."""
     device = runner.model.device
     if device.type != "cuda" or not can_record(runner.model) or not max_rows:
         return
@@ -70,7 +70,7 @@ def record(runner: ModelRunner, backend: AttentionBackend, max_rows: int, max_to
         with typical_row(runner) as typical:
             runner.use_graphs(max_rows, recorder, recorder.seconds, typical)
 
-    # What takes the most memory first.
+    # The step that takes the most memory comes first.
     _try(
         f"steps with prompts, of up to {min(max_tokens, LARGEST)} tokens",
         partial(runner.use_prompt_graphs, max_rows, max_tokens, recorder),
@@ -79,11 +79,11 @@ def record(runner: ModelRunner, backend: AttentionBackend, max_rows: int, max_to
 
 
 def _try(steps: str, act: Callable[[], None]) -> None:
-    """Record steps, or say why they run eagerly."""
+    """Record steps, or log why they run eagerly."""
     began = time.perf_counter()
     try:
         act()
-    except Exception as error:  # torch's and Triton's of all kinds: serving slowly is better than not at all
+    except Exception as error:  # torch and Triton raise errors of all kinds: slow service is better than none
         logger.warning(
             "%s run without CUDA graphs, which is slower: recording failed (%s). Set --enforce-eager to "
             "skip the attempt.",
@@ -119,7 +119,7 @@ def measure(
     """Measure the cost of pairs and logits, and of small steps; this takes about as long as a prompt of 60 tokens.
 
     Args:
-        max_tokens: of a step.
+        max_tokens: maximum tokens of a step.
         clock: seconds.
     """
     trial(runner)  # what happens only once is not measured
@@ -144,7 +144,8 @@ def measure(
         scored = timed(_plan(runner, 0, count, scored=True)) if isinstance(runner.model.spec.head, Lm) else plain
     finally:
         runner.cache.clear_scratch()
-    # Where memory, not arithmetic, sets the pace, 16 tokens take hardly longer than one, and say little of many.
+    # If memory rather than arithmetic limits the speed, 16 tokens take hardly longer than one, and say little about
+    # many.
     token = max((plain[1] - one[1]) / max(count - 1, 1), plain[1] / (4 * count))
     pairs = late[0].pairs - plain[0].pairs
     costs = Costs(
@@ -163,8 +164,8 @@ def score_plan(runner: ModelRunner, count: int) -> StepPlan:
 def _measure_whole(
     runner: ModelRunner, most: int, timed: Callable[[StepPlan], tuple[StepWork, float]]
 ) -> tuple[Costs, Measured]:
-    """The same for a model that reads whole inputs: one and several of as many tokens differ in pairs alone."""
-    if not runner.model.vocab_size:  # all inputs have one length: how much of the time is that of pairs never matters
+    """The same for a model that reads whole inputs: one input and several with as many tokens differ only in pairs."""
+    if not runner.model.vocab_size:  # all inputs have one length, so the share of the time for pairs never matters
         signal = runner.model.spec.signal
         assert signal is not None
         inputs = max(min(_WHOLE, most) // signal.positions, 1)
@@ -186,7 +187,7 @@ def _measure_whole(
 
 
 def _short_plan(runner: ModelRunner) -> StepPlan:
-    """The shortest input of a model that reads whole ones."""
+    """The shortest input of a model that reads whole inputs."""
     signal = runner.model.spec.signal
     if runner.model.vocab_size or signal is None:
         return _read_plan(runner, [1])
@@ -194,7 +195,7 @@ def _short_plan(runner: ModelRunner) -> StepPlan:
 
 
 def _signal_plan(signal: SignalInfo, count: int) -> StepPlan:
-    """A plan of so many whole inputs that are signals."""
+    """A plan of this many whole inputs that are signals."""
     rows = []
     for number in range(count):
         request = Request(
@@ -235,7 +236,7 @@ def _plan(
     """A step of `count` tokens after `start` others, in block 0 or in the pages of a table."""
     size = runner.cache.block_size
     decoding = Decoding(max_tokens=1, temperature=0.0, prompt_logprobs=0 if scored else None)
-    # One token more than is computed has a next one to be scored by.
+    # One more token than is computed, so that the last computed one has a next token to score.
     tokens = (0,) * (start + count + 1) if ids is None else tuple(ids[: start + count + 1])
     request = Request(request_id="", prompt_token_ids=tokens, decoding=decoding)
     group = SequenceGroup(request, 0, b"")

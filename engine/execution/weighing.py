@@ -13,10 +13,11 @@ from engine.scheduling.plan import SamplingBatch
 
 
 def weighed(logits: Tensor, batch: SamplingBatch) -> SamplingBatch:
-    """The batch with masks that say all (`engine.interface.constraints.Weighing`); itself where its masks do.
+    """The batch with masks that need no weighing (`engine.interface.constraints.Weighing`); the batch itself if its
+    masks need none.
 
-    What is compared are the model's own logits [S, vocabulary], before other edits: as far as a batch bans tokens
-    otherwise, its masks should, too. A row's answer depends on that row alone.
+    The model's own logits [S, vocabulary] are compared, before other edits: tokens that a batch bans otherwise should
+    also be banned in its masks. A row's answer depends on that row alone.
     """
     chosen = np.flatnonzero(batch.outweighed >= 0)
     if not len(chosen):
@@ -42,7 +43,7 @@ def _bits(masks: Masks, vocabulary: int) -> np.ndarray:
 
 
 def _log_sum(values: np.ndarray) -> np.ndarray:
-    """Logarithms of the rows' sums of exponentials; -inf of a row that is nothing else."""
+    """Logarithms of the rows' sums of exponentials; -inf for a row that only has -inf."""
     most = values.max(axis=1, initial=-np.inf)
     shift = np.where(np.isfinite(most), most, 0.0)
     with np.errstate(divide="ignore"):

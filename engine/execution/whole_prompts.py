@@ -1,7 +1,7 @@
-"""Whether torch's flash attention computes long prompts that come whole: found out at start, by what it computes.
+"""Whether torch's flash attention computes long whole prompts: found out at start, by trying it.
 
-It is asked for (`EngineConfig.flash_prefill`), and stands in for our kernels only where a model's attention is of its
-kind and where its results, on random rows in scattered pages, are theirs.
+It is requested with `EngineConfig.flash_prefill`, and replaces Octavo's kernels only if a model's attention is of its
+kind and its results, on random rows in scattered pages, agree with theirs.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from engine.model.transformer import Transformer
 
 logger = logging.getLogger("octavo.execution")
 
-# Several tiles of queries and of keys in either kernel, and multiples of neither's.
+# Several tiles of queries and of keys in both kernels, and multiples of neither.
 _LENGTHS = (301, 77)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlashFacts:
-    """The attentions of a model that torch's flash attention can compute for long prompts that come whole.
+    """The attentions of a model that torch's flash attention can compute for long whole prompts.
 
     Attributes:
-        shapes: heads for which it has been found to do what our kernels do.
-        layers, of: how many have such heads and nothing that it lacks, of how many with own keys and values in pages.
-        why: what keeps it from the others; "" where nothing does.
-        wrong: it was tried for some of them, and fails there or computes something else.
+        shapes: heads for which its results agree with those of Octavo's kernels.
+        layers, of: how many layers have such heads and nothing that it lacks, of how many with keys and values in their
+            own pages.
+        why: why it cannot compute the others; "" if it can.
+        wrong: whether it was tried for some of them and failed, or computed something else.
         too_short: why steps hold no prompt that is long enough; "" if they do.
     """
 
@@ -50,13 +51,13 @@ class FlashFacts:
 def use_flash(
     model: Transformer, backend: AttentionBackend, cache_dtype: torch.dtype, block_size: int, max_tokens: int
 ) -> None:
-    """Let torch's flash attention compute long prompts that come whole from now on, where it can; the log says where.
+    """From now on, let torch's flash attention compute long whole prompts if it can; the log says where.
 
     Args:
-        cache_dtype, block_size: of the pages.
-        max_tokens: of a step.
+        cache_dtype, block_size: the pages' format and size.
+        max_tokens: maximum tokens of a step.
     """
-    unused = "torch's flash attention is not used, our own kernels are: %s"
+    unused = "torch's flash attention is not used, Octavo's kernels are: %s"
     too_short = _too_short(max_tokens)
     if too_short and isinstance(backend, TritonAttention) and _own_attentions(model):
         logger.warning(unused, too_short)  # without a trial, which would compile a kernel for each shape of heads
@@ -67,10 +68,10 @@ def use_flash(
         return
     assert isinstance(backend, TritonAttention)
     backend.flash = FlashPrompts(facts.shapes, attention_flash.FEWEST)
-    rest = f", our own kernels in {facts.of - facts.layers} ({facts.why})" if facts.why else ""
+    rest = f", Octavo's kernels in {facts.of - facts.layers} ({facts.why})" if facts.why else ""
     logger.log(
         logging.WARNING if facts.wrong else logging.INFO,
-        "prompts from %d tokens on that come whole: torch's flash attention in %d layers%s",
+        "whole prompts of at least %d tokens use torch's flash attention in %d layers%s",
         attention_flash.FEWEST,
         facts.layers,
         rest,
@@ -85,13 +86,13 @@ def look_at_flash(
     max_tokens: int,
     device: torch.device,
 ) -> FlashFacts:
-    """Find out what torch's flash attention can compute of a model, by trying it with heads of each shape.
+    """Find out which attentions of a model torch's flash attention can compute, by trying it with heads of each shape.
 
     Args:
-        model: may have shapes alone, and no memory.
-        cache_dtype, block_size: of the pages.
-        max_tokens: of a step.
-        device: where it is tried.
+        model: may consist of shapes only, without memory.
+        cache_dtype, block_size: the pages' format and size.
+        max_tokens: maximum tokens of a step.
+        device: the device on which to try it.
     """
     attentions = _own_attentions(model)
     if not isinstance(backend, TritonAttention):
@@ -122,7 +123,7 @@ def _too_short(max_tokens: int) -> str:
     """The reason why steps hold no prompt that is long enough; "" if they do."""
     if max_tokens >= (fewest := attention_flash.FEWEST):
         return ""
-    return f"it is for prompts from {fewest} tokens on, and --max-num-batched-tokens is {max_tokens}"
+    return f"it is for prompts of at least {fewest} tokens, but --max-num-batched-tokens is {max_tokens}"
 
 
 def _own_attentions(model: Transformer) -> list[Attend]:
@@ -132,7 +133,7 @@ def _own_attentions(model: Transformer) -> list[Attend]:
 
 
 def _obstacle(model: Transformer, one: Attend, pages: torch.dtype) -> str:
-    """The reason why torch's flash attention does not stand in for an attention; "" if it may."""
+    """The reason why torch's flash attention cannot replace an attention; "" if it can."""
     assert model.decoder is not None
     return attention_flash.obstacle(
         model.dtype,
@@ -150,17 +151,17 @@ def _obstacle(model: Transformer, one: Attend, pages: torch.dtype) -> str:
 def find_difference(shape: HeadShape, scale: float, block_size: int, device: torch.device) -> str:
     """The fault of torch's flash attention for heads of a shape; "" if there is none.
 
-    Two whole prompts of random numbers lie in scattered pages. Either kernel rounds the weights of a query to its
-    format and then the result, so it is off by half a unit in the last place of the result and of the weighted sum of
-    the values' sizes. They may be twice as far apart as both can be off. A prompt alone has the bits that it has
-    beside the other.
+    Two whole prompts of random numbers lie in scattered pages. Both kernels round the weights of a query to their
+    format and then the result, so the error is half a unit in the last place of the result and of the weighted sum of
+    the values' magnitudes. They may differ by twice what both errors allow. A prompt must have the same bits with and
+    without the other prompt.
     """
     q, kv = _random_rows(shape, block_size, device)
     ours, theirs = TritonAttention(), TritonAttention(FlashPrompts((shape,), fewest=1))
     try:
         got = _attend(theirs, q, kv, range(len(_LENGTHS)), scale)
         alone = [_attend(theirs, part, kv, [row], scale) for row, part in enumerate(torch.split(q, list(_LENGTHS)))]
-    except Exception as error:  # torch's of all kinds: our own kernels compute everything
+    except Exception as error:  # torch raises errors of all kinds: Octavo's kernels compute everything then
         return f"it fails for {_said(shape)} ({(str(error) or repr(error)).splitlines()[0]})"
     want = _attend(ours, q, kv, range(len(_LENGTHS)), scale).float()
     sizes = _attend(ours, q, Paged(kv.keys, kv.values.abs(), kv.block_tables), range(len(_LENGTHS)), scale).float()
@@ -168,9 +169,9 @@ def find_difference(shape: HeadShape, scale: float, block_size: int, device: tor
     apart = (got.float() - want).abs()
     if not bool((apart <= bound).all()):
         worst = float((apart / bound).nan_to_num(nan=torch.inf).max())
-        return f"its results for {_said(shape)} are not ours: {worst:.2g} times as far away as rounding explains"
+        return f"its results for {_said(shape)} differ from ours by {worst:.2g} times what rounding explains"
     if not torch.equal(torch.cat(alone), got):
-        return f"its results for {_said(shape)} depend on what is beside a prompt"
+        return f"its results for {_said(shape)} depend on what is computed beside a prompt"
     return ""
 
 
@@ -179,7 +180,7 @@ def _said(shape: HeadShape) -> str:
 
 
 def _random_rows(shape: HeadShape, block_size: int, device: torch.device) -> tuple[Tensor, Paged]:
-    """Queries [T, heads, head_dim], and the pages of a prompt of each length; what no prompt fills is NaN."""
+    """Queries [T, heads, head_dim], and the pages of a prompt of each length; memory outside prompts is NaN."""
     random = torch.Generator().manual_seed(0)
 
     def normal(*size: int) -> Tensor:

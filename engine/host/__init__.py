@@ -1,1 +1,1 @@
-"""This process and its machine: logs, folders, processors, its container."""
+"""This process and its machine: logs, folders, CPUs, GPUs, its container."""

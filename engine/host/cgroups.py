@@ -1,6 +1,6 @@
-"""The control groups that this process belongs to, where its container's limits are found; the memory they leave.
+"""The control groups of this process, which contain its container's limits; the memory that they leave.
 
-psutil reads no control groups.
+psutil does not read control groups.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _FILES = {
 
 
 def own_groups(controller: str, mounted: Path = MOUNT, listing: Path = OWN_GROUPS) -> Iterator[tuple[int, Path]]:
-    """The version (1 or 2) and the folder of each group that holds this process and has to do with a controller, such
-    as "memory", from the innermost one outwards; folders need not be there.
+    """The version (1 or 2) and the folder of each group of this process for a controller, such as "memory", from the
+    innermost one outwards; the folders need not exist.
 
     Args:
         mounted: where the control groups are mounted.
-        listing: the file that says which of them this process belongs to.
+        listing: the file that lists this process's groups.
     """
     for line in text_of(listing).splitlines() or ["0::/"]:
         _, controllers, path = line.split(":", 2)
@@ -34,7 +34,7 @@ def own_groups(controller: str, mounted: Path = MOUNT, listing: Path = OWN_GROUP
             version, mount = 1, mounted / controller
         else:
             continue
-        # In a container the path may be the host's; then the mount itself is the container's group.
+        # In a container the path may be the host's; the mount itself is then the container's group.
         own = mount / path.lstrip("/")
         for group in (own, *own.parents):
             yield version, group
@@ -43,7 +43,7 @@ def own_groups(controller: str, mounted: Path = MOUNT, listing: Path = OWN_GROUP
 
 
 def text_of(file: Path) -> str:
-    """The text of a file of the system; "" if there is no such file."""
+    """The text of a system file; "" if the file does not exist."""
     try:
         return file.read_text()
     except OSError:
@@ -51,11 +51,11 @@ def text_of(file: Path) -> str:
 
 
 def available_memory(cgroups: Path = MOUNT, listing: Path = OWN_GROUPS) -> int:
-    """Bytes this process can still take on the host, the limits of its control groups included.
+    """Bytes that this process can still use on the host, within the limits of its control groups.
 
     Args:
         cgroups: where the control groups are mounted.
-        listing: the file that says which of them this process belongs to.
+        listing: the file that lists this process's groups.
     """
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     found = re.search(r"^MemAvailable:\s+(\d+) kB$", text_of(Path("/proc/meminfo")), re.MULTILINE)
@@ -71,6 +71,6 @@ def _left(group: Path, limit_file: str, usage_file: str, cache: str) -> list[int
     limit, used = text_of(group / limit_file).strip(), text_of(group / usage_file).strip()
     if not limit.isdigit() or not used.isdigit():  # "max", or no such group
         return []
-    # Cached files count as used, and are dropped when memory is needed.
+    # Cached files count as used, but are dropped when memory is needed.
     files = re.search(rf"^{cache} (\d+)$", text_of(group / "memory.stat"), re.MULTILINE)
     return [int(limit) - int(used) + (int(files[1]) if files else 0)]

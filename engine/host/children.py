@@ -1,5 +1,5 @@
-"""A service's processes: signals are for the one that a user started, which ends the others, and each of these has a
-line to it as its standard input."""
+"""A service's processes: signals go to the process that a user started, which ends the others; each of these has a
+connection to it as its standard input."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _PARENTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # a terminal sends so
 
 @contextlib.contextmanager
 def signals_held() -> Iterator[None]:
-    """Their handlers are called at the end. A child that is started meanwhile inherits that they are blocked, so that
-    none of them ends it before it calls `leave_signals_to_parent`."""
+    """Hold these signals within the block; their handlers are called at its end. A child that is started meanwhile
+    inherits the blocked signals, so none of them ends it before it calls `leave_signals_to_parent`."""
     came: list[tuple[int, FrameType | None]] = []
 
     def keep(number: int, frame: FrameType | None) -> None:
@@ -26,7 +26,7 @@ def signals_held() -> Iterator[None]:
 
     handlers = {signum: signal.getsignal(signum) for signum in _PARENTS}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS)
-    # The mask is this thread's. Another one may take the signal, and Python calls its handler in the main one.
+    # The mask is this thread's. Another thread may take the signal, and Python calls its handler in the main thread.
     in_main = threading.current_thread() is threading.main_thread()
     held = [signum for signum, handler in handlers.items() if in_main and callable(handler)]
     for signum in held:
@@ -34,8 +34,8 @@ def signals_held() -> Iterator[None]:
     try:
         yield
     finally:
-        # First, since `keep` raises nothing: a signal that another thread took late may come at any moment, and what a
-        # handler raises then must not leave signals blocked, or handlers that are not a caller's.
+        # First, since `keep` raises nothing: a signal that another thread took late may come at any moment, and an
+        # exception from a handler must not leave signals blocked, or handlers in place that are not the caller's.
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         raised = _put_back({signum: handlers[signum] for signum in held}, keep)
         if raised is not None:
@@ -50,10 +50,10 @@ _Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 def _put_back(handlers: Mapping[signal.Signals, _Handler], instead: _Handler) -> BaseException | None:
-    """Give signals their handlers again. Returns the exception that one of them raised meanwhile, if any.
+    """Restore the signals' handlers. Returns the exception that a handler raised meanwhile, if any.
 
     Args:
-        instead: what stands in their places.
+        instead: the handlers in place until then.
     """
     raised: BaseException | None = None
     while left := [signum for signum in handlers if signal.getsignal(signum) is instead]:
@@ -73,8 +73,8 @@ def leave_signals_to_parent() -> None:
 
 
 def take_standard_input() -> socket.socket:
-    """The socket that a process was started with as its standard input, under another number, and nothing in its
-    place: no child may hold it open."""
+    """Move the socket that the process got as standard input to another descriptor, and put nothing in its
+    place, because no child may keep it open."""
     line = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

@@ -1,6 +1,6 @@
-"""The number of CPUs that this process may use, and of threads that compute on them.
+"""The number of CPUs that this process may use, and the number of computing threads.
 
-Only counts: nothing here imports torch, so that a process can be given its environment before torch is loaded in it.
+It only counts and does not import torch, so that a process can be given its environment before torch is loaded in it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _NAME = "OMP_NUM_THREADS"
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """The number of threads that compute, and the setting or limit that decides it.
+    """The number of computing threads, and the setting or limit that determines it.
 
     Attributes:
-        cpus: that this process may use, its container's share included.
+        cpus: CPUs that this process may use, within the container's limit.
     """
 
     count: int
@@ -32,15 +32,15 @@ class Threads:
 
     @property
     def too_many(self) -> bool:
-        """They would wait for each other."""
+        """Whether the threads would wait for each other."""
         return self.count > max(1.0, self.cpus)
 
 
 def choose_threads(setting: int | None, environment: Mapping[str, str]) -> Threads:
-    """Threads of the engine: `setting` (`EngineConfig.threads`), else OMP_NUM_THREADS, else one for each core.
+    """The engine's threads: `setting` (`EngineConfig.threads`), else OMP_NUM_THREADS, else one per core.
 
-    A core's second thread shares the units that multiply, so that dense products gain next to nothing from it, and
-    threads that wait for each other at the end of each wait for the slowest.
+    A core's second hardware thread shares the multiplication units, so dense products gain almost nothing from it, and
+    threads that wait for each other wait for the slowest.
     """
     allowed = _allowed()
     share = cpu_share()
@@ -65,13 +65,13 @@ def cpu_share(cgroups: Path = MOUNT, listing: Path = OWN_GROUPS) -> float:
         else:
             words = [text_of(group / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
         quota, period = (int(word) if word.isdigit() else 0 for word in (*words, "", "")[:2])
-        if quota > 0 < period:  # else there is no such group, or it says "max" or -1
+        if quota > 0 < period:  # otherwise there is no such group, or it contains "max" or -1
             share = min(share, quota / period)
     return share
 
 
 def num_cores(cpus: set[int], topology: Path = CPUS) -> int:
-    """Physical cores that these CPUs are threads of; as many as CPUs where the system does not say."""
+    """Physical cores of these CPUs; the number of CPUs if the system does not report it."""
     cores = set()
     for cpu in cpus:
         siblings = text_of(topology / f"cpu{cpu}" / "topology" / "thread_siblings_list").strip()
@@ -81,7 +81,7 @@ def num_cores(cpus: set[int], topology: Path = CPUS) -> int:
 
 @functools.cache
 def core_cache(topology: Path = CPUS) -> int:
-    """Bytes of the second-level cache, which most processors have for each core; 0 if the system does not say."""
+    """Bytes of the second-level cache, which most processors have per core; 0 if the system does not report it."""
     for level in (topology / "cpu0" / "cache").glob("index*"):
         size = re.fullmatch(r"(\d+)K", text_of(level / "size").strip())
         if size and text_of(level / "level").strip() == "2":
@@ -99,12 +99,12 @@ _given: list[str | None] = []
 
 
 def compute_in_one_thread() -> None:
-    """Have libraries that this process loads from now on start no threads: the cores are the engine's, which runs in a
-    process of its own and gets `given_environment`."""
+    """Make libraries that this process loads from now on start no threads: the cores are for the engine, which runs in
+    a separate process and gets `given_environment`."""
     if not _given:
         _given.append(os.environ.get(_NAME))
     os.environ[_NAME] = "1"
-    # Texts are handed over one by one: a pool with a thread for each CPU would have nothing to share.
+    # Texts are tokenised one by one, so a pool with a thread for each CPU would be idle.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
@@ -120,8 +120,8 @@ def given_environment() -> dict[str, str]:
 
 
 def engine_environment(setting: int | None) -> dict[str, str]:
-    """The environment of a process that the engine is to run in, for its libraries to find when they are loaded."""
+    """The environment for the engine's process, which its libraries read when they are loaded."""
     environment = given_environment()
     environment[_NAME] = str(choose_threads(setting, environment).count)
-    environment.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's pool, which has nothing to multiply here
+    environment.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's thread pool, which has nothing to multiply here
     return environment

@@ -1,4 +1,4 @@
-"""Folders in this user's cache, into which no other user may put anything."""
+"""Folders in this user's cache that no other user can write to."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from pathlib import Path
 
 
 def cache_folder(name: str) -> Path:
-    """$XDG_CACHE_HOME/octavo/NAME, or ~/.cache/octavo/NAME; it need not be there.
+    """$XDG_CACHE_HOME/octavo/NAME, or ~/.cache/octavo/NAME; it need not exist.
 
     Raises:
-        RuntimeError: there is no home.
+        RuntimeError: there is no home folder.
     """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo" / name
 
 
 def make_private(folder: Path) -> None:
-    """Make the folder for this user alone if it is not there.
+    """Create the folder, for this user only, if it does not exist.
 
     Raises:
-        OSError: it cannot be made, it belongs to another user than this one or root, or others can write to it.
+        OSError: it cannot be created, belongs to a user other than this one or root, or is writable for others.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_private(folder)
 
 
 def make_spare(name: str) -> Path:
-    """Make $TMPDIR/octavo-UID/NAME, for this user alone, where the cache cannot be written to. Its files may be gone
-    after the next start of the machine.
+    """Create $TMPDIR/octavo-UID/NAME, for this user only, if the cache is not writable. Its files may be gone after a
+    reboot.
 
     Raises:
-        OSError: it cannot be made, or others could have put it there or could take its place.
+        OSError: it cannot be created, or others could have created or could replace it.
     """
     place = Path(tempfile.gettempdir())
     mode = place.stat().st_mode
@@ -50,10 +50,10 @@ def make_spare(name: str) -> Path:
 
 
 def check_private(folder: Path) -> None:
-    """Refuse a folder that others may have put something into.
+    """Refuse a folder that others may have written to.
 
     Raises:
-        OSError: it is not there, it belongs to another user than this one or root, or others can write to it.
+        OSError: it does not exist, belongs to a user other than this one or root, or is writable for others.
     """
     status = folder.stat()
     if status.st_uid not in (os.geteuid(), 0):

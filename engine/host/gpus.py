@@ -1,4 +1,4 @@
-"""NVIDIA GPUs that this machine has and torch does not use: what prevents it."""
+"""Explains why torch does not use the NVIDIA GPUs of this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.host.nvidia_smi import ListedGpu, NoAnswerError
 
 _VERSION = Path("/proc/driver/nvidia/version")
 _CONTROL = Path("/dev/nvidiactl")
-# The oldest driver for each major version of CUDA, on Linux (NVIDIA, CUDA Toolkit release notes).
+# The oldest driver for each major version of CUDA on Linux (NVIDIA, CUDA Toolkit release notes).
 _OLDEST = {11: 450, 12: 525, 13: 580}
 _SETTING = "CUDA_VISIBLE_DEVICES"
 _NAME_ONE = "set it to a number or UUID from nvidia-smi -L"
@@ -19,7 +19,7 @@ _CHECK = "Check nvidia-smi, CUDA_VISIBLE_DEVICES, and docker run --gpus all."
 
 
 def has_driver() -> bool:
-    """NVIDIA's driver is loaded, or was passed to this container."""
+    """Whether NVIDIA's driver is loaded, or was passed to this container."""
     return _VERSION.exists() or _CONTROL.exists()
 
 
@@ -36,7 +36,7 @@ def obstacle(cuda: str | None, rocm: str | None) -> tuple[str, str]:
     """The reason why torch sees no GPU, and how to fix it.
 
     Args:
-        cuda, rocm: the version that torch was built for; None: for none. Without either it is a CPU build.
+        cuda, rocm: the version that torch was built for; None if it was not. Without either it is a CPU build.
     """
     if rocm is not None:
         fix = "An NVIDIA GPU needs a CUDA build of torch, as listed on pytorch.org."
@@ -78,12 +78,12 @@ def _hidden() -> tuple[str, str]:
 
 
 def _names_none(listed: str) -> bool:
-    """A value of CUDA_VISIBLE_DEVICES that hides all GPUs, whatever there are."""
+    """Whether a value of CUDA_VISIBLE_DEVICES hides all GPUs of any machine."""
     return not listed.strip() or listed.strip().startswith("-")
 
 
 def wrong_entry(listed: str, gpus: list[ListedGpu]) -> str | None:
-    """The first entry of CUDA_VISIBLE_DEVICES that names no GPU, in words. CUDA shows only the GPUs before it."""
+    """The first entry of CUDA_VISIBLE_DEVICES that is not a GPU, in words. CUDA shows only the GPUs before it."""
     seen: set[str] = set()
     for entry in map(str.strip, listed.split(",")):
         number = re.match(r"-?\d+", entry)
@@ -103,7 +103,7 @@ def wrong_entry(listed: str, gpus: list[ListedGpu]) -> str | None:
 
 
 def _listed(gpus: list[ListedGpu]) -> str:
-    """The GPUs that there are, or their slices."""
+    """The existing GPUs, or their slices."""
     names = []
     for number, gpu in enumerate(gpus):
         names.append(f"{number} or {gpu.uuid} ({gpu.name})" + "".join(f", its slice {part}" for part in gpu.slices))
@@ -111,7 +111,7 @@ def _listed(gpus: list[ListedGpu]) -> str:
 
 
 def shown_too_few(count: int) -> tuple[str, str] | None:
-    """The fault of CUDA_VISIBLE_DEVICES if torch sees fewer GPUs than it has entries, and how to fix it."""
+    """The error in CUDA_VISIBLE_DEVICES if torch sees fewer GPUs than it has entries, and how to fix it."""
     listed = os.environ.get(_SETTING)
     if listed is None or len(listed.split(",")) <= count:
         return None
@@ -129,7 +129,7 @@ def shown_too_few(count: int) -> tuple[str, str] | None:
 
 
 def another(count: int) -> str:
-    """A sentence on how to name another of the GPUs that torch sees."""
+    """A sentence on how to select another GPU that torch sees."""
     listed = os.environ.get(_SETTING)
     text = f"Use --device cuda:N with N from 0 to {count - 1}."
     if listed is not None:

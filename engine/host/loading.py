@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-Tell = Callable[[int], None]  # gets the percentage of the weights that are loaded
+Tell = Callable[[int], None]  # called with the percentage of the loaded weights
 
 
 class LoadingProgress:
-    """Counts loaded bytes and tells each new percentage once; several threads may count.
+    """Counts loaded bytes and reports each new percentage once; several threads may count.
 
     Attributes:
-        listener: called with each new percentage; None: percentages are not reported.
+        listener: called with each new percentage; None for no reports.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""The layout of log lines: the same for the service's process and the engine's, as text or as JSON.
+"""The format of log lines: the same for the service's process and the engine's, as text or as JSON.
 
-Whatever a line repeats may come from a client. So nothing in it but a traceback can begin a new line, a
-traceback's lines are indented, and characters that a terminal would obey are written as escapes.
+A line may contain a client's text. So only a traceback can begin a new line in it, a traceback's lines are indented,
+and terminal control characters are escaped.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any, Literal
 
 LogFormat = Literal["console", "json"]
 
-# The fields that every line has, in this order; others follow, and the traceback comes last.
+# Fields of every line, in this order; other fields follow, and the traceback comes last.
 TIMESTAMP, LEVEL, LOGGER, EVENT, EXCEPTION = "timestamp", "level", "logger", "event", "exception"
 _INDENT = "    "
 
 
 def json_line(fields: Mapping[str, Any]) -> str:
-    """A line of JSON in ASCII; a value that JSON does not know is shown as Python shows it."""
+    """A line of JSON in ASCII; values that JSON cannot express are shown as in Python."""
     return json.dumps(_ordered(fields), default=repr)
 
 
@@ -40,16 +40,16 @@ def console_line(fields: Mapping[str, Any]) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with all that is not printable (control characters, line breaks, characters that change the
-    direction of writing, lone surrogates) as Python's escapes."""
+    """The text with all unprintable characters (control characters, line breaks, direction marks, lone surrogates) as
+    Python's escapes."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def _quoted(value: Any) -> str:
-    # A value must not look like several fields: neither a quote nor a backslash before one ends it. (What `repr`
-    # gives has doubled its backslashes.)
+    # A value must not look like several fields: neither a quote nor a backslash before one may end it. (`repr` has
+    # doubled the backslashes.)
     text = printable(value.replace("\\", r"\\") if isinstance(value, str) else repr(value))
     if text and not any(char in text for char in ' ="'):
         return text
@@ -71,7 +71,7 @@ class LineFormatter(logging.Formatter):
         self._render = json_line if log_format == "json" else console_line
 
     def format(self, record: logging.LogRecord) -> str:
-        """The whole line, with the traceback of an exception if there is one."""
+        """The whole line, with the traceback of an exception, if any."""
         moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds")
         fields = {
             TIMESTAMP: moment.replace("+00:00", "Z"),
@@ -85,7 +85,7 @@ class LineFormatter(logging.Formatter):
 
 
 def configure(level: int, log_format: LogFormat) -> None:
-    """Send all that this process logs to stderr in that format, Python's warnings included."""
+    """Log everything of this process to stderr in that format, including Python's warnings."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LineFormatter(log_format))
     logging.basicConfig(level=level, handlers=[handler], force=True)
@@ -93,14 +93,13 @@ def configure(level: int, log_format: LogFormat) -> None:
 
 
 def configured() -> LogFormat | None:
-    """The format that `configure` has given this process's log; None if it has not."""
+    """The format that `configure` has set for this process; None if it has not been called."""
     formatters = [handler.formatter for handler in logging.getLogger().handlers]
     return next((one.log_format for one in formatters if isinstance(one, LineFormatter)), None)
 
 
 def adopt_libraries() -> None:
-    """Make loggers that bring a handler of their own, which they get when `transformers` is imported, do as
-    all others."""
+    """Make loggers with their own handler, which are made when `transformers` is imported, behave like all others."""
     for name in ("transformers", "huggingface_hub"):
         logger = logging.getLogger(name)
         for handler in list(logger.handlers):

@@ -1,7 +1,6 @@
-"""The facts from NVIDIA's own tool about the GPUs of this machine, or container: those that CUDA_VISIBLE_DEVICES hides,
-too.
+"""NVIDIA's tool nvidia-smi, which lists this machine's or container's GPUs, even those that CUDA_VISIBLE_DEVICES hides.
 
-It takes up to seconds where no process keeps the driver awake: it is asked only where something is to be explained.
+It may take seconds if no process keeps the driver awake, so it is only run to explain a problem.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ class ListedGpu:
     """A GPU that the driver shows.
 
     Attributes:
-        uuid: "GPU-" and its number.
-        slices: UUIDs of the parts that it is divided into (MIG).
+        uuid: "GPU-" and an identifier.
+        slices: UUIDs of its MIG slices.
     """
 
     name: str
@@ -30,14 +29,14 @@ class ListedGpu:
 
 
 class NoAnswerError(Exception):
-    """The tool is not there, or fails: its message says which."""
+    """The tool is missing or fails; the message says which."""
 
 
 def list_gpus() -> list[ListedGpu]:
-    """All GPUs, in the tool's order, which is that of their places on the bus.
+    """All GPUs, in the tool's order, which is the order on the PCI bus.
 
     Raises:
-        NoAnswerError: it cannot be told.
+        NoAnswerError: the tool is missing or fails.
     """
     gpus: list[ListedGpu] = []
     for line in _said("-L"):
@@ -50,30 +49,30 @@ def list_gpus() -> list[ListedGpu]:
 
 
 def divided_gpus() -> list[str]:
-    """UUIDs of the GPUs that are divided into slices (MIG is on), even if there is no slice yet.
+    """UUIDs of the GPUs in MIG mode, even if they have no slice yet.
 
     Raises:
-        NoAnswerError: it cannot be told.
+        NoAnswerError: the tool is missing or fails.
     """
     rows = _rows("--query-gpu=uuid,mig.mode.current")
     return [uuid for uuid, mode in rows if mode == "Enabled"]
 
 
 def free_memory() -> dict[str, int]:
-    """Bytes that are free of each GPU, by its UUID; of those alone that tell.
+    """Free bytes of each GPU by UUID, for GPUs that report it.
 
     Raises:
-        NoAnswerError: it cannot be told.
+        NoAnswerError: the tool is missing or fails.
     """
     return {uuid: int(free) << 20 for uuid, free in _rows("--query-gpu=uuid,memory.free") if free.isdigit()}
 
 
 def memory_holders(uuid: str) -> dict[int, int]:
-    """Bytes that each process which computes has of a GPU, by its number, the most first. Processes of other containers
-    may lack.
+    """Bytes of a GPU that each computing process uses, by process id, largest first. Processes of other containers may
+    be missing.
 
     Raises:
-        NoAnswerError: it cannot be told.
+        NoAnswerError: the tool is missing or fails.
     """
     rows = _rows("--query-compute-apps=gpu_uuid,pid,used_memory")
     held = {int(pid): int(size) << 20 for gpu, pid, size in rows if gpu == uuid and pid.isdigit() and size.isdigit()}
@@ -87,10 +86,10 @@ def _rows(query: str) -> list[list[str]]:
 
 
 def _said(*arguments: str) -> list[str]:
-    """The lines that the tool answers.
+    """The tool's output lines.
 
     Raises:
-        NoAnswerError: it does not.
+        NoAnswerError: the tool is missing or fails.
     """
     try:
         done = subprocess.run(
@@ -99,7 +98,7 @@ def _said(*arguments: str) -> list[str]:
     except FileNotFoundError as error:
         raise NoAnswerError("there is no nvidia-smi") from error
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NoAnswerError(f"nvidia-smi cannot be asked: {error}") from error
+        raise NoAnswerError(f"nvidia-smi cannot be run: {error}") from error
     if done.returncode != 0:
         lines = (done.stdout + done.stderr).strip().splitlines() or [f"status {done.returncode}"]
         raise NoAnswerError(f"nvidia-smi fails: {lines[0].strip().rstrip('.')}")

@@ -1,4 +1,4 @@
-"""Memory that a process has and does not use."""
+"""Returns unused memory of a process to the system."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ import re
 import sys
 from pathlib import Path
 
-# The code of a library: "7f00-7f80 r-xp 00001000 08:01 4711 /lib/libc.so.6". Its other mappings may hold relocations.
+# A library's code mapping: "7f00-7f80 r-xp 00001000 08:01 4711 /lib/libc.so.6". Its other mappings may contain
+# relocations.
 _LIBRARY = re.compile(r"([0-9a-f]+)-([0-9a-f]+) r-xp \S+ \S+ \d+ +/.*\.so(\.[\d.]+)?$")
-# Pages that were changed, in memory or swapped out: these are no longer the file's.
+# Pages that were changed, in memory or swapped out, and so no longer equal the file's.
 _OWN = ("Anonymous:", "Swap:")
 
 
 def give_back() -> None:
-    """Return memory that is not in use to the system, as far as the C library can. Takes tens of milliseconds.
+    """Return unused memory to the system, as far as the C library can. It takes tens of milliseconds.
 
-    glibc keeps what was freed below the top of a heap: of 450 MB of texts of 600 bytes, all freed, 450 MB stay, and 14
-    after this. Reading a tokenizer.json of 262,144 tokens leaves 194 MB so.
+    glibc keeps freed memory below the top of a heap: of 450 MB of texts of 600 bytes, all freed, 450 MB stay, and 14
+    after this call. Reading a tokenizer.json with 262,144 tokens leaves 194 MB in this way.
     """
     if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has this function
         if trim is not None:
             trim(0)
 
 
 def give_back_code(maps: Path = Path("/proc/self/smaps")) -> int:
-    """Release the code of libraries from this process, and count the mappings. The system's cache keeps it, and brings
-    back the parts that are used. Takes tens of milliseconds.
+    """Release the code of libraries from this process; returns the number of mappings. The system's page cache keeps
+    the code, and loads used parts again. It takes tens of milliseconds.
 
-    Loading torch touches 75 MB of its libraries, and serving a model 15 of them.
+    Loading torch touches 75 MB of its libraries' code; serving a model touches 15.
     """
     if sys.platform != "linux" or not maps.is_file():
         return 0
@@ -41,7 +42,7 @@ def give_back_code(maps: Path = Path("/proc/self/smaps")) -> int:
 
 
 def clean_code(maps: str) -> list[tuple[int, int]]:
-    """Address ranges of library code that is unchanged from its file, read from the text of a process's smaps."""
+    """Address ranges of library code that is unchanged from its file, from the text of a process's smaps."""
     found: dict[tuple[int, int], bool] = {}
     place: tuple[int, int] | None = None
     for line in maps.splitlines():

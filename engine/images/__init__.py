@@ -1,4 +1,4 @@
-"""From the images that clients send to the input of an encoder: decoded within limits, resized, cropped, normalised."""
+"""From clients' images to an encoder's input: decoded within limits, resized, cropped, normalised."""
 
 from engine.images.crop_settings import Cropping, most_tokens, read_cropping
 from engine.images.cropping import CroppedImage, crop, expand, pixels_of_bytes, place

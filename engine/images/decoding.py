@@ -1,6 +1,6 @@
-"""Files of images to pixels, within limits that are looked at before anything is decoded.
+"""Decodes image files to pixels, within limits that are checked before anything is decoded.
 
-Nothing is ever fetched: an address of an image is refused.
+Nothing is ever fetched: a web address of an image is refused.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 MAX_BYTES = 10 * 2**20
 MAX_PIXELS = 32_000_000
 PIXEL_BYTES = 24
-"""That decoding may take for each pixel: WebP takes 16, since its decoder keeps two pictures, others take 4 to 12."""
+"""Maximum bytes per pixel while decoding: WebP takes 16, because its decoder keeps two pictures; others take 4 to
+12."""
 
-# Of more than 8 bits, which no conversion to RGB keeps.
+# Modes with more than 8 bits, which no conversion to RGB keeps.
 _DEEP = ("I", "F")
 _DATA_URL = re.compile(r"data:(image/[a-z0-9.+-]+)?((?:;[a-z0-9-]+=[^;,]*)*)(;base64)?,", re.IGNORECASE)
 _ADDRESS = re.compile(r"\s*([a-z][a-z0-9+.-]*):", re.IGNORECASE)
 
 
 def read_text(text: str, *, max_bytes: int = MAX_BYTES) -> bytes:
-    """The file in a `data:` URL, or in base64.
+    """The file in a `data:` URL or in base64.
 
     Raises:
-        InvalidRequestError: an address of another kind, no base64, or more than `max_bytes`.
+        InvalidRequestError: another kind of address, invalid base64, or more than `max_bytes`.
     """
     found = _DATA_URL.match(text[:256])
     if found is not None:
@@ -61,29 +62,29 @@ def read_text(text: str, *, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def decode(data: bytes, *, max_bytes: int = MAX_BYTES, max_pixels: int = MAX_PIXELS) -> Image:
-    """The first image of a file, in RGB, turned as its EXIF data says. As `transformers` loads it.
+    """The first image of a file, in RGB, rotated as its EXIF data says. As `transformers` loads it.
 
     Raises:
-        InvalidRequestError: larger than a limit, of a format that is not read, damaged, or of more than 8 bits a
-            channel.
+        InvalidRequestError: the image exceeds a limit, has an unsupported format, is damaged, or has more than 8 bits
+            per channel.
     """
     import PIL.Image
     import PIL.ImageOps
 
     if len(data) > max_bytes:
         raise _too_large(len(data), max_bytes)
-    if (size := _webp_size(data)) is not None:  # Pillow makes room for all pixels as it opens such a file
+    if (size := _webp_size(data)) is not None:  # Pillow allocates memory for all pixels when it opens such a file
         _check_size(*size, max_pixels)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # our own limit is another
+            warnings.simplefilter("ignore")  # our own limit applies instead
             image: Any = PIL.Image.open(BytesIO(data), formats=FORMATS)
     except MemoryError:
         raise
     except PIL.Image.DecompressionBombError as error:
         found = re.search(r"(\d+) pixels", str(error))
         raise _too_many_pixels(found[0] if found else "far too many pixels", max_pixels) from error
-    except Exception as error:  # whatever a decoder raises on a file that is none of its own
+    except Exception as error:  # a decoder may raise anything for a file of another format
         _check_unpacked(error)
         raise _refused(f"the image cannot be read: it is not {', '.join(FORMATS)}, or it is damaged.") from error
     check_pixels(image, max_pixels)
@@ -101,10 +102,10 @@ def decode(data: bytes, *, max_bytes: int = MAX_BYTES, max_pixels: int = MAX_PIX
 
 
 def rgb(image: Image) -> Image:
-    """An image of PIL's in RGB, turned as its EXIF data says.
+    """A PIL image in RGB, rotated as its EXIF data says.
 
     Raises:
-        InvalidRequestError: it has more than 8 bits a channel.
+        InvalidRequestError: it has more than 8 bits per channel.
     """
     import PIL.ImageOps
 
@@ -113,10 +114,10 @@ def rgb(image: Image) -> Image:
 
 
 def check_pixels(image: Image, max_pixels: int = MAX_PIXELS) -> None:
-    """Refuse an image that has more pixels, before they are decoded.
+    """Refuse an image with too many pixels before they are decoded.
 
     Raises:
-        InvalidRequestError: it has.
+        InvalidRequestError: it has too many.
     """
     _check_size(image.width, image.height, max_pixels)
 
@@ -137,7 +138,7 @@ def _check_depth(image: Image) -> None:
 
 
 def _check_unpacked(error: Exception) -> None:
-    """Refuse an image if Pillow's limit on the packed data beside the pixels of a PNG is exceeded."""
+    """Refuse an image that exceeds Pillow's limit on compressed data beside the pixels of a PNG."""
     if "MAX_TEXT" not in str(error):
         return
     from PIL.PngImagePlugin import MAX_TEXT_CHUNK, MAX_TEXT_MEMORY
@@ -150,7 +151,7 @@ def _check_unpacked(error: Exception) -> None:
 
 
 def _webp_size(data: bytes) -> tuple[int, int] | None:
-    """Width and height as a WebP file's first chunk has them (RFC 9649); None if it has none, or is another file."""
+    """Width and height from a WebP file's first chunk (RFC 9649); None if it has none, or for other files."""
     if len(data) < 30 or data[:4] != b"RIFF" or data[8:12] != b"WEBP":
         return None
     match data[12:16]:
@@ -167,7 +168,7 @@ def _webp_size(data: bytes) -> tuple[int, int] | None:
 
 def _too_many_pixels(found: str, most: int) -> InvalidRequestError:
     return _refused(
-        f"the image has {found}, and at most {most} are allowed (max_image_pixels). Make it smaller, or raise "
+        f"the image has {found}, but at most {most} are allowed (max_image_pixels). Make it smaller, or raise "
         "--max-image-pixels.",
         code="image_too_large",
     )
@@ -175,7 +176,7 @@ def _too_many_pixels(found: str, most: int) -> InvalidRequestError:
 
 def _too_large(size: int, most: int) -> InvalidRequestError:
     return _refused(
-        f"the image has {size} bytes, and at most {most} are allowed (max_image_bytes). Make it smaller, or raise "
+        f"the image has {size} bytes, but at most {most} are allowed (max_image_bytes). Make it smaller, or raise "
         "--max-image-bytes.",
         code="image_too_large",
     )

@@ -1,5 +1,4 @@
-"""The input of an encoder from an image's pixels, as the PIL backend of `transformers`' image processors computes
-it."""
+"""An encoder's input from an image's pixels, computed like the PIL backend of `transformers`' image processors."""
 
 from __future__ import annotations
 
@@ -37,10 +36,10 @@ def shaped(image: Image, steps: Preprocessing, *, max_pixels: int = MAX_PIXELS) 
     """uint8 [3, height, width] of an image in RGB, resized and cropped.
 
     Args:
-        max_pixels: that it may have after it is resized: one that is very narrow gets very long.
+        max_pixels: maximum pixels after resizing, because a very narrow image becomes very long.
 
     Raises:
-        InvalidRequestError: it would have more.
+        InvalidRequestError: the resized image exceeds it.
     """
     if steps.size is not None:
         height, width = _resized(image.height, image.width, steps.size)
@@ -65,7 +64,7 @@ def _resized(height: int, width: int, size: tuple[int, int] | int) -> tuple[int,
 
 
 def _middle(pixels: NDArray[Any], crop: tuple[int, int]) -> NDArray[Any]:
-    """[channels, *crop] of the middle; where the image is smaller, zeros stand around it."""
+    """[channels, *crop] of the middle; a smaller image is surrounded by zeros."""
     for axis, wanted in enumerate(crop, start=1):
         have = pixels.shape[axis]
         if have < wanted:

@@ -1,4 +1,4 @@
-"""Images for one model: what its folder says of them, and pixels made by that."""
+"""Images for one model: the settings in its folder, and the pixels made with them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from engine.interface.values import brief
 
 
 def steps_for(signal: SignalInfo | None, folder: Path) -> Preprocessing | None:
-    """The preparation of images for a model; None if it reads none, or does not say how.
+    """The preprocessing of images for a model; None if it takes no images, or its folder does not describe it.
 
     Args:
-        signal: what the model reads that is no token ids.
-        folder: of the checkpoint.
+        signal: the model's input other than token ids.
+        folder: the checkpoint's folder.
 
     Raises:
-        UnsupportedModelError: a setting that is not implemented, or images of another size than the model reads.
+        UnsupportedModelError: a setting is not implemented, or the image size differs from the model's.
     """
     if signal is None or signal.kind != "image" or signal.shape[0] != 3:
         return None
@@ -39,32 +39,32 @@ def steps_for(signal: SignalInfo | None, folder: Path) -> Preprocessing | None:
 
 
 def need_steps(steps: Preprocessing | None, info: EngineInfo) -> Preprocessing:
-    """The preparation of images.
+    """The preprocessing of images.
 
     Raises:
-        InvalidRequestError: the model reads none, or does not say how.
+        InvalidRequestError: the model takes no images, or its folder does not describe it.
     """
     if steps is not None:
         return steps
     if info.signal is None or info.signal.kind != "image":
-        why, code = "this model reads no images", "unsupported_input"
+        why, code = "this model does not read images", "unsupported_input"
     elif info.signal.shape[0] != 3:
         why, code = f"this model reads images of {info.signal.shape[0]} channels, not of three", "no_preprocessor"
     else:
-        why, code = f"this model has no {FILES[0]}, which says how its images are made ready", "no_preprocessor"
+        why, code = f"this model has no {FILES[0]}, which says how to prepare images", "no_preprocessor"
     raise InvalidRequestError(f"{why}.", param="input", code=code)
 
 
 def pixels_of(data: bytes, shape: tuple[int, ...]) -> PixelInput:
-    """Pixels that another process has made: float32 in this machine's byte order."""
+    """Pixels made by another process: float32 in this machine's byte order."""
     return PixelInput(np.frombuffer(data, np.float32).reshape(shape))
 
 
 class ImageReader:
-    """Turns images of callers into inputs of the engine.
+    """Turns callers' images into inputs of the engine.
 
     Raises:
-        UnsupportedModelError: as `steps_for`.
+        UnsupportedModelError: see `steps_for`.
     """
 
     def __init__(self, info: EngineInfo):
@@ -72,10 +72,10 @@ class ImageReader:
         self._steps = steps_for(info.signal, Path(info.model_path))
 
     def read(self, image: Any) -> PixelInput:
-        """An image of PIL's, an array [height, width, 3] of uint8, or a `PixelInput`, which is taken as it is.
+        """Read a PIL image, an array [height, width, 3] of uint8, or a `PixelInput`, which is used unchanged.
 
         Raises:
-            InvalidRequestError: another array, or an image that is too large or that this model cannot read.
+            InvalidRequestError: another kind of array, or an image that is too large or that this model cannot read.
         """
         if isinstance(image, PixelInput):
             return image
@@ -96,7 +96,7 @@ class ImageReader:
 
 
 def is_image(item: Any) -> bool:
-    """It is a single image as `ImageReader.read` takes it."""
+    """Whether it is a single image in a form that `ImageReader.read` takes."""
     if isinstance(item, PixelInput | np.ndarray):
         return True
     return any(kind.__module__ == "PIL.Image" and kind.__name__ == "Image" for kind in type(item).__mro__)

@@ -1,4 +1,4 @@
-"""The settings of a checkpoint's preprocessor of images: preprocessor_config.json, and the defaults of its class."""
+"""The settings of a checkpoint's image preprocessor: preprocessor_config.json, and the defaults of its class."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from engine.errors import UnsupportedModelError
 
 FILES = ("preprocessor_config.json", "processor_config.json")
 _MOST_BYTES = 2**20
-_MOST_PIXELS = 1 << 14  # of a side
+_MOST_PIXELS = 1 << 14  # maximum pixels of a side
 
 STANDARD = (0.5, 0.5, 0.5)
 OPENAI = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 BILINEAR, BICUBIC = 2, 3
 _FILTERS = range(6)  # Pillow's numbers: nearest, Lanczos, bilinear, bicubic, box, Hamming
 
-# What the classes of transformers do where the file does not say; by the beginnings of their names.
+# Defaults of transformers' classes for settings that the file lacks, by the beginnings of their names.
 _CLASSES: dict[str, dict[str, Any]] = {
     "ViT": {
         "size": {"height": 224, "width": 224}, "resample": BILINEAR, "image_mean": STANDARD, "image_std": STANDARD,
@@ -39,21 +39,21 @@ _CLASSES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 _NAME = re.compile(rf"({'|'.join(_CLASSES)})(ImageProcessor|FeatureExtractor)(Fast|Pil)?")
-# Those of them that take a size of one number for the shorter side.
+# Classes in which a single number sets the shorter side.
 _SHORTEST = ("CLIP",)
 MEANT = {"do_resize": True, "do_center_crop": False, "do_rescale": True, "do_normalize": True, "do_pad": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preprocessing:
-    """The steps, in their order; None for one that is left out.
+    """The steps, in order; None for a step that is left out.
 
     Attributes:
-        size: height and width that an image is resized to, or a number for its shorter side.
+        size: height and width to resize to, or a number for the shorter side.
         resample: Pillow's number of the filter.
-        crop: height and width of the middle that is kept; zeros stand around an image that is smaller.
-        rescale: multiplies the numbers, which are from 0 to 255.
-        mean, std: of each channel: subtracted, and divided by.
+        crop: height and width of the middle part to keep; a smaller image is surrounded by zeros.
+        rescale: factor of the numbers, which are from 0 to 255.
+        mean, std: for each channel, the number to subtract and the number to divide by.
     """
 
     size: tuple[int, int] | int | None
@@ -70,10 +70,10 @@ class Preprocessing:
 
 
 def read_preprocessing(folder: Path) -> Preprocessing | None:
-    """Read the settings from a checkpoint's folder; None if it has none.
+    """Read the settings from a checkpoint's folder; None if there are none.
 
     Raises:
-        UnsupportedModelError: a setting that is not implemented, or no setting at all; names it.
+        UnsupportedModelError: a setting is not implemented, or has an invalid value; names it.
     """
     for name in FILES:
         file = folder / name
@@ -121,7 +121,7 @@ def preprocessing_of(
 
 
 def preprocessor_class(values: Mapping[str, Any], file: Path) -> str:
-    """The class's beginning; as in `transformers`, that of the model's type where the file names none."""
+    """The beginning of the class name; as in `transformers`, that of the model's type if the file names none."""
     known = ", ".join(_CLASSES)
     kind = values.get("image_processor_type") or values.get("feature_extractor_type")
     if not kind:
@@ -145,10 +145,10 @@ def preprocessor_class(values: Mapping[str, Any], file: Path) -> str:
 
 
 class Settings:
-    """Values of a file, each checked when it is asked for.
+    """Values of a file, each checked when it is read.
 
     Args:
-        values: with the defaults of a class.
+        values: the file's values, with the defaults of a class.
     """
 
     def __init__(self, values: Mapping[str, Any], file: Path):
@@ -162,7 +162,7 @@ class Settings:
         return value
 
     def size(self, name: str, *, shortest: bool = False) -> tuple[int, int] | int:
-        """Height and width, or the shorter side, which one number alone means where `shortest` is set."""
+        """Height and width, or the shorter side, which a single number means if `shortest` is set."""
         value = self.values.get(name)
         if isinstance(value, int) and not isinstance(value, bool):
             value = {"shortest_edge": value} if shortest else {"height": value, "width": value}
@@ -200,7 +200,7 @@ class Settings:
         return float(value)
 
     def channels(self, name: str) -> tuple[float, ...]:
-        """A number for each of three channels; a single one is that of all."""
+        """A number for each of three channels; a single one applies to all."""
         value = self.values[name]
         values = [value] * 3 if _is_number(value) else value
         good = isinstance(values, list | tuple) and len(values) == 3 and all(map(_is_number, values))
@@ -234,5 +234,5 @@ def read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise UnsupportedModelError(f"{file} cannot be read: {error}.") from error
     if not isinstance(values, dict):
-        raise UnsupportedModelError(f"{file} cannot be read: it holds a {type(values).__name__}, not an object.")
+        raise UnsupportedModelError(f"{file} cannot be read: it contains a {type(values).__name__}, not an object.")
     return values

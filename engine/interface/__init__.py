@@ -1,1 +1,1 @@
-"""The types that callers hand to an engine and get back: requests, outputs, `LLM`."""
+"""The types that callers pass to an engine and get back: requests, outputs, `LLM`."""

@@ -14,12 +14,12 @@ class AdapterInfo:
     """The facts about a loaded adapter.
 
     Attributes:
-        name: requests name it.
+        name: the name that requests use.
         path: the folder or file that it came from.
         rank: the largest rank of its products.
         digest: a hash of everything in it that changes answers.
         num_bytes: bytes of its tensors.
-        slot: its place in each product, from 1 on; 0 stands for no adapter.
+        slot: its slot in each product, from 1 on; 0 means no adapter.
     """
 
     name: str
@@ -45,7 +45,7 @@ class AdapterRegistry:
         return iter(self._loaded.values())
 
     def free_slot(self, name: str) -> int:
-        """A slot for a new adapter.
+        """A free slot for a new adapter.
 
         Raises:
             AdapterError: there is none, or the name is taken.
@@ -68,21 +68,21 @@ class AdapterRegistry:
         return next(slot for slot in range(1, self._max + 1) if slot not in used)
 
     def add(self, info: AdapterInfo) -> None:
-        """An adapter has been loaded into its slot."""
+        """Record that an adapter has been loaded into its slot."""
         self._loaded[info.name] = info
 
     def pop(self, name: str) -> AdapterInfo:
         """Forget an adapter.
 
         Raises:
-            AdapterError: none has this name.
+            AdapterError: no adapter has this name.
         """
         if name not in self._loaded:
             raise AdapterError(f"no adapter named {brief(name)} is loaded. {self._names()}")
         return self._loaded.pop(name)
 
     def find(self, name: str | None) -> AdapterInfo | None:
-        """The adapter that a request names, None for the base model.
+        """The adapter that a request names; None for the base model.
 
         Raises:
             InvalidRequestError: no adapter has this name.

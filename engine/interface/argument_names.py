@@ -1,4 +1,4 @@
-"""Errors in the words of Python: `max_model_len`, where the command line says --max-model-len."""
+"""Errors that name Python's arguments: `max_model_len`, where the command line says --max-model-len."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A view of the engine at work: the contents of each page of the KV cache at a moment, and the requests that use it."""
+"""A snapshot of the engine at work: the contents of each page of the KV cache, and the requests that use it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ class LiveRequest:
 
     Attributes:
         request_id: the request.
-        num_prompt: tokens of its prompt; with an encoder, of the encoder's input and of the decoder's beginning.
+        num_prompt: tokens of its prompt; with an encoder, of the encoder's input and the decoder's beginning.
         num_output: tokens of its longest answer so far.
-        num_computed: of both together, those whose K and V are there.
-        num_sequences: answers or beams that are alive.
-        beams: it is a beam search.
-        num_pages: distinct pages that it holds.
-        num_found: those of them that it found in the cache.
+        num_computed: the number of these tokens whose K and V are computed.
+        num_sequences: number of live answers or beams.
+        beams: whether it is a beam search.
+        num_pages: number of distinct pages that it holds.
+        num_found: number of these that it found in the cache.
     """
 
     request_id: str
@@ -32,14 +32,14 @@ class LiveRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellKinds:
-    """The different cells of a map, a place in each list for each kind.
+    """The distinct cells of a map, one list entry per kind.
 
     Attributes:
-        held, cached: how many of the cell's pages are; the others are free.
-        tables: most tables that hold one of its pages: above 1, it is shared.
-        found: how many of its pages a running request found in the cache.
-        holders: which of the running requests hold them, as places in the map's list, the first few.
-        others: how many more do.
+        held, cached: the number of the cell's pages in this state; the others are free.
+        tables: the maximum number of tables that hold one of its pages; above 1, the page is shared.
+        found: the number of its pages that a running request found in the cache.
+        holders: the first few running requests that hold them, as indices in the map's list.
+        others: the number of further requests.
     """
 
     held: list[int] = field(default_factory=list)
@@ -52,14 +52,14 @@ class CellKinds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheMap:
-    """All pages in their order, as cells, and the requests that run and wait.
+    """All pages in order, as cells, and the running and waiting requests.
 
     Attributes:
-        pages_per_cell: pages that a cell stands for, the last one perhaps fewer: 1 unless there are very many.
-        runs: how many cells in a row are alike, and which of the kinds they are, in turns.
-        kinds: what the cells may be.
-        running: the running requests in the order of service, the first so many.
-        waiting: those that wait, in the order in which they will be admitted, the first so many.
+        pages_per_cell: pages per cell, the last one perhaps fewer: 1 unless there are very many.
+        runs: alternately, the number of equal cells in a row and the index of their kind.
+        kinds: the kinds of cells.
+        running: the first running requests, in the order of service.
+        waiting: the first waiting requests, in the order of admission.
     """
 
     pages_per_cell: int

@@ -1,9 +1,9 @@
 """The interface of rules that decide, token by token, which tokens may come next in an answer: grammars, lists of
 tokens.
 
-A sequence owns its constraint, and is the only one that has it: a fork of the sequence gets a fork. The masks of a step
-are filled when its forward pass has begun, and sampling needs them when that is over: so a device computes meanwhile. A
-sequence that has a constraint is planned only once its last token is known.
+A constraint belongs to exactly one sequence: a fork of the sequence gets a fork of it. The masks of a step are filled
+after its forward pass has begun, and sampling needs them at its end, so a device computes meanwhile. A sequence with a
+constraint is planned only once its last token is known.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from engine.interface.sampling_table import MaskRow, Masks, mask_words
 
 
 class Constraint(Protocol):
-    """The state of one answer. Tokens that end answers are never given to `accept`, nor are forced ones."""
+    """The state of one answer. Tokens that end answers, and forced tokens, are never passed to `accept`."""
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that there are."""
+        """The number of tokens."""
 
     @property
     def is_complete(self) -> bool:
-        """Nothing may follow but the end of the answer; `fill` is not called then."""
+        """Whether only the end of the answer may follow; `fill` is not called then."""
 
     def accept(self, token: int) -> None:
-        """The answer goes on with this token, one of those that `fill` has allowed."""
+        """Continue the answer with this token, which `fill` has allowed."""
 
     def fill(self, mask_row: MaskRow) -> None:
-        """Write which tokens may come next, a bit each (`engine.interface.sampling_table.mask_words`), into uint32
-        words that are 0; those that end the answer among them, if it may end. Changes no state: a step that is planned
-        again asks a second time."""
+        """Write which tokens may come next, one bit each (`engine.interface.sampling_table.mask_words`), into uint32
+        words that are 0; including tokens that end the answer, if it may end. It does not change the state, because a
+        step that is planned again calls it twice."""
 
     def fork(self) -> Constraint:
-        """The same state, which goes its own way."""
+        """A copy of the state that develops independently."""
 
 
 @runtime_checkable
 class FillsTogether(Protocol):
-    """A constraint that is filled sooner together with others of its kind."""
+    """A constraint that is filled faster together with others of its kind."""
 
     @staticmethod
     def fill_together(constraints: Sequence[Constraint], places: Sequence[int], masks: Masks) -> None:
-        """`fill` of several of this class, each into the row of `masks` at its place."""
+        """`fill` for several constraints of this class, each into its row of `masks`."""
 
 
 @runtime_checkable
@@ -54,17 +54,17 @@ class Forcing(Protocol):
     """A constraint that often allows a single token, several times in a row."""
 
     def forced(self) -> Sequence[int]:
-        """Tokens that `fill` forces: each is the only one allowed after those before it. Empty if that is unknown.
-        Changes no state."""
+        """Tokens that `fill` forces: each is the only one allowed after those before it. Empty if this is unknown.
+        It does not change the state."""
 
 
 @runtime_checkable
 class Weighing(Protocol):
-    """A constraint that also goes by how likely tokens are.
+    """A constraint that also depends on the probabilities of tokens.
 
     Attributes:
-        outweighed_from: where the allowed tokens from this one on are together likelier than each allowed token below
-            it alone, they alone may come.
+        outweighed_from: if the allowed tokens from this one on are together likelier than each single allowed token
+            below it, only they may come.
     """
 
     outweighed_from: int
@@ -75,31 +75,31 @@ class Lifting(Protocol):
     """A constraint that often allows every token.
 
     Attributes:
-        is_free: it does now, so that `fill` need not be called.
+        is_free: whether it does now, so that `fill` need not be called.
     """
 
     is_free: bool
 
     def pass_by(self, token: int) -> None:
-        """The answer goes on with a token that ends others, and not this one."""
+        """The answer continues with a token that would end other answers, but not this one."""
 
 
 @runtime_checkable
 class Failing(Protocol):
-    """A constraint that may turn out to be too costly.
+    """A constraint that may turn out to be too expensive.
 
     Attributes:
-        problem: why it can go on no more, None while it can; then it allows no token at all.
+        problem: the reason why it cannot continue, None while it can; it then allows no token.
     """
 
     problem: str | None
 
 
 class AllowedTokens:
-    """Some tokens, always the same: an answer ends with one of them, or where its length or a string ends it.
+    """A fixed set of tokens. An answer ends with one of them, by its length or by a stop string.
 
     Args:
-        ids: within the vocabulary, in any order.
+        ids: ids within the vocabulary, in any order.
     """
 
     is_complete = False
@@ -121,12 +121,12 @@ class AllowedTokens:
         mask_row[:] = self._row
 
     def fork(self) -> AllowedTokens:
-        """Itself: it has no state."""
+        """Itself, because it has no state."""
         return self
 
 
 def fill_masks(constraints: Sequence[Constraint], places: Sequence[int], masks: Masks) -> None:
-    """Let each constraint fill the row of `masks` at its place."""
+    """Let each constraint fill its row of `masks`."""
     kinds: dict[type[Constraint], list[int]] = {}
     for number, constraint in enumerate(constraints):
         kinds.setdefault(type(constraint), []).append(number)

@@ -1,8 +1,8 @@
-"""DRY ("don't repeat yourself"), as a request says it: what is taken from tokens that would go on with a repetition.
+"""DRY ("don't repeat yourself"), as a request sets it: a penalty on tokens that would continue a repetition.
 
-As in llama.cpp and text-generation-webui. If the last `allowed_length` or more tokens occurred earlier, the token that
-followed them there loses `multiplier * base ** (length - allowed_length)` of its logit. Repetitions end at breakers,
-such as the end of a line.
+It works as in llama.cpp and text-generation-webui. If the last `allowed_length` or more tokens occurred earlier, the
+token that followed them there loses `multiplier * base ** (length - allowed_length)` of its logit. Repetitions end at
+sequence breakers, such as the end of a line.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ class Breakers:
     """The token sequences at which repetitions end.
 
     Attributes:
-        tails: for each token that a breaker begins in, the tokens that have to follow; () for a token that holds one.
-        longest: the most tokens of a tail.
+        tails: for each token in which a breaker begins, the tokens that must follow; () for a token that contains a
+            whole breaker.
+        longest: maximum tokens of a tail.
     """
 
     tails: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
@@ -32,10 +33,10 @@ class Breakers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dry:
-    """`SamplingParams.dry_*` with every default filled in.
+    """`SamplingParams.dry_*` with all defaults filled in.
 
     Attributes:
-        last_n: so many tokens at the end are looked at; -1: all of prompt and output.
+        last_n: number of latest tokens that are examined; -1: all of prompt and output.
     """
 
     multiplier: float

@@ -1,4 +1,4 @@
-"""The model's own decoding defaults, and how a request's parameters are completed with them."""
+"""The model's own decoding defaults, and the completion of a request's parameters with them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEFAULT_MAX_TOKENS = 16
 CHAT_ROOM = 256
 """Tokens that `truncate_prompt_tokens=-1` keeps free for an answer in a conversation without max_tokens."""
 
-# Fields with an effect here, besides EOS.
+# Supported fields, besides EOS.
 _HONOURED = (
     *(name for name, column in REQUESTED.items() if column.allowed is not None and column.allowed.optional),
     "num_beams",
@@ -48,7 +48,7 @@ _HONOURED = (
     "do_sample",
 )
 _ID_FIELDS = ("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
-# Fields that would change the answer and are not implemented, with the values at which they do nothing.
+# Unsupported fields that would change the answer, with their neutral values.
 _NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "epsilon_cutoff": (0.0,),
     "eta_cutoff": (0.0,),
@@ -68,13 +68,13 @@ _NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "dola_layers": (),
     "token_healing": (False,),
     "num_return_sequences": (1,),
-    # Of GGUF files (`engine.model.gguf.sampling`).
+    # Only in GGUF files (`engine.model.gguf.sampling`).
     "mirostat": (0,),
     "penalty_last_n": (-1,),
     "sampling_sequence": (),
 }
 FALLBACK = "sampling_fallback"
-"""The field of a GGUF file's `generation_config.json` that holds llama.cpp's defaults."""
+"""The field of a GGUF file's `generation_config.json` with llama.cpp's defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +82,11 @@ class GenerationDefaults:
     """A checkpoint's defaults for decoding.
 
     Attributes:
-        values: the honoured fields of `generation_config.json` that are set.
-        fallback: values of further fields, for requests that give no temperature.
-        eos_ids: ids that end a sequence.
-        ignored: fields that would change the answer and are not implemented.
-        decoder_start_token_id: what the decoder of an encoder-decoder model begins with.
+        values: the supported fields of `generation_config.json` that are set.
+        fallback: values of further fields, for requests without a temperature.
+        eos_ids: token ids that end a sequence.
+        ignored: unsupported fields that would change the answer.
+        decoder_start_token_id: the first token of an encoder-decoder model's decoder.
         speech: the special tokens of a speech model.
     """
 
@@ -98,7 +98,7 @@ class GenerationDefaults:
     speech: SpeechInfo | None = None
 
     def as_params(self) -> SamplingParams:
-        """The parameters by which a request asks for these defaults."""
+        """The parameters of a request that asks for these defaults."""
         names = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens"}
         known = {item.name for item in fields(SamplingParams)}
         given = {names.get(name, name): value for name, value in {**self.fallback, **self.values}.items()}
@@ -118,16 +118,16 @@ def load_defaults(
     honour: bool = True,
     load_vocabulary: Callable[[], Vocabulary | None] = lambda: None,
 ) -> GenerationDefaults:
-    """Defaults of a checkpoint folder: `generation_config.json`, or where there is none the same fields
-    in `config.json`, as `transformers` does.
+    """Defaults from a checkpoint folder: `generation_config.json`, or without that file the same fields of
+    `config.json`, as in `transformers`.
 
     Args:
-        vocab_size: ids outside the vocabulary are left out, with a warning.
-        honour: False keeps only the EOS ids, and of a speech model the special tokens.
+        vocab_size: ids outside the vocabulary are dropped with a warning.
+        honour: False keeps only the EOS ids and a speech model's special tokens.
         load_vocabulary: see `read_speech`.
 
     Raises:
-        ModelLoadError: the file is not a JSON object, or a value in it is impossible.
+        ModelLoadError: the file is not a JSON object, or contains an invalid value.
     """
     source = path / "generation_config.json"
     if not source.exists():
@@ -148,7 +148,7 @@ def load_defaults(
         stored.get("bos_token_id"),
         getattr(hf_config, "bos_token_id", None),
     ]
-    # A list names the start of each input of a batch; one id alone is meant for all.
+    # A list has the start of each input of a batch; a single id applies to all.
     starts = [i[0] if isinstance(i, list) and len(i) == 1 else i for i in starts]
     start = next((i for i in starts if type(i) is int and 0 <= i < vocab_size), None)
     speech = read_speech(stored, vocab_size, hf_config, load_vocabulary, honour=honour)
@@ -188,7 +188,7 @@ def load_defaults(
 
 
 def log_fallback(defaults: GenerationDefaults) -> None:
-    """Say in one line which sampling defaults are not the model's own."""
+    """Log in one line which sampling defaults are not the model's own."""
     if defaults.fallback:
         logger.info(
             "The GGUF file has no default for %s. Requests that set no temperature use llama.cpp's: %s. "
@@ -199,15 +199,15 @@ def log_fallback(defaults: GenerationDefaults) -> None:
 
 
 def _check_values(values: Mapping[str, Any], source: Path) -> None:
-    """Check the model's values by the rules for those of requests."""
+    """Check the model's values by the rules for requests."""
     names = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens", "max_length": "min_length"}
     for name, value in values.items():
         given: dict[str, Any] = {names.get(name, name): value}
         if name == "do_sample":
-            given = {"ignore_eos": value}  # any boolean will do
+            given = {"ignore_eos": value}  # any boolean is allowed
         elif name in _ID_FIELDS:
             listed = value if isinstance(value, list) else [value]
-            given = {"stop_token_ids": [i for i in listed if i != -1]}  # -1 stands for none
+            given = {"stop_token_ids": [i for i in listed if i != -1]}  # -1 means none
         elif name == "bad_words_ids" and isinstance(value, list):
             for word in value:  # a model's own list may be longer than a request's
                 _check_values({"bad_words_ids": (word,)}, source)
@@ -222,7 +222,7 @@ def _check_values(values: Mapping[str, Any], source: Path) -> None:
 
 
 def _known_ids(name: str, ids: Iterable[int], vocab_size: int) -> list[int]:
-    """The ids that the vocabulary has; published files name others, such as -1 for none."""
+    """The ids within the vocabulary; published files contain others, such as -1 for none."""
     listed = sorted(ids)
     unknown = [i for i in listed if not 0 <= i < vocab_size and i != -1]
     if unknown:
@@ -258,21 +258,21 @@ def resolve(
     """Complete a request's parameters with the model's defaults and check them against its limits.
 
     Args:
-        constraint: that of `structured_outputs`.
-        breakers: `dry_sequence_breakers` in tokens; None for none.
-        prompt_len: tokens before the answer; of an encoder-decoder model those of the decoder.
-        prompt_name: what a request calls them.
+        constraint: the constraint for `structured_outputs`.
+        breakers: `dry_sequence_breakers` as tokens; None for none.
+        prompt_len: tokens before the answer; for an encoder-decoder model, the decoder's.
+        prompt_name: the request's name for the prompt.
 
     Raises:
-        InvalidRequestError: prompt and answer do not fit, an id is outside the vocabulary, or values
-            that came together contradict each other.
+        InvalidRequestError: prompt and answer do not fit, an id is outside the vocabulary, or values contradict each
+            other.
     """
     for name, instead in (("bad_words", "bad_words_ids"), ("truncate_prompt_tokens", "a prompt that is short enough")):
         if getattr(params, name):
             raise InvalidRequestError(
                 f"{name} works in LLM and over HTTP only; the engine has no tokenizer and needs {instead}.", param=name
             )
-    # A request that gives a temperature chooses its filters itself.
+    # A request with a temperature chooses its filters itself.
     values = defaults.values if params.temperature is not None else {**defaults.fallback, **defaults.values}
 
     def pick(name: str, given: Any, otherwise: Any) -> Any:
@@ -283,7 +283,7 @@ def resolve(
     min_tokens = min(int(values.get("min_new_tokens", 0)), max_tokens)
     if params.min_tokens is not None:
         min_tokens = params.min_tokens
-    # As in `transformers`, a least length of the output replaces one of prompt and output together.
+    # As in `transformers`, a minimum length of the output replaces one of prompt and output together.
     by_output = params.min_tokens is not None or "min_new_tokens" in values
     if min_tokens > max_tokens:
         raise InvalidRequestError(
@@ -309,7 +309,7 @@ def resolve(
         for name, column in REQUESTED.items()
     }
     numbers["top_k"], numbers["top_n_sigma"] = max(numbers["top_k"], 0), max(numbers["top_n_sigma"], 0.0)
-    # As in `transformers`, what ends an answer in this way is not banned.
+    # As in `transformers`, tokens that are forced at the end are not banned.
     endings = set() if params.ignore_eos else {(i,) for i in defaults.eos_ids}
     words = (tuple(word) for word in pick("bad_words_ids", params.bad_words_ids, ()))
     return Decoding(
@@ -345,9 +345,9 @@ def resolve(
 
 
 def plain_defaults(defaults: GenerationDefaults) -> dict[str, bool | int | float | str]:
-    """The defaults of a request that sets nothing, by the names of `SamplingParams`: each number, word and truth
-    value that does not depend on the request. The result is empty if the defaults contradict each other; each
-    request then gets that error."""
+    """The defaults of a request without settings, by the names of `SamplingParams`: each number, word and boolean that
+    does not depend on the request. The result is empty if the defaults contradict each other; each request then gets
+    that error."""
     asked, most = SamplingParams(), 2**31 - 1
     try:
         decoding = resolve(asked, defaults, prompt_len=1, max_model_len=most, vocab_size=most, random_seed=0)
@@ -361,16 +361,16 @@ def plain_defaults(defaults: GenerationDefaults) -> dict[str, bool | int | float
     }
     found["renormalize_logits"] = decoding.renormalize
     if "max_new_tokens" not in defaults.values:
-        del found["max_tokens"]  # it depends on the prompt, or on the endpoint
+        del found["max_tokens"]  # it depends on the prompt or the endpoint
     return {name: value for name, value in found.items() if isinstance(value, int | float | str)}
 
 
 def chat_max_tokens(params: SamplingParams, info: EngineInfo, prompt_len: int) -> int | None:
-    """Most tokens of an answer in a conversation, if its request sets no limit: the rest of the context, and of the KV
+    """Maximum tokens of an answer in a conversation whose request sets no limit: the rest of the context, and of the KV
     cache if several sequences could fill it. None if the model's generation config or a catalogue sets the limit.
 
-    If a context was stretched, a prompt of up to half of the original context gets only the rest of the original one:
-    for such a chat, the rotary factors of short texts matter more than room for a long answer.
+    If the context is stretched, a prompt of up to half of the original context gets only the rest of the original
+    context: for such a chat, the rotary factors for short texts matter more than room for a long answer.
     """
     if params.constraint is not None:
         return None
@@ -379,13 +379,13 @@ def chat_max_tokens(params: SamplingParams, info: EngineInfo, prompt_len: int) -
     room = room_for_answer(params, info, prompt_len)
     if info.first_context_len is not None and 2 * prompt_len <= info.first_context_len:
         room = min(room, info.first_context_len - prompt_len + 1)  # the last token is not computed
-    return max(room, 1)  # where there is no room the engine says so
+    return max(room, 1)  # if there is no room the engine raises the error
 
 
 def tokens_to_keep_free(params: SamplingParams, info: EngineInfo, usual: int = DEFAULT_MAX_TOKENS) -> int:
     """Tokens of the context that `truncate_prompt_tokens=-1` keeps free for the answer.
 
-    That is max_tokens. Without it, the model's default or `usual` counts, up to a quarter of the context.
+    The number is max_tokens. Without max_tokens, it is the model's default or `usual`, up to a quarter of the context.
     """
     if params.max_tokens is not None:
         return params.max_tokens
@@ -394,7 +394,7 @@ def tokens_to_keep_free(params: SamplingParams, info: EngineInfo, usual: int = D
 
 
 def room_for_answer(params: SamplingParams, info: EngineInfo, prompt_len: int) -> int:
-    """Tokens that are left of the context, and of the KV cache where several sequences could fill it."""
+    """The tokens left in the context, and in the KV cache if several sequences could fill it."""
     width = max(params.n, params.num_beams or 1)
     pages = info.num_blocks // width
     length = info.max_model_len if width <= info.full_requests else pages * info.block_size
@@ -433,7 +433,7 @@ def _max_tokens(
     room = max_model_len - prompt_len
     if room < 1:
         raise InvalidRequestError(
-            # Clients know the error by these words where the code does not reach them.
+            # Clients recognise the error by these words if they do not get the code.
             f"the {prompt_name} is too long: it has {prompt_len} tokens, and this model's maximum context length is "
             f"{max_model_len} tokens, answer included (max_model_len). Shorten the {prompt_name} or raise "
             "--max-model-len.",
@@ -446,7 +446,7 @@ def _max_tokens(
             if prompt_name != "prompt":
                 parts = f"max_tokens is {params.max_tokens}, and the decoder's beginning takes {prompt_len}"
             raise InvalidRequestError(
-                f"{parts}, together {prompt_len + params.max_tokens}, but this model's maximum context length is "
+                f"{parts}, in total {prompt_len + params.max_tokens}, but this model's maximum context length is "
                 f"{max_model_len} tokens (max_model_len). Lower max_tokens, shorten the {prompt_name} or raise "
                 "--max-model-len.",
                 param="max_tokens",
@@ -463,7 +463,7 @@ def _max_tokens(
 def _num_beams(params: SamplingParams, values: Mapping[str, Any]) -> int:
     if params.num_beams is not None:
         return params.num_beams
-    # What only makes sense without beams, asked for by name, outweighs the model's default number of beams.
+    # A setting that only makes sense without beams, if sent explicitly, overrides the model's default number of beams.
     given = [(getattr(params, column.name), column.nothing) for column in FILTERS]
     if params.stop_strings or any(value is not None and value not in nothing for value, nothing in given):
         return 1

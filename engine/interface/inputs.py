@@ -1,4 +1,4 @@
-"""A request's input and terms, checked at the border."""
+"""Checks a request's input and terms when it enters the engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.interface.request import AudioInput, EngineInput, PixelInput, Sampli
 from engine.interface.token_sides import SIDES, Sides, read_sides
 from engine.interface.vision import SeenImage, read_images
 
-# Most bytes of a signal: an image of 2304 x 2304 pixels in three channels, or an hour of sound.
+# Maximum bytes of a signal: an image of 2304 x 2304 pixels in three channels, or an hour of sound.
 MOST_SIGNAL_BYTES = 64 * 2**20
 
 _KINDS: dict[SignalKind, str] = {"image": "images", "audio": "sound"}
@@ -28,10 +28,10 @@ class ReadInput:
     """A request's input after all checks.
 
     Attributes:
-        token_ids: the (first) tokens of the decoder, or what an encoder alone reads.
-        encoder_token_ids: what the encoder of an encoder-decoder model reads; () of other models.
-        sides: further values of each token, beside its id.
-        signal: float32 values that an encoder reads instead of tokens. The tokens are zeros then, one for each
+        token_ids: the first tokens of the decoder, or the input of a lone encoder.
+        encoder_token_ids: the encoder's input in an encoder-decoder model; () for other models.
+        sides: further values of each token, besides its id.
+        signal: float32 values that an encoder reads instead of tokens. The tokens are then zeros, one for each
             position.
         images: those among the tokens.
     """
@@ -44,13 +44,14 @@ class ReadInput:
 
 
 def read_input(input: EngineInput, info: EngineInfo, *, start: int | None) -> ReadInput:
-    """The input of a request that generates.
+    """The checked input of a request that generates.
 
     Args:
-        start: what the decoder of this encoder-decoder model begins with, None if the model does not say.
+        start: the first token of this encoder-decoder model's decoder; None if the model sets none.
 
     Raises:
-        InvalidRequestError: not the kind of input that the model takes, empty, too long, or outside the vocabulary.
+        InvalidRequestError: the input is of a kind that the model does not take, empty, too long, or outside the
+            vocabulary.
     """
     if info.max_encoder_len is None:
         if isinstance(input, Seq2SeqInput | PixelInput | AudioInput):
@@ -87,10 +88,11 @@ def read_input(input: EngineInput, info: EngineInfo, *, start: int | None) -> Re
 
 
 def read_pooling_input(input: EngineInput, info: EngineInfo) -> ReadInput:
-    """An input to pool.
+    """The checked input of a pooling request.
 
     Raises:
-        InvalidRequestError: not the kind of input that the model takes, empty, too long, or outside the vocabulary.
+        InvalidRequestError: the input is of a kind that the model does not take, empty, too long, or outside the
+            vocabulary.
     """
     if isinstance(input, PixelInput | AudioInput):
         signal, positions = _read_signal(input, info, "input")
@@ -115,10 +117,11 @@ def read_pooling_input(input: EngineInput, info: EngineInfo) -> ReadInput:
 
 
 def read_aligned_input(input: EngineInput, info: EngineInfo) -> ReadInput:
-    """Sound, and all the tokens that are to be found in it.
+    """A checked input for alignment: sound, and all tokens to locate in it.
 
     Raises:
-        InvalidRequestError: not the kind of input that the model takes, without tokens, or outside the vocabulary.
+        InvalidRequestError: the input is of a kind that the model does not take, has no tokens, or is outside the
+            vocabulary.
     """
     if isinstance(input, AudioInput) and not input.decoder_token_ids:
         raise InvalidRequestError(
@@ -131,7 +134,7 @@ def as_signal(values: Any) -> NDArray[np.float32]:
     """An array of numbers as float32 in C order.
 
     Raises:
-        InvalidRequestError: it is no such array, or larger than `MOST_SIGNAL_BYTES`.
+        InvalidRequestError: it is not such an array, or is larger than `MOST_SIGNAL_BYTES`.
     """
     try:
         found = np.asarray(values)
@@ -151,13 +154,13 @@ def as_signal(values: Any) -> NDArray[np.float32]:
 def _read_signal(
     input: PixelInput | AudioInput, info: EngineInfo, param: Literal["input", "prompt"]
 ) -> tuple[NDArray[np.float32], int]:
-    """The array, and how many positions it becomes."""
+    """The array, and the number of positions that it becomes."""
     kind: SignalKind = "image" if isinstance(input, PixelInput) else "audio"
     wanted = info.signal
     if wanted is None or wanted.kind != kind:
         raise _wrong_kind(input, info, param)
     signal = as_signal(input.signal)
-    if not signal.flags.writeable:  # bytes of a message, which torch would warn of
+    if not signal.flags.writeable:  # bytes of a message, about which torch would warn
         signal = signal.copy()
     if signal.shape != wanted.shape:
         raise InvalidRequestError(
@@ -166,16 +169,16 @@ def _read_signal(
             param=param,
             code="invalid_value",
         )
-    if not math.isfinite(float(np.sum(signal, dtype=np.float64))):  # NaN and infinities go through a sum
+    if not math.isfinite(float(np.sum(signal, dtype=np.float64))):  # NaN and infinity propagate through a sum
         raise InvalidRequestError("a signal must hold finite numbers.", param=param, code="invalid_value")
     return signal, wanted.positions
 
 
 def repeated(tokens: tuple[int, ...], repeats: RepeatedInput) -> tuple[int, ...]:
-    """The decoder's input when a model classifies by repeating the encoder's input.
+    """The decoder's input of a model that classifies by repeating the encoder's input.
 
     Raises:
-        InvalidRequestError: the input has no end, where its class would be read off.
+        InvalidRequestError: the input lacks the end token at which the class is computed.
     """
     if repeats.end not in tokens:
         raise InvalidRequestError(
@@ -189,13 +192,14 @@ def repeated(tokens: tuple[int, ...], repeats: RepeatedInput) -> tuple[int, ...]
 
 
 def _split_after(tokens: tuple[int, ...], token: int) -> tuple[int, ...]:
-    """Segments of tokens: 0 up to the first one of that id, or up to the first of all where there is none, then 1."""
+    """Segments of tokens: 0 up to and including the first token with that id (or the very first token if there is
+    none), then 1."""
     end = tokens.index(token) if token in tokens else 0
     return (*[0] * (end + 1), *[1] * (len(tokens) - end - 1))
 
 
 def _decoder_begin(ids: Sequence[int], info: EngineInfo, start: int | None) -> tuple[int, ...]:
-    """The decoder's first tokens: the start token, unless the request brings it itself."""
+    """The decoder's first tokens: the start token, unless the request contains it."""
     begin = _checked("decoder_prompt", ids, info.vocab_size) if len(ids) else ()
     if start is None and not begin:
         raise InvalidRequestError(
@@ -217,8 +221,8 @@ def decoder_start(params: SamplingParams, info: EngineInfo) -> int | None:
         return info.decoder_start_token_id
     if info.max_encoder_len is None:
         raise InvalidRequestError(
-            "decoder_start_token_id is for encoder-decoder models, and this is a decoder-only model: put the token in "
-            "front of the prompt.",
+            "decoder_start_token_id is for encoder-decoder models, but this is a decoder-only model: put the token "
+            "before the prompt.",
             param="decoder_start_token_id",
             code="unsupported_parameter",
         )
@@ -227,8 +231,8 @@ def decoder_start(params: SamplingParams, info: EngineInfo) -> int | None:
 
 
 def decoder_tokens(begin: Sequence[int], start: int | None) -> tuple[int, ...]:
-    """A decoder's first tokens: the start token, if the model has one, and what the request brings of the answer; it
-    may bring the start token, too."""
+    """A decoder's first tokens: the start token, if the model has one, and the request's beginning of the answer, which
+    may include the start token."""
     return tuple(begin) if start is None or tuple(begin[:1]) == (start,) else (start, *begin)
 
 
@@ -241,7 +245,7 @@ def _wrong_kind(input: object, info: EngineInfo, param: str) -> InvalidRequestEr
         kind = "an encoder-decoder model"
     name = "list of token ids" if isinstance(input, Sequence) else type(input).__name__
     return InvalidRequestError(
-        f"this model is {kind} and takes {' and '.join(kinds)}, not a {name}.", param=param, code="invalid_value"
+        f"this model is {kind} and accepts {' and '.join(kinds)}, not a {name}.", param=param, code="invalid_value"
     )
 
 

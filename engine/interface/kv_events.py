@@ -1,4 +1,4 @@
-"""Settings of KV events: what is told about pages of the prefix cache, and where. The form is vLLM's."""
+"""Settings of KV events: which events about pages of the prefix cache are published, and where. The form is vLLM's."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from engine.interface.json_settings import decoded
 NAME = "kv_events_config"
 _TRANSPORTS = re.compile(r"(tcp|ipc|inproc)://\S+")
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5557"
-_LARGEST = 2**31 - 1  # what a ZeroMQ socket's option can be
+_LARGEST = 2**31 - 1  # range of a ZeroMQ socket option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVEventsConfig:
-    """The settings for publishing which pages the prefix cache holds.
+    """The settings for publishing the contents of the prefix cache.
 
     Attributes:
-        enable_kv_cache_events: tell them at all.
-        publisher: zmq, or null for nowhere (default: zmq where events are enabled).
+        enable_kv_cache_events: whether events are published.
+        publisher: zmq, or null to publish nothing (default: zmq if events are enabled).
         endpoint: ZeroMQ address of the PUB socket.
-        bind: bind the PUB socket, or connect it to a subscriber (default: as vLLM, bind addresses with *, ::, ipc:// or
-            inproc://; and bind `DEFAULT_ENDPOINT`).
-        replay_endpoint: address of a ROUTER socket that sends missed events to a subscriber again.
-        buffer_steps: messages that are kept for that.
-        hwm: messages that may wait for a slow subscriber; more are lost to it, until it asks for them again.
-        max_queue_size: messages that may wait to be sent at all; more are left to replay.
-        topic: first part of each message (default: `default_topic`).
+        bind: bind the PUB socket, or connect it to a subscriber (default: as in vLLM, bind addresses with *, ::, ipc://
+            or inproc://; also bind `DEFAULT_ENDPOINT`).
+        replay_endpoint: address of a ROUTER socket that sends missed events again.
+        buffer_steps: number of messages kept for replay.
+        hwm: maximum messages that wait for a slow subscriber; it loses more until it asks for a replay.
+        max_queue_size: maximum messages that wait to be sent; more are left to replay.
+        topic: the first part of each message (default: `default_topic`).
     """
 
     enable_kv_cache_events: bool = False
@@ -66,7 +66,7 @@ class KVEventsConfig:
 
     @property
     def binds(self) -> bool:
-        """The PUB socket is bound, not connected."""
+        """Whether the PUB socket is bound, not connected."""
         if self.bind is not None:
             return self.bind
         address = self.endpoint
@@ -74,31 +74,31 @@ class KVEventsConfig:
 
     @property
     def publishes(self) -> bool:
-        """There is something to publish to."""
+        """Whether events are published anywhere."""
         return self.enable_kv_cache_events and self.publisher != "null"
 
 
 def parse_kv_events(given: Any) -> KVEventsConfig:
-    """The settings in a mapping, or in a JSON object as a text.
+    """The settings in a mapping, or in a JSON object as text.
 
     Raises:
-        ConfigError: it is neither, or something in it is no setting, or out of range.
+        ConfigError: it is neither, or a setting in it is unknown or out of range.
     """
     values = decoded(NAME, given)
     known = [field.name for field in fields(KVEventsConfig)]
     for name in values:
         if name not in known:
-            raise ConfigError(f"{NAME} has no field {name!r}; there are {', '.join(known)}.")
+            raise ConfigError(f"{NAME} has no field {name!r}; its fields are {', '.join(known)}.")
     return KVEventsConfig(**values)
 
 
 def default_topic(model: str, port: int | None, environ: Mapping[str, str]) -> str:
-    """kv@POD@MODEL, by which llm-d knows the replica.
+    """kv@POD@MODEL, by which llm-d identifies the replica.
 
     Args:
-        model: its id to clients.
-        port: of the HTTP service; None if there is none.
-        environ: POD_IP of it is the pod's address; without it this machine's name stands for the pod.
+        model: the model's id for clients.
+        port: port of the HTTP service; None if there is none.
+        environ: its POD_IP is the pod's address; without it, this machine's name is used.
     """
     address = environ.get("POD_IP", "")
     pod = (f"{address}:{port}" if port else address) if address else socket.gethostname()

@@ -1,5 +1,4 @@
-"""The offline face: prompts in, answers out; texts in, vectors, scores, classes and masked tokens out; sounds
-in, texts out."""
+"""The offline API: prompts to answers; texts to vectors, scores, classes and masked tokens; sounds to texts."""
 
 from __future__ import annotations
 
@@ -52,22 +51,22 @@ class Metric(NamedTuple):
 
 @names_arguments
 class LLM(PoolingMethods):
-    """A model in this process: to generate with, to embed, compare or classify texts, or to fill in masked tokens.
+    """A model in this process, for generation, embeddings, scores, classification, or masked tokens.
 
     Args:
         model: local folder, GGUF file or hub id.
-        **settings: the other fields of `EngineConfig`, and vLLM's arguments where they change nothing. Steps may take
-            as long as they like unless max_step_time is given: no client waits for the end of one here, and a prompt
+        **settings: the other fields of `EngineConfig`, and vLLM's arguments with values that change nothing. Steps have
+            no time limit unless max_step_time is set, because no client waits for the end of a step here, and a prompt
             is computed fastest in one piece.
 
     Raises:
-        ModelLoadError, UnsupportedModelError, ConfigError: with what to do about it.
+        ModelLoadError, UnsupportedModelError, ConfigError: the messages suggest what to do.
     """
 
     def __init__(self, model: str, **settings: Any):
         config = engine_config(model, settings)
         if config.chat_template is not None:
-            read_template(config.chat_template)  # so that a wrong name is known before the model loads
+            read_template(config.chat_template)  # finds a wrong name before the model loads
         engine, tokenizer = Engine(config), None
         if not config.skip_tokenizer_init:
             tokenizer = load_tokenizer(
@@ -99,25 +98,25 @@ class LLM(PoolingMethods):
         images: Sequence[Any] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answers to all prompts, in their order; all run together.
+        """Generate answers to all prompts; returns them in order. All prompts run together.
 
         Args:
-            prompts: a text, token ids, a dictionary as vLLM takes it (`prompt` or `prompt_token_ids`, and
+            prompts: a text, token ids, a dictionary in vLLM's form (`prompt` or `prompt_token_ids`, and
                 `multi_modal_data` with images; `encoder_prompt` and `decoder_prompt`), or a list of these. An
-                encoder-decoder model's encoder reads them; a `Seq2SeqInput`, or for a speech model an `AudioInput`,
-                also holds the beginning of the answer.
-            sampling_params: for all prompts, or one per prompt; None takes the model's defaults.
-            params: the same under another name.
-            lora: the adapter for all prompts, or one per prompt: its name, its path or a `LoRARequest`; None: the base
-                model. An adapter is loaded when it is first used.
-            lora_request: the same under vLLM's name.
-            images: of a model that reads images, those of each prompt: one image or a list. An image is a path, the
-                bytes of a file, an image of PIL's, or an array [height, width, 3] of uint8. A prompt has an image token
-                for each.
+                encoder-decoder model's encoder reads them. A `Seq2SeqInput`, or an `AudioInput` for a speech model,
+                also has the beginning of the answer.
+            sampling_params: one for all prompts, or one per prompt; None uses the model's defaults.
+            params: another name of sampling_params.
+            lora: one adapter for all prompts, or one per prompt: its name, its path or a `LoRARequest`; None for the
+                base model. An adapter is loaded when it is first used.
+            lora_request: vLLM's name of lora.
+            images: for a model that reads images, those of each prompt: one image or a list. An image is a path, the
+                bytes of a file, a PIL image, or an array [height, width, 3] of uint8. A prompt has an image token for
+                each.
             use_tqdm: progress bar; None shows one in a terminal, for long lists.
 
         Raises:
-            InvalidRequestError: a prompt or its parameters are impossible; nothing was generated.
+            InvalidRequestError: a prompt or its parameters are invalid; nothing was generated.
             AdapterError: an adapter cannot be loaded.
             RequestFailedError: the engine failed on a request.
         """
@@ -144,30 +143,30 @@ class LLM(PoolingMethods):
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answers to conversations, in their order; all run together.
+        """Answer conversations; returns the answers in order. All conversations run together.
 
-        If neither max_tokens nor the model sets a limit, an answer may fill the rest of the context. Calls of tools are
-        in its text as the model writes them.
+        If neither max_tokens nor the model sets a limit, an answer may fill the rest of the context. Tool calls stay in
+        the answer's text as the model writes them.
 
         Args:
             messages: a conversation, a list of {"role": ..., "content": ...}, or a list of conversations.
-            sampling_params: for all conversations, or one per conversation; None takes the model's defaults.
-            chat_template: in place of the model's own: a Jinja template, a file or a name such as chatml.
+            sampling_params: one for all conversations, or one per conversation; None uses the model's defaults.
+            chat_template: replaces the model's own template: a Jinja template, a file or a name such as chatml.
             add_generation_prompt: open the assistant's answer.
-            continue_final_message: go on with the last message instead; needs add_generation_prompt=False.
+            continue_final_message: continue the last message instead; needs add_generation_prompt=False.
             tools: {"type": "function", "function": {...}} each, or Python functions with docstrings.
-            documents: as the template wants them.
-            chat_template_kwargs: further names for the template, such as enable_thinking.
+            documents: documents in the template's form.
+            chat_template_kwargs: further variables for the template, such as enable_thinking.
             tool_prompt: auto: if the chat template does not support tools, describe them in a system message, as
                 `octavo serve` does. off: refuse such requests.
-            params: sampling_params under another name.
+            params: another name of sampling_params.
             lora, lora_request: as for `generate`.
             use_tqdm: progress bar; None shows one in a terminal, for long lists.
 
         Raises:
-            InvalidRequestError: the model knows no conversations, or a message or a parameter is impossible; nothing
-                was generated.
-            ConfigError: there is no such chat template.
+            InvalidRequestError: the model does not support conversations, or a message or a parameter is invalid;
+                nothing was generated.
+            ConfigError: the chat template does not exist.
             AdapterError: an adapter cannot be loaded.
             RequestFailedError: the engine failed on a request.
         """
@@ -221,10 +220,10 @@ class LLM(PoolingMethods):
         """The best continuations of each prompt by beam search, with the rules of `transformers`.
 
         `generate` with `SamplingParams(num_beams=...)` is the same search with all other parameters. `lora` and
-        `lora_request` are as there.
+        `lora_request` are the same as there.
 
         Raises:
-            InvalidRequestError: a prompt or a parameter is impossible; nothing was generated.
+            InvalidRequestError: a prompt or a parameter is invalid; nothing was generated.
             RequestFailedError: the engine failed on a request.
         """
         listed = list_prompts(prompts)
@@ -277,18 +276,19 @@ class LLM(PoolingMethods):
     def transcribe(
         self, sounds: Sound | Sequence[Sound], wanted: Transcription | None = None, *, use_tqdm: bool | None = None
     ) -> list[Transcript]:
-        """The texts of sounds, in their order; the windows of all of them run together.
+        """Transcribe sounds; returns the texts in order. The windows of all sounds run together.
 
         Args:
-            sounds: one sound or several, of any length, at the rate of the model's preprocessor (16,000 a second):
-                arrays [samples] or [samples, channels], which are averaged, of floats from -1 to 1 or of integers
-                (uint8, int8, int16, int32), whose whole range is taken for that.
-            wanted: language, task, timestamps and so on; None: the text in its own language, with timestamps.
+            sounds: one sound or several, of any length, at the rate of the model's preprocessor (16,000 per second):
+                arrays [samples] or [samples, channels] (channels are averaged) of floats from -1 to 1 or of integers
+                (uint8, int8, int16, int32), whose whole range is scaled to that.
+            wanted: language, task, timestamps and so on; None: text in the spoken language, with timestamps.
             use_tqdm: progress bars; None shows them in a terminal, for long lists.
 
         Raises:
-            InvalidRequestError: the model is no speech model, or does not support the request; or an input is no sound.
-            ModelLoadError: its preprocessor's config cannot be used.
+            InvalidRequestError: the model is not a speech model or does not support the request, or an input is not
+                sound.
+            ModelLoadError: the config of its preprocessor cannot be used.
             RequestFailedError: the engine failed on a window.
         """
         tokenizer = need_speech(self.engine.info, self.tokenizer)
@@ -303,20 +303,20 @@ class LLM(PoolingMethods):
         """The model's tokenizer, an object of `transformers`.
 
         Raises:
-            InvalidRequestError: it has none.
+            InvalidRequestError: the model has no tokenizer.
         """
         return need_tokenizer(self.tokenizer, self.engine.info).hf
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The model's own defaults, which apply to every parameter that a request does not set."""
+        """The model's own defaults for parameters that a request does not set."""
         return self.engine.defaults.as_params()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached pages; False, and nothing is forgotten, while requests hold some."""
+        """Forget all cached pages; returns False, and forgets nothing, while requests hold some."""
         return self.engine.reset_prefix_cache()
 
     def get_metrics(self) -> list[Metric]:
-        """Counters and gauges of the engine, those of `stats`, by their names."""
+        """Counters and gauges of the engine, those of `stats`, by name."""
         found = asdict(self.engine.stats()).items()
         return [Metric(name, value) for name, value in found if not isinstance(value, tuple)]
 
@@ -333,7 +333,7 @@ class LLM(PoolingMethods):
         while unfinished:
             for delta in self.engine.step_deltas():
                 if delta.request_id not in unfinished:
-                    continue  # of a request that was added to the engine directly
+                    continue  # a request that was added to the engine directly
                 if delta.error is not None:
                     raise RequestFailedError(delta.error)
                 processor, result = processors[delta.request_id], results[delta.request_id]

@@ -1,4 +1,4 @@
-"""The adapters that calls of `LLM` name, loaded when they are first used."""
+"""Adapters named in calls of `LLM`, loaded when they are first used."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """An adapter as vLLM names it.
+    """An adapter in vLLM's form.
 
     Attributes:
-        lora_name: its name.
-        lora_int_id: ignored; names tell adapters apart.
-        lora_path: its folder or file, which is loaded if no adapter has the name.
+        lora_name: the adapter's name.
+        lora_int_id: ignored; names identify adapters.
+        lora_path: its folder or file, which is loaded if no adapter has this name.
     """
 
     lora_name: str
@@ -28,31 +28,32 @@ class LoRARequest:
 
 
 Lora = str | LoRARequest
-"""The name of a loaded adapter, the folder or file of one, or vLLM's request."""
+"""The name of a loaded adapter, an adapter's folder or file, or vLLM's request."""
 
 
 class AdapterUse:
     """Loads adapters for calls.
 
-    If all slots are taken, an adapter that an earlier call loaded here makes room.
+    If all slots are taken, an adapter that an earlier call loaded is unloaded.
 
     Args:
-        engine: the engine that loads.
+        engine: the engine that loads the adapters.
     """
 
     def __init__(self, engine: Engine):
         self._engine = engine
-        self._own: list[str] = []  # loaded here, the least recently used first
+        self._own: list[str] = []  # loaded here, least recently used first
 
     def each(self, lora: Lora | Sequence[Lora | None] | None, count: int, given: object = None) -> list[str | None]:
-        """The names of the adapters of so many inputs.
+        """The names of the adapters for this many inputs.
 
         Args:
-            lora: for all inputs, or one for each.
-            given: `lora` under vLLM's name, `lora_request`.
+            lora: one for all inputs, or one for each.
+            given: the argument `lora_request`, vLLM's name of `lora`.
 
         Raises:
-            InvalidRequestError: it is no adapter, there are not as many as inputs, or both are given.
+            InvalidRequestError: a value is not an adapter, the number differs from the inputs', or both arguments are
+                given.
             AdapterError: an adapter cannot be loaded.
         """
         if lora is not None and given is not None:
@@ -89,7 +90,7 @@ def _named(lora: object) -> tuple[str, str] | None:
         return None
     if isinstance(lora, str) and lora:
         return lora, lora
-    name, path = (getattr(lora, attribute, None) for attribute in ("lora_name", "lora_path"))  # vLLM's own class, too
+    name, path = (getattr(lora, attribute, None) for attribute in ("lora_name", "lora_path"))  # vLLM's own class too
     if not isinstance(name, str) or not name:
         raise InvalidRequestError(
             f"lora must be the name or the path of an adapter, or a LoRARequest, got {lora!r}.", param="lora"

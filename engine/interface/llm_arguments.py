@@ -1,4 +1,4 @@
-"""The keyword arguments of `LLM`: Octavo's settings, and vLLM's arguments if their values change nothing."""
+"""The keyword arguments of `LLM`: Octavo's settings, and vLLM's arguments with values that change nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from engine.errors import ConfigError
 _ANY = object()
 _ONE = (1,)
 _OFF = (None, False)
-# vLLM's arguments that are no settings here: the values that change nothing, or `_ANY` for all, and why others would.
+# vLLM's arguments that are not settings here: the values that change nothing (or `_ANY` for all), and the reason
+# against others.
 _HARMLESS: dict[str, tuple[Any, str]] = {
     "tensor_parallel_size": (_ONE, "a model runs on one device"),
     "pipeline_parallel_size": (_ONE, "a model runs on one device"),
@@ -26,17 +27,17 @@ _HARMLESS: dict[str, tuple[Any, str]] = {
     "fully_sharded_loras": (_OFF, "a model runs on one device"),
     "max_cpu_loras": (_ANY, ""),
     "lora_dtype": (("auto", None), "adapters are computed in float32"),
-    "hf_overrides": ((None, {}), "the checkpoint's config is used as it is"),
-    "mm_processor_kwargs": ((None, {}), "the checkpoint's preprocessor is used as it is"),
-    "limit_mm_per_prompt": ((None, {}), "prompts hold no images"),
+    "hf_overrides": ((None, {}), "the checkpoint's config is used unchanged"),
+    "mm_processor_kwargs": ((None, {}), "the checkpoint's preprocessor is used unchanged"),
+    "limit_mm_per_prompt": ((None, {}), "prompts cannot contain images"),
     "logits_processors": ((None, []), "use structured outputs or SamplingParams"),
-    "pooler_config": ((None, {}), "the checkpoint says how to pool; embed and encode take parameters"),
-    "tokenizer_mode": (("auto", "hf"), "the tokenizer is that of transformers"),
+    "pooler_config": ((None, {}), "the checkpoint says how to pool; parameters can be passed to embed and encode"),
+    "tokenizer_mode": (("auto", "hf"), "the tokenizer of transformers is used"),
     "tokenizer_revision": ((None,), "name a folder that holds the tokenizer"),
     "load_format": (("auto", "safetensors", "gguf"), "weights are read from safetensors and GGUF"),
     "config_format": (("auto", "hf"), "the config is config.json or a GGUF file's"),
     "runner": (_ANY, ""),  # the model decides
-    "convert": (("auto", "none"), "the model decides"),
+    "convert": (("auto", "none"), "the model determines this"),
     "task": (_ANY, ""),
     "swap_space": (_ANY, ""),  # nothing is swapped
     "disable_log_stats": (_ANY, ""),
@@ -54,7 +55,7 @@ def engine_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
     """The engine's settings.
 
     Raises:
-        ConfigError: an argument is unknown, or has a value that would change what Octavo does.
+        ConfigError: an argument is unknown, or has a value that would change Octavo's behaviour.
     """
     known = {field.name: field.default for field in fields(EngineConfig)}
     settings: dict[str, Any] = {"max_step_time": 0.0}

@@ -15,10 +15,10 @@ class BeamSearchParams:
     """The parameters of a beam search.
 
     Attributes:
-        beam_width: number of beams, and of answers.
-        max_tokens: most tokens of an answer.
-        ignore_eos: let the model's EOS be an ordinary token.
-        temperature: 0; a search does not sample.
+        beam_width: number of beams and of answers.
+        max_tokens: maximum tokens of an answer.
+        ignore_eos: treat the model's EOS as an ordinary token.
+        temperature: 0, because a search does not sample.
         length_penalty: an answer's score is its log-probability / length ** length_penalty.
     """
 
@@ -30,10 +30,10 @@ class BeamSearchParams:
 
     @property
     def sampling(self) -> SamplingParams:
-        """The same for the engine.
+        """The equivalent parameters for the engine.
 
         Raises:
-            InvalidRequestError: a value is impossible.
+            InvalidRequestError: a value is invalid.
         """
         if self.temperature != 0:
             fail("temperature", f"temperature must be 0 in a beam search, got {self.temperature}.")
@@ -52,10 +52,10 @@ class BeamSearchSequence:
     """An answer.
 
     Attributes:
-        tokens: the prompt's and the answer's.
-        text: of all tokens; None if the model has no tokenizer.
+        tokens: the tokens of prompt and answer.
+        text: the text of all tokens; None if the model has no tokenizer.
         cum_logprob: sum of the log-probabilities of the answer's tokens.
-        score: the number by which answers are ranked.
+        score: the score that ranks answers.
         finish_reason, stop_reason: as in `CompletionOutput`.
     """
 
@@ -69,7 +69,7 @@ class BeamSearchSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchOutput:
-    """The answers to a prompt, the best first."""
+    """The answers to a prompt, best first."""
 
     sequences: list[BeamSearchSequence]
 

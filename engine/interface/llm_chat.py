@@ -1,4 +1,4 @@
-"""The conversations that `LLM.chat` takes, checked, and how they become prompts."""
+"""Checks the conversations of `LLM.chat` and converts them to prompts."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ ToolPrompt = Literal["auto", "off"]
 
 
 def read_conversations(messages: Any, pictures: list[Pictures] | None = None) -> list[list[dict[str, Any]]]:
-    """One conversation or several, with contents as text.
+    """One conversation or several, with text as content.
 
     Args:
         pictures: gets the images of each conversation; None: the model reads none.
 
     Raises:
-        InvalidRequestError: names the message that is wrong.
+        InvalidRequestError: names the invalid message.
     """
     if not isinstance(messages, list | tuple) or not messages:
         _fail("messages", f"messages must be a conversation, a list of messages, or a list of these, {_got(messages)}.")
@@ -87,16 +87,16 @@ def conversation_prompt(
     placer: ImagePlacer | None = None,
     **variables: Any,
 ) -> TokenInput:
-    """A conversation as the model reads it.
+    """The prompt of a conversation.
 
     Args:
         pictures, placer: the images in the messages, and what reads them; None: there are none.
         tool_prompt: auto: a system message describes the tools if the template does not support tools; off: refuse.
 
     Raises:
-        InvalidRequestError: there is no template, it does not support tools and tool_prompt is off, or it refuses
-            these messages.
-        ConfigError: there is no such chat template.
+        InvalidRequestError: there is no template, it does not support tools and tool_prompt is off, or it refuses these
+            messages.
+        ConfigError: the chat template does not exist.
     """
     template = None if chat_template is None else read_template(chat_template)
     template = template or tokenizer.need_chat_template(tools=tools is not None)
@@ -134,7 +134,7 @@ def _with_tool_prompt(
 
 
 def _described(tool: Tool, where: str) -> Mapping[str, Any]:
-    """A tool as OpenAI's clients send it."""
+    """A tool in OpenAI's form."""
     if isinstance(tool, Mapping):
         if not isinstance(tool.get("function"), Mapping):
             _fail("tools", f'{where} must look like {{"type": "function", "function": {{...}}}}, {_got(tool)}.')
@@ -143,19 +143,21 @@ def _described(tool: Tool, where: str) -> Mapping[str, Any]:
 
     try:
         schema: Mapping[str, Any] = get_json_schema(tool)
-    except Exception as error:  # a docstring or type hints are missing; transformers raises several kinds
+    except Exception as error:  # a docstring or type hints are missing; transformers raises several kinds of errors
         _fail("tools", f"{where} cannot be described: {error}")
     return schema
 
 
 def check_chats(info: EngineInfo) -> None:
-    """Refuse a model that knows no conversations.
+    """Refuse a model that does not support conversations.
 
     Raises:
-        InvalidRequestError: it has an encoder.
+        InvalidRequestError: the model has an encoder.
     """
     if info.max_encoder_len is not None:
-        _fail("messages", f"{info.model} is an encoder-decoder model, which knows no conversations. Use generate.")
+        _fail(
+            "messages", f"{info.model} is an encoder-decoder model, which does not support conversations. Use generate."
+        )
 
 
 def _got(value: Any) -> str:

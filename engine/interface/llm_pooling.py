@@ -62,17 +62,17 @@ ENCODED: tuple[Task, ...] = ("embed", "classify", "token_classify", "token_embed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixOutput(PoolingOutput):
-    """A head's output for an input: a tensor of its numbers, or of the numbers of each token."""
+    """A head's output for an input: a tensor of its numbers, or of each token's numbers."""
 
     data: torch.Tensor
 
 
-# Shorter lists are done before a bar would tell anything.
+# Shorter lists finish before a bar would be useful.
 _PROGRESS_FROM = 32
 
 
 def hides_progress(use_tqdm: bool | None, count: int) -> bool | None:
-    """Whether a call shows no progress bar, as tqdm takes it; None: it shows one if stderr is a terminal."""
+    """Whether a call shows no progress bar, in tqdm's form; None: show one if stderr is a terminal."""
     if use_tqdm is not None:
         return not use_tqdm
     return None if count >= _PROGRESS_FROM else True
@@ -80,7 +80,7 @@ def hides_progress(use_tqdm: bool | None, count: int) -> bool | None:
 
 @names_arguments
 class PoolingMethods:
-    """The part of `LLM` that pools; which methods a model serves, its `EngineInfo.tasks` say."""
+    """The pooling methods of `LLM`; `EngineInfo.tasks` says which of them a model supports."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
         self.engine = engine
@@ -101,22 +101,22 @@ class PoolingMethods:
         lora_request: LoRARequest | None = None,
         use_tqdm: bool | None = None,
     ) -> list[EmbeddingOutput]:
-        """A vector for each input, in their order.
+        """Compute a vector for each input; returns them in order.
 
         vLLM's method of this name takes `pooling`, `normalize` and `dimensions` as `pooling_params`.
 
         Args:
-            inputs: text, token ids, a `TokenInput`, of models that read images also an image (of PIL's, an array
+            inputs: text, token ids, a `TokenInput`, for models that take images also an image (a PIL image, an array
                 [height, width, 3] of uint8, or a `PixelInput`), or a list of these.
-            pooling, normalize, dimensions: see `PoolingParams`; None: the model's own.
-            prompt_name: put that prompt of the model's sentence-transformers config in front of the texts (token ids
-                stay as they are); None: its default prompt, if it has one; "": none.
-            truncate_prompt_tokens: cut inputs to so many tokens, -1: to the model's limit; None: refuse longer ones.
+            pooling, normalize, dimensions: see `PoolingParams`; None for the model's own settings.
+            prompt_name: put this prompt of the model's sentence-transformers config before the texts (token ids are
+                unchanged); None: its default prompt, if it has one; "": none.
+            truncate_prompt_tokens: cut inputs to this many tokens; -1: to the model's limit; None: refuse longer ones.
             lora, lora_request: the adapter, as for `LLM.generate`.
             use_tqdm: progress bar; None shows one in a terminal, for long lists.
 
         Raises:
-            InvalidRequestError: the model gives no vectors, or an input or a parameter is impossible; nothing was
+            InvalidRequestError: the model makes no vectors, or an input or a parameter is invalid; nothing was
                 computed.
             RequestFailedError: the engine failed on an input.
         """
@@ -144,19 +144,19 @@ class PoolingMethods:
         lora_request: LoRARequest | None = None,
         use_tqdm: bool | None = None,
     ) -> list[MatrixOutput]:
-        """Return the numbers of the model's head for each input; the names are vLLM's.
+        """Return the output of the model's head for each input, with vLLM's names.
 
         Args:
-            prompts: as for `embed`.
-            pooling_params: with a task of `ENCODED`.
+            prompts: as in `embed`.
+            pooling_params: parameters with a task of `ENCODED`.
             pooling_task: the task, if there are no pooling_params; None: the first of `ENCODED` that the model
-                serves.
-            truncate_prompt_tokens: cut inputs to so many tokens, -1: to the model's limit; None: refuse longer ones.
+                supports.
+            truncate_prompt_tokens: cut inputs to this many tokens; -1: to the model's limit; None: refuse longer ones.
             lora, lora_request: the adapter, as for `LLM.generate`.
             use_tqdm: progress bar; None shows one in a terminal, for long lists.
 
         Raises:
-            InvalidRequestError: the model has no such task, or an input is impossible; nothing was computed.
+            InvalidRequestError: the model does not support the task, or an input is invalid; nothing was computed.
             RequestFailedError: the engine failed on an input.
         """
         info = self.engine.info
@@ -192,14 +192,14 @@ class PoolingMethods:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool | None = None,
     ) -> list[MatrixOutput]:
-        """The numbers of a reward model: of each token where its head scores tokens, else of each input.
+        """Return the numbers of a reward model: for each token if its head scores tokens, otherwise for each input.
 
         Args:
             use_activation: apply the activation that the model's config names.
-            prompts, truncate_prompt_tokens, use_tqdm: as for `encode`.
+            prompts, truncate_prompt_tokens, use_tqdm: as in `encode`.
 
         Raises:
-            InvalidRequestError: the model scores nothing, or an input is impossible; nothing was computed.
+            InvalidRequestError: the model has no scores, or an input is invalid; nothing was computed.
             RequestFailedError: the engine failed on an input.
         """
         task: Task = "token_classify" if "token_classify" in self.engine.info.tasks else "classify"
@@ -215,23 +215,23 @@ class PoolingMethods:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool | None = None,
     ) -> list[ScoreOutput]:
-        """Scores of how well texts go together: one text with each of several, or each of several with its counterpart.
+        """Score how well texts match: one text with each of several, or each of several with its counterpart.
 
-        A model with one class reads both texts together (a cross-encoder), and its score is its number after the
-        activation that its config names. For a model that embeds, the score is the cosine of the two vectors. For a
-        model with a vector for each token (ColBERT), it is MaxSim. For a model with sparse vectors alone (SPLADE), it
-        is their product. Each distinct text is embedded once, with the model's default prompt, if it has one, or with
-        its markers of queries and documents.
+        A model with one class reads both texts together (a cross-encoder); the score is its output after the activation
+        of its config. For an embedding model, the score is the cosine of the two vectors. For a model with a vector for
+        each token (ColBERT), it is MaxSim. For a model with only sparse vectors (SPLADE), it is their product. Each
+        distinct text is embedded once, with the model's default prompt or its markers of queries and documents, if it
+        has them.
 
         Args:
-            text_1, text_2: a text or a list of texts, of 1 and n or n and n; token ids for embeddings only.
-            truncate_prompt_tokens: cut inputs, pairs as one, to so many tokens, from the longer text first; -1: to the
-                model's limit; None: refuse longer ones.
+            text_1, text_2: a text or a list of texts, 1 and n or n and n; token ids only for embeddings.
+            truncate_prompt_tokens: cut inputs (a pair is one input) to this many tokens, the longer text first; -1: to
+                the model's limit; None: refuse longer ones.
             use_tqdm: progress bar; None shows one in a terminal, for long lists.
 
         Raises:
-            InvalidRequestError: the model cannot compare texts, these lists do not go together, or a text is
-                impossible; nothing was computed.
+            InvalidRequestError: the model cannot compare texts, the lists do not match, or a text is invalid; nothing
+                was computed.
             RequestFailedError: the engine failed on an input.
         """
         info = self.engine.info
@@ -269,21 +269,21 @@ class PoolingMethods:
         lora_request: LoRARequest | None = None,
         use_tqdm: bool | None = None,
     ) -> list[ClassificationOutput | TokenClassificationOutput]:
-        """The classes of each input, or of its tokens, whichever the model tells apart.
+        """Classify each input, or its tokens, depending on the model.
 
         Args:
-            inputs: text, token ids, a `TokenInput`, or a list of these; of classifiers of whole inputs also pairs of
-                texts, as tuples or {"text": ..., "text_pair": ...}, and of models that read images images, as for
-                `embed`. A tuple of two texts is a pair.
-            use_activation: False returns the head's own numbers. None or True applies the activation of the model's
-                config, which usually gives probabilities. The scores of spans follow it.
+            inputs: text, token ids, a `TokenInput`, or a list of these; for classifiers of whole inputs also pairs of
+                texts, as tuples or {"text": ..., "text_pair": ...}; for models that take images, images as in `embed`.
+                A tuple of two texts is a pair.
+            use_activation: False returns the head's raw numbers. None or True applies the activation of the model's
+                config, which usually gives probabilities. The scores of spans are computed from the result.
             aggregation: how tokens are joined to spans (see `spans_of`).
-            truncate_prompt_tokens: cut inputs to so many tokens, -1: to the model's limit; None: refuse longer ones.
+            truncate_prompt_tokens: cut inputs to this many tokens; -1: to the model's limit; None: refuse longer ones.
             lora, lora_request: the adapter, as for `LLM.generate`.
             use_tqdm: progress bar; None shows one in a terminal, for long lists.
 
         Raises:
-            InvalidRequestError: the model knows no classes, or an input is impossible; nothing was computed.
+            InvalidRequestError: the model is not a classifier, or an input is invalid; nothing was computed.
             RequestFailedError: the engine failed on an input.
         """
         info = self.engine.info
@@ -323,18 +323,19 @@ class PoolingMethods:
         align_to_words: bool = True,
         use_tqdm: bool | None = None,
     ) -> list[AnswerOutput]:
-        """The parts of each context that answer a question: several of one, or each of several with its counterpart.
+        """Find the parts of each context that answer a question: one with several, several with one, or each with its
+        counterpart.
 
-        A context that is too long is read in windows that overlap.
+        A context that is too long is read in overlapping windows.
 
         Args:
-            question, context: a text or a list of texts, of 1 and n, n and 1, or n and n.
+            question, context: a text or a list of texts, 1 and n, n and 1, or n and n.
             top_k, max_answer_len, max_seq_len, doc_stride, handle_impossible_answer, align_to_words: see `AnswerTerms`;
                 the names and defaults are those of transformers' pipeline.
             use_tqdm: progress bar; None shows one in a terminal, for long lists.
 
         Raises:
-            InvalidRequestError: the model finds no answers, or a text or a parameter is impossible; nothing was
+            InvalidRequestError: the model does not find answers, or a text or a parameter is invalid; nothing was
                 computed.
             RequestFailedError: the engine failed on a window.
         """
@@ -373,19 +374,19 @@ class PoolingMethods:
         stride: int | None = None,
         use_tqdm: bool | None = None,
     ) -> list[EntitiesOutput]:
-        """The parts of each text that match one of the labels (GLiNER).
+        """Find the parts of each text that match one of the labels (GLiNER).
 
-        A text that is too long is read in windows that overlap.
+        A text that is too long is read in overlapping windows.
 
         Args:
             texts: a text or a list of texts.
-            labels: what entities there may be, in words: "person", "date of birth".
-            threshold, flat_ner, multi_label, stride: see `EntityTerms`; names and defaults of all but the last one are
-                those of GLiNER's library.
+            labels: the kinds of entities, in words: "person", "date of birth".
+            threshold, flat_ner, multi_label, stride: see `EntityTerms`; all but the last have the names and defaults of
+                GLiNER's library.
             use_tqdm: progress bar; None shows one in a terminal, for long lists.
 
         Raises:
-            InvalidRequestError: the model finds no entities, or a text or a parameter is impossible; nothing was
+            InvalidRequestError: the model does not find entities, or a text or a parameter is invalid; nothing was
                 computed.
             RequestFailedError: the engine failed on a window.
         """
@@ -397,7 +398,7 @@ class PoolingMethods:
             single = name == "texts" and isinstance(given, str)
             listed = isinstance(given, Sequence) and given and all(isinstance(item, str) for item in given)
             if not single and (not listed or isinstance(given, str)):
-                raise InvalidRequestError(f"{name} must be a list of texts that is not empty.", param=name)
+                raise InvalidRequestError(f"{name} must be a non-empty list of texts.", param=name)
         terms = EntityTerms(
             labels=tuple(labels), threshold=threshold, flat_ner=flat_ner, multi_label=multi_label, stride=stride
         )
@@ -423,19 +424,19 @@ class PoolingMethods:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool | None = None,
     ) -> list[FillMaskOutput]:
-        """The most probable tokens for each mask of each input.
+        """Predict the most probable tokens for each mask of each input.
 
-        Several masks of an input are predicted independently, each beside the others.
+        Several masks of an input are predicted independently of each other.
 
         Args:
-            inputs: text, token ids, a `TokenInput`, or a list of these, with the tokenizer's mask token in them.
-            top_k: how many tokens for each mask.
-            truncate_prompt_tokens: cut inputs to so many tokens, -1: to the model's limit; None: refuse longer ones.
+            inputs: text, token ids, a `TokenInput`, or a list of these, containing the tokenizer's mask token.
+            top_k: number of tokens for each mask.
+            truncate_prompt_tokens: cut inputs to this many tokens; -1: to the model's limit; None: refuse longer ones.
             use_tqdm: progress bar; None shows one in a terminal, for long lists.
 
         Raises:
-            InvalidRequestError: the model predicts no masked tokens, or an input is impossible or has no mask; nothing
-                was computed.
+            InvalidRequestError: the model does not predict masked tokens, or an input is invalid or has no mask;
+                nothing was computed.
             RequestFailedError: the engine failed on an input.
         """
         info = self.engine.info
@@ -464,7 +465,7 @@ class PoolingMethods:
         use_tqdm: bool | None,
         adapter: str | None = None,
     ) -> tuple[list[list[int]], list[Pooled]]:
-        """The tokens of inputs as they are read, each behind its prompt and as its side is, and their vectors."""
+        """The tokens of inputs (each after its prompt, and according to its side), and their vectors."""
         info, tokenizer = self.engine.info, self.tokenizer
         readers = dict[tuple[str, SideReading], tuple[Reader, PoolingParams]]()
         for prompt, side in dict.fromkeys((prompt, side) for prompt, side, _ in asked):
@@ -475,7 +476,7 @@ class PoolingMethods:
         ids, inputs, params = list[list[int]](), list[EngineInput](), list[PoolingParams]()
         given: EngineInput
         for prompt, side, source in asked:
-            if source.text is None:  # token ids stay as they are, and images have none
+            if source.text is None:  # token ids are unchanged, and images have no prompts
                 reading = plain.read(source)
                 given, wanted = reading.input, side.without_ignored(reading.encoding.ids, PoolingParams(**terms))
                 ids.append(reading.encoding.ids)
@@ -497,7 +498,7 @@ class PoolingMethods:
         use_tqdm: bool | None,
         adapter: str | None = None,
     ) -> list[Pooled]:
-        """The engine's answers to texts and images that were read."""
+        """The engine's answers for texts and images that have been read."""
         return self._pool_inputs([reading.input for reading in readings], params, what, use_tqdm, adapter)
 
     def _pool_inputs(
@@ -508,7 +509,7 @@ class PoolingMethods:
         use_tqdm: bool | None,
         adapter: str | None = None,
     ) -> list[Pooled]:
-        """The engine's answers, in the order of the inputs; whatever happens, none of them is left in the engine."""
+        """The engine's answers, in the order of the inputs; after any error, none of the inputs stays in the engine."""
         ids = [f"offline-{next(self._numbers)}" for _ in inputs]
         unfinished: set[str] = set()
         answers: dict[str, Pooled] = {}
@@ -521,7 +522,7 @@ class PoolingMethods:
                 while unfinished:
                     for delta in self.engine.step_deltas():
                         if delta.request_id not in unfinished:
-                            continue  # of a request that was added to the engine directly
+                            continue  # a request that was added to the engine directly
                         if delta.error is not None:
                             raise RequestFailedError(delta.error)
                         if delta.pooled is not None:
@@ -535,10 +536,10 @@ class PoolingMethods:
 
 
 def _paired(first: list[Source], second: list[Source]) -> list[tuple[Source, Source]]:
-    """1 with n, or n with n.
+    """Pairs of 1 and n, or n and n.
 
     Raises:
-        InvalidRequestError: other numbers.
+        InvalidRequestError: the numbers differ otherwise.
     """
     if not first or not second or len(first) not in (1, len(second)):
         raise InvalidRequestError(
@@ -551,15 +552,15 @@ def _paired(first: list[Source], second: list[Source]) -> list[tuple[Source, Sou
 
 
 def _asked(question: str | Sequence[str], context: str | Sequence[str]) -> list[tuple[str, str]]:
-    """1 with n, n with 1, or n with n.
+    """Pairs of 1 and n, n and 1, or n and n.
 
     Raises:
-        InvalidRequestError: other numbers, or something that is no text.
+        InvalidRequestError: the numbers differ otherwise, or a value is not text.
     """
     for name, given in (("question", question), ("context", context)):
         listed = isinstance(given, Sequence) and given and all(isinstance(text, str) for text in given)
         if not listed and not isinstance(given, str):
-            raise InvalidRequestError(f"{name} must be a text or a list of texts that is not empty.", param=name)
+            raise InvalidRequestError(f"{name} must be a text or a non-empty list of texts.", param=name)
     questions, contexts = ([texts] if isinstance(texts, str) else list(texts) for texts in (question, context))
     count = max(len(questions), len(contexts))
     if {len(questions), len(contexts)} - {1, count}:

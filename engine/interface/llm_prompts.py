@@ -1,4 +1,4 @@
-"""The prompts that `LLM.generate` takes: texts, token ids, and vLLM's dictionaries of them."""
+"""The prompts of `LLM.generate`: texts, token ids, and vLLM's dictionaries of these."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def with_images(prompts: Sequence[Any], images: Any) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class PromptReader:
-    """Reads prompts as the engine takes them.
+    """Converts prompts to the engine's form.
 
     Attributes:
-        tokenizer: None if the model has none; then prompts are token ids.
-        kept: most tokens of a prompt; longer ones are cut. None: all.
+        tokenizer: None if the model has none; prompts must then be token ids.
+        kept: maximum tokens of a prompt; longer ones are cut. None: all.
     """
 
     tokenizer: Tokenizer | None
@@ -85,19 +85,19 @@ class PromptReader:
         usual: int = DEFAULT_MAX_TOKENS,
         placer: ImagePlacer | None = None,
     ) -> PromptReader:
-        """Make the reader for the prompt of a request with these parameters.
+        """The reader for the prompt of a request with these parameters.
 
         Args:
-            usual: tokens that the answer may have where nothing else says it, see `tokens_to_keep_free`.
+            usual: default tokens of the answer, see `tokens_to_keep_free`.
 
         Raises:
-            InvalidRequestError: truncate_prompt_tokens is more than the model takes.
+            InvalidRequestError: truncate_prompt_tokens exceeds the model's limit.
         """
         room, kept = info.max_encoder_len or info.max_model_len, params.truncate_prompt_tokens
         if kept is not None and kept > room:
             raise InvalidRequestError(
-                f"truncate_prompt_tokens is {kept}; it must be at most {room} (max_model_len), or -1 to keep as "
-                "much as leaves room for the answer.",
+                f"truncate_prompt_tokens is {kept}; it must be at most {room} (max_model_len), or -1 to keep as many "
+                "tokens as leave room for the answer.",
                 param="truncate_prompt_tokens",
                 code="invalid_value",
             )
@@ -109,7 +109,7 @@ class PromptReader:
         """One prompt.
 
         Raises:
-            InvalidRequestError: it is no prompt, or a text for a model without a tokenizer.
+            InvalidRequestError: it is not a prompt, or a text for a model without a tokenizer.
         """
         if isinstance(prompt, (Seq2SeqInput, AudioInput)):
             if self.kept is not None:
@@ -194,7 +194,7 @@ class PromptReader:
 
 
 def _ids(ids: Any) -> list[int]:
-    """Token ids, those of numpy's and torch's arrays included."""
+    """Token ids, also from arrays of numpy and torch."""
     listed = ids.tolist() if hasattr(ids, "tolist") else ids
     if isinstance(listed, (str, bytes)) or not isinstance(listed, Sequence) or not all(map(_is_id, listed)):
         _refuse(ids)

@@ -1,4 +1,4 @@
-"""The offline face of speech models: sounds in, texts out."""
+"""The offline API of speech models: sounds to texts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from engine.interface.outputs import CompletionOutput, EngineInfo, Pooled, Reque
 from engine.interface.request import AudioInput, PoolingParams, SamplingParams
 from engine.text.processor import Tokenizer
 
-# Inputs and their parameters to answers.
+# From inputs and their parameters to answers.
 Answers = Callable[[list[AudioInput], list[SamplingParams]], list[RequestOutput]]
 Places = Callable[[list[AudioInput], list[PoolingParams]], list[Pooled]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSegment(Segment):
-    """Something that is said in one go, and its text."""
+    """A coherent piece of speech and its text."""
 
     text: str
 
@@ -34,10 +34,10 @@ class Transcript:
     """The text of a sound.
 
     Attributes:
-        text: all of it.
-        language: the code of the spoken language; None for a model of one language.
+        text: the whole text.
+        language: the code of the spoken language; None for a model with one language.
         segments: its parts, with times in seconds.
-        words: with times, where they are asked for.
+        words: the words with times, if requested.
     """
 
     text: str
@@ -48,7 +48,7 @@ class Transcript:
 
 @dataclass(slots=True)
 class _Hearing:
-    """A window on its way."""
+    """The state of one window."""
 
     sound: int
     window: Window
@@ -64,8 +64,8 @@ class Transcriber:
     """Turns sounds into texts. The windows of all sounds run in the same batches.
 
     Args:
-        answers: of a model.
-        places: where tokens are said.
+        answers: computes a model's answers.
+        places: finds where tokens are spoken.
     """
 
     info: EngineInfo
@@ -78,7 +78,7 @@ class Transcriber:
         self.log_mel = load_log_mel(Path(self.info.model_path))
 
     def transcribe(self, sounds: Sequence[Samples], wanted: Transcription) -> list[Transcript]:
-        """One transcript for each sound, in their order."""
+        """One transcript for each sound, in order."""
         asking = Asking(self.info, wanted)
         hearings = [hearing for number, sound in enumerate(sounds) for hearing in self._windows(number, sound)]
         languages = self._languages(asking, hearings, len(sounds))
@@ -139,7 +139,7 @@ class Transcriber:
         return () if end is None else (end,)
 
     def _place(self, asking: Asking, hearings: Sequence[_Hearing]) -> None:
-        """Find out where the tokens of answers are said."""
+        """Find out where the tokens of answers are spoken."""
         asked: list[tuple[_Hearing, Placing]] = []
         for hearing in hearings:
             assert hearing.question is not None
@@ -190,7 +190,7 @@ def need_speech(info: EngineInfo, tokenizer: Tokenizer | None) -> Tokenizer:
     """The tokenizer of a speech model.
 
     Raises:
-        InvalidRequestError: the model is none, or has no tokenizer.
+        InvalidRequestError: the model is not a speech model, or has no tokenizer.
     """
     if info.speech is None or tokenizer is None:
         reason = "is not a speech model" if info.speech is None else "has no tokenizer, so it cannot write texts"

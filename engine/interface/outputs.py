@@ -1,7 +1,7 @@
-"""The outputs of the engine, as callers get them.
+"""The outputs of the engine for callers.
 
-The engine itself answers in deltas (`RequestDelta`): the tokens that became certain in one step. Texts
-and cumulative answers (`RequestOutput`) are made of them by `engine.text.processor` and `engine.interface.llm`.
+The engine itself returns deltas (`RequestDelta`): the tokens that became certain in one step. `engine.text.processor`
+and `engine.interface.llm` turn them into texts and cumulative answers (`RequestOutput`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Matrix = NDArray[np.float32]
 IntMatrix = NDArray[np.int32]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-SECONDS_PER_TIMESTAMP = 0.02  # of speech models
-NO_ALIGNMENT = "its generation_config.json names no alignment_heads"
+SECONDS_PER_TIMESTAMP = 0.02  # for speech models
+NO_ALIGNMENT = "its generation_config.json does not name alignment_heads"
 Task = Literal[
     "generate", "embed", "classify", "token_classify", "answer", "entities", "fill_mask", "token_embed", "sparse_embed",
     "align",
@@ -42,24 +42,26 @@ class Logprob:
     decoded_token: str | None = None
 
 
-# token id -> Logprob: the chosen token first, then the most probable ones in falling order.
+# token id -> Logprob: the chosen token first, then the most probable ones in descending order.
 TokenLogprobs = dict[int, Logprob]
 
 
-@dataclass(slots=True, kw_only=True)  # not frozen: making one for every row of a step would take three times as long
+@dataclass(
+    slots=True, kw_only=True
+)  # not frozen: frozen ones take three times as long to make, for every row of a step
 class ChoiceDelta:
-    """New, certain tokens of one answer; immutable by convention.
+    """New, certain tokens of one answer; do not modify it.
 
     Attributes:
-        index: which of the n answers.
-        token_ids: tokens since the last delta (may be empty), EOS or stop id included.
-        logprobs: one entry per token, if asked for.
+        index: the index among the n answers.
+        token_ids: tokens since the last delta (may be empty), including the EOS or stop id.
+        logprobs: one entry per token, if requested.
         finish_reason: set in the answer's last delta.
-        stop_reason: the stop token id that ended it (None for the model's EOS), or why it was aborted.
-        cumulative_logprob: sum of the tokens' log-probabilities so far (for beams only in the last delta,
-            and of the processed scores that the search added up).
-        sums: `cumulative_logprob` after each token, where there are several and a stop string may end the answer at
-            any of them; None for beams.
+        stop_reason: the stop token id that ended it (None for the model's EOS), or the reason for an abort.
+        cumulative_logprob: sum of the tokens' log-probabilities so far (for beams only in the last delta, as the sum of
+            the processed scores of the search).
+        sums: `cumulative_logprob` after each token, if there are several and a stop string may end the answer at any of
+            them; None for beams.
         score: in a beam's last delta: cumulative_logprob / length ** length_penalty.
     """
 
@@ -75,11 +77,11 @@ class ChoiceDelta:
 
 @dataclass(frozen=True, slots=True)
 class RepeatedInput:
-    """The decoder's input in a model that classifies its encoder's input: one token, then the input itself up to its
-    last `end`. The classifier reads the hidden state before the last `end` (BART, arXiv:1910.13461, 3.1).
+    """The decoder's input in a model that classifies its encoder's input: one token, then the input up to its last
+    `end`. The classifier reads the hidden state before the last `end` (BART, arXiv:1910.13461, 3.1).
 
     Attributes:
-        start: the first token; None: the input's last one.
+        start: the first token; None for the input's last one.
         end: EOS.
     """
 
@@ -89,15 +91,15 @@ class RepeatedInput:
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """The answer to a request with `PoolingParams`: a matrix, in bytes that travel as they are.
+    """The answer to a request with `PoolingParams`: a matrix, as bytes that can be sent unchanged.
 
     Attributes:
         shape: rows and columns. embed: (1, features); classify: (1, classes); token_classify: (tokens, classes);
-            answer: (tokens, 2), how well an answer begins and ends there;
+            answer: (tokens, 2), the scores that an answer begins and ends there;
             fill_mask: (positions, top_k); token_embed: (tokens, features); sparse_embed: (1, tokens with a weight);
-            entities: (1, pairs of a span and a label whose score is above the threshold);
-            align: (tokens, 1), the position of the encoder's input from which on each token's successor is said.
-        data: float32, row by row, in this machine's byte order. fill_mask: probabilities, falling.
+            entities: (1, pairs of a span and a label with a score above the threshold);
+            align: (tokens, 1), the encoder position from which each token's successor is spoken.
+        data: float32, row by row, in this machine's byte order. fill_mask: probabilities in descending order.
         ids: fill_mask, sparse_embed: int32 of the same shape, the tokens. entities: the pairs, ascending, as
             (first word * max_width + words beyond the first) * labels + label.
     """
@@ -114,21 +116,21 @@ class Pooled:
         return cls((rows, columns), data, None if ids is None else np.ascontiguousarray(ids, dtype=np.int32).tobytes())
 
     def values(self) -> Matrix:
-        """[rows, columns] float32; not to be written."""
+        """[rows, columns] float32; read-only."""
         return np.frombuffer(self.data, dtype=np.float32).reshape(self.shape)
 
     def token_ids(self) -> IntMatrix:
-        """[rows, columns] int32; not to be written."""
+        """[rows, columns] int32; read-only."""
         return np.frombuffer(self.ids or b"", dtype=np.int32).reshape(self.shape)
 
 
 class BeamMove(NamedTuple):
-    """A beam goes on with a token, or ends with it.
+    """A beam continues with a token or ends with it.
 
     Attributes:
-        parent: its place among the live beams of the step before.
+        parent: its index among the live beams of the previous step.
         token_id: the token.
-        score: its accumulated log-probability; of one that ends, what it is ranked by (see `ChoiceDelta.score`).
+        score: its accumulated log-probability; for a beam that ends, the score that ranks it (see `ChoiceDelta.score`).
     """
 
     parent: int
@@ -141,30 +143,32 @@ class BeamMoves:
     """The decisions of one step of a beam search.
 
     Attributes:
-        live: the beams that go on, best first; empty when the search is over.
-        ended: those that ended here and are good enough to be considered.
+        live: the beams that continue, best first; empty when the search is over.
+        ended: beams that ended here and are candidates for the answer.
     """
 
     live: Sequence[BeamMove]
     ended: Sequence[BeamMove]
 
 
-@dataclass(slots=True, kw_only=True)  # not frozen: making one for every row of a step would take three times as long
+@dataclass(
+    slots=True, kw_only=True
+)  # not frozen: frozen ones take three times as long to make, for every row of a step
 class RequestDelta:
-    """The news of one step for one request; immutable by convention.
+    """The results of one step for one request; do not modify it.
 
     Attributes:
         request_id: the request.
-        choices: answers with something new.
-        finished: no further delta will come.
+        choices: answers with new results.
+        finished: whether this is the last delta.
         prompt_logprobs: one entry per prompt token (the first is None), once, when all are known.
-        num_cached_tokens: prompt tokens taken from the prefix cache when first admitted, and those of an encoder's
-            input that was encoded already.
-        error: why the request failed, if it did; of one with `PoolingParams`, "deadline" where that ended it.
+        num_cached_tokens: prompt tokens taken from the prefix cache at first admission, and tokens of an encoder's
+            input that was already encoded.
+        error: the reason if the request failed; for `PoolingParams`, "deadline" if that ended it.
         pooled: the whole answer to `PoolingParams`, in the last delta.
-        beams: what the step decided, with `SamplingParams.stream_beams`.
-        scheduled_time: `time.monotonic()` seconds, which all processes of a machine share, at which a step
-            first had room for the request; in the delta of its first sample, and where it failed.
+        beams: the decisions of the step, with `SamplingParams.stream_beams`.
+        scheduled_time: when a step first had room for the request, in `time.monotonic()` seconds, which all processes
+            of a machine share; in the delta of its first sample, and on failure.
         first_token_time: when that sample was known; for beams, before its token is certain.
         num_draft_tokens, num_accepted_draft_tokens: tokens that the step drafted for the request, and those that came.
     """
@@ -177,7 +181,7 @@ class RequestDelta:
     error: str | None = None
     pooled: Pooled | None = None
     beams: BeamMoves | None = None
-    scheduled_time: float | None = field(default=None, compare=False)  # the same news at another time are the same
+    scheduled_time: float | None = field(default=None, compare=False)  # equal results at different times are equal
     first_token_time: float | None = field(default=None, compare=False)
     num_draft_tokens: int = field(default=0, compare=False)  # nor does the news depend on the step that computed it
     num_accepted_draft_tokens: int = field(default=0, compare=False)
@@ -185,8 +189,8 @@ class RequestDelta:
 
 @dataclass(slots=True, kw_only=True)
 class CompletionOutput:
-    """One answer, cumulative. `token_ids` includes the EOS or stop id that ended it; `text` does not
-    show special tokens unless asked to."""
+    """One answer, cumulative. `token_ids` includes the EOS or stop id that ended it; `text` has no special tokens
+    unless requested."""
 
     index: int
     text: str = ""
@@ -219,7 +223,7 @@ class RequestOutput:
     error: str | None = None
 
     def accumulate(self, delta: RequestDelta) -> None:
-        """Take in the results of a step."""
+        """Add the results of a step."""
         for news in delta.choices:
             choice = self.outputs[news.index]
             choice.token_ids.extend(news.token_ids)
@@ -234,7 +238,7 @@ class RequestOutput:
         self.pooled, self.error = delta.pooled, delta.error
 
     def copy(self) -> RequestOutput:
-        """The answers as they are now; later steps do not change it."""
+        """A copy of the current answers, which later steps do not change."""
         choices = [
             replace(
                 choice,
@@ -248,20 +252,19 @@ class RequestOutput:
 
 @dataclass(slots=True, kw_only=True)
 class EngineStats:
-    """Counters since start and gauges of this moment. Pages: free + held + cached == total.
+    """Counters since start, and current gauges. Pages: free + held + cached == total.
 
-    `prompt_tokens` and `prompt_tokens_cached` count encoder inputs, too.
-    `prefix_hits` counts the tokens that preempted requests found again; `prompt_tokens_cached` does not.
-    `num_encoder_hits` counts how often a request found its encoder input encoded already.
-    `num_steps_ahead` counts the steps that were planned before the answer of the one before them was known.
-    `num_draft_tokens` counts tokens that were expected and computed, `num_accepted_draft_tokens` those that came;
-    `drafted_at`, `accepted_at` count them by their position in the drafts of a sequence.
-    `num_kv_event_messages` counts messages about pages, `num_kv_event_drops` those that were not sent live.
+    `prompt_tokens` and `prompt_tokens_cached` include encoder inputs. `prefix_hits` includes tokens that preempted
+    requests found again; `prompt_tokens_cached` does not. `num_encoder_hits` counts how often a request found its
+    encoder input already encoded. `num_steps_ahead` counts steps that were planned before the previous step's result
+    was known. `num_draft_tokens` counts tokens that were drafted and computed, `num_accepted_draft_tokens` the drafts
+    that were right; `drafted_at`, `accepted_at` count them by their position in the drafts of a sequence.
+    `num_kv_event_messages` counts messages about pages, `num_kv_event_drops` messages that were not sent live.
     `disk_pages_written`, `disk_pages_read` count pages that moved between memory and `kv_disk`, `disk_pages_dropped`
     evicted ones that could not be written, `disk_hits` requests that got pages from there, and `disk_errors` damaged
     files and failed reads and writes; `disk_bytes` are those of all pages in the folder.
     `running_adapters`, `waiting_adapters`: the adapters of running and of waiting requests, sorted.
-    `lacks_room`: the first in line waits for rows or pages, not for its part of a step.
+    `lacks_room`: whether the first waiting request waits for rows or pages, not for its part of a step.
     """
 
     num_running: int = 0
@@ -307,10 +310,10 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class CatalogueInfo:
-    """Titles that answers can be limited to.
+    """Titles to which answers can be limited.
 
     Attributes:
-        titles: how many different ones.
+        titles: number of different titles.
         longest: tokens of the longest one.
     """
 
@@ -320,18 +323,18 @@ class CatalogueInfo:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens that an answer may need: a title, the end, and one that is forced before it."""
+        """Maximum tokens of an answer: a title, the end, and a forced token before it."""
         return self.longest + 2
 
 
 @dataclass(frozen=True, slots=True)
 class SignalInfo:
-    """The form of an encoder's input that consists of numbers instead of token ids.
+    """The form of an encoder's input that is numbers instead of token ids.
 
     Attributes:
-        kind: what is sent.
-        shape: of the array of numbers: channels, height and width; mel bins and frames.
-        positions: how many positions of the encoder it becomes, which count as its tokens.
+        kind: the kind of input.
+        shape: shape of the array: channels, height and width; or mel bins and frames.
+        positions: number of encoder positions that it becomes, which count as its tokens.
     """
 
     kind: SignalKind
@@ -341,15 +344,15 @@ class SignalInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideInfo:
-    """The rules for reading a query, or a document, for vectors of its tokens (ColBERT, arXiv:2004.12832, 3.2).
+    """The rules for reading a query or a document for token vectors (ColBERT, arXiv:2004.12832, 3.2).
 
     Attributes:
-        marker: the token of the vocabulary that stands after an input's first one; None for none.
-        length: inputs are cut to so many tokens, all included.
-        filled: mask tokens fill inputs up to that length.
-        attended: other tokens attend to those; else they have vectors, and no token attends to them.
-        ignored: tokens that have no vector. A marker that the vocabulary lacks stands for the unknown token.
-        punctuation: nor has the first token of each of ASCII's punctuation marks.
+        marker: the vocabulary token after an input's first token; None for none.
+        length: the number of tokens that inputs are cut to, including special ones.
+        filled: whether mask tokens fill inputs up to that length.
+        attended: whether other tokens attend to the masks; otherwise masks have vectors, but no token attends to them.
+        ignored: tokens without a vector. A marker that the vocabulary lacks becomes the unknown token.
+        punctuation: whether the first token of each ASCII punctuation mark also has no vector.
     """
 
     marker: str | None
@@ -362,12 +365,12 @@ class SideInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenVectorsInfo:
-    """The vectors that a model makes of tokens.
+    """The token vectors of a model.
 
     Attributes:
-        size: features of one.
-        first: tokens at the beginning of an input that have none.
-        sides: how a "query" and a "document" are read; {}: like any text.
+        size: features per vector.
+        first: tokens at the beginning of an input without a vector.
+        sides: the rules for a "query" and a "document"; {} if they are read like any text.
     """
 
     size: int
@@ -377,11 +380,11 @@ class TokenVectorsInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alignment:
-    """The attention heads that show where in an encoder's input a decoder's tokens are said.
+    """The attention heads that show where in an encoder's input a decoder's tokens are spoken.
 
     Attributes:
         heads: (layer, head) pairs, at least one.
-        filter_width: positions over which a median is taken of each head's weights; odd.
+        filter_width: positions of the median filter over each head's weights; odd.
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -390,13 +393,13 @@ class Alignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntitiesInfo:
-    """The rules by which a model that finds entities reads labels and texts.
+    """The rules for reading labels and texts in a model that finds entities.
 
     Attributes:
         label_mark, text_mark: the tokens before each label, and before the text's words.
-        label_token_id: of `label_mark`.
-        max_words: of a text that is read at once.
-        max_width: words of an entity at most.
+        label_token_id: the id of `label_mark`.
+        max_words: maximum words of a text that is read at once.
+        max_width: maximum words of an entity.
     """
 
     label_mark: str
@@ -414,18 +417,18 @@ class SpeechInfo:
     """The special tokens of a speech model.
 
     Attributes:
-        no_timestamps_id: stands before an answer without timestamps; the tokens after it are timestamps, one for each
+        no_timestamps_id: comes before an answer without timestamps; the token ids above it are timestamps, one for each
             `SECONDS_PER_TIMESTAMP` from 0 on.
-        max_initial_timestamp: the largest number of the first timestamp; None for any.
-        languages: the token of each language, by its code; {} of a model for one language.
-        tasks: the tokens of "transcribe" and "translate"; {} of a model that knows the first alone.
-        prompt_id: stands before a text that came before; None if the model names none.
-        language: the code of the one that is taken where a request names none; None: it is detected.
-        task: the one that is taken where a request names none.
-        defaults_are_forced: these two come from the older `forced_decoder_ids`, which count only where a request names
-            neither.
-        alignment: tells when each token is said; None if the model does not say by which heads.
-        no_alignment: why it is None.
+        max_initial_timestamp: the largest index of the first timestamp; None for no limit.
+        languages: the token of each language, by code; {} for a model with one language.
+        tasks: the tokens of "transcribe" and "translate"; {} for a model that only transcribes.
+        prompt_id: the token before a preceding text; None if the model has none.
+        language: the code of the default language; None: it is detected.
+        task: the default task.
+        defaults_are_forced: whether these two defaults come from the older `forced_decoder_ids`, which apply only if a
+            request sets neither.
+        alignment: the heads for token times; None if the model lists none.
+        no_alignment: the reason if it is None.
     """
 
     no_timestamps_id: int
@@ -441,68 +444,67 @@ class SpeechInfo:
 
     @property
     def first_timestamp_id(self) -> int:
-        """The token of 0 seconds."""
+        """The token for 0 seconds."""
         return self.no_timestamps_id + 1
 
     @property
     def no_speech_id(self) -> int:
-        """The token that is likely after the first one where nothing is said."""
+        """The token that is likely after the first one if nothing is spoken."""
         return self.no_timestamps_id - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """Facts about a loaded engine that do not change.
+    """Constant facts about a loaded engine.
 
     Attributes:
-        dtype, kv_cache_dtype: of weights and activations, and of the pages.
-        full_requests: how many requests of max_model_len tokens (and the longest encoder input) the pages hold at a
-            time.
-        max_num_batched_tokens: most tokens of a step.
-        max_encoder_len: most tokens of an encoder's input; None for all but encoder-decoder models.
-        encoder_vocab_size: its ids are below this; None for all but encoder-decoder models.
-        decoder_start_token_id: what its decoder begins with, None if the model does not say.
-        default_forced_bos_token_id: the first token of its answers by the model's own `generation_config.json`.
-        default_max_new_tokens, default_max_length: how long an answer, or prompt and answer together, may
-            be by the model's own `generation_config.json`, if it says so.
-        default_num_beams: beams of a search that asks for no number, by the same file; 1: it does not search.
-        decoding: default values of `SamplingParams`, by name. Only numbers, words and truth values that do not depend
-            on the request.
+        dtype, kv_cache_dtype: the formats of weights and activations, and of the pages.
+        full_requests: the number of requests of max_model_len tokens (and the longest encoder input) that the pages
+            hold at a time.
+        max_num_batched_tokens: maximum tokens of a step.
+        max_encoder_len: maximum tokens of an encoder's input; None except for encoder-decoder models.
+        encoder_vocab_size: the encoder's token ids are below this; None except for encoder-decoder models.
+        decoder_start_token_id: the decoder's first token; None if the model sets none.
+        default_forced_bos_token_id: the first token of answers, from the model's `generation_config.json`.
+        default_max_new_tokens, default_max_length: maximum length of an answer, or of prompt and answer together, from
+            the model's `generation_config.json`, if set.
+        default_num_beams: beams of a request that sets no number, from the same file; 1: no beam search.
+        decoding: default values of `SamplingParams`, by name. It contains only numbers, words and booleans that do not
+            depend on the request.
         given_up_for_temperature: names in `decoding` that do not apply to a request with a temperature.
-        first_context_len: tokens that a sequence may reach with the rotary factors that the model was first trained
-            with, where its context was stretched by factors that depend on length.
-        tasks: what the model can serve.
-        encoder_only: inputs are read whole and without pages: then block_size, num_blocks and
-            full_requests are 0.
-        hidden_size: features of its hidden states.
-        embedding_size: features of its vectors, 0 if it gives none.
-        pooling_modes: the model's own; several have their vectors laid side by side.
-        normalize: its vectors have the norm 1, by its own settings.
-        has_projection: its vectors are mapped by matrices after pooling.
-        sparse: what the tokens of its sparse vectors are: of the whole "vocabulary", or those of the "input", where
-            special tokens do not count.
-        token_vectors: those made to be compared token by token; None: it has only hidden states.
-        entities: how it reads labels and texts, where it finds entities; None of other models.
-        labels: names of the classes that its head tells apart.
-        activation: the function that makes probabilities of the head's numbers.
-        repeats: how its decoder reads the input that its encoder reads, for encoder-decoder models that classify.
+        first_context_len: tokens that a sequence may have with the original rotary factors, if the context was
+            stretched by factors that depend on length.
+        tasks: the tasks that the model supports.
+        encoder_only: whether inputs are read whole and without pages; block_size, num_blocks and full_requests are then
+            0.
+        hidden_size: features of the hidden states.
+        embedding_size: features of its vectors, 0 if it makes none.
+        pooling_modes: the model's own poolings; the vectors of several are concatenated.
+        normalize: whether its vectors have the norm 1, by its own settings.
+        has_projection: whether matrices map its vectors after pooling.
+        sparse: the tokens of its sparse vectors: the whole "vocabulary", or those of the "input" without special
+            tokens.
+        token_vectors: vectors made to be compared token by token; None: it has only hidden states.
+        entities: the rules for reading labels and texts, if it finds entities; None for other models.
+        labels: names of the classes of its head.
+        activation: the function that turns the head's numbers into probabilities.
+        repeats: how the decoder reads the encoder's input, for encoder-decoder models that classify.
         sides: the number of values of each side of its tokens that it reads (`engine.interface.token_sides`).
-        second_after: where nothing is said of an input's segments, its tokens after the first one of this id are of the
-            second, and those after its first token where there is no such; None: all are of the first.
-        lower_case: texts are to be lower-cased before they are tokenised.
-        prompts, default_prompt: texts to put in front of inputs by their names, and the name of the one that is used
-            unless another is asked for.
-        include_prompt: the tokens of such a prompt count in the vector.
-        quantization: what matrices were made into, "int8", "int8-fast", "int4" or "stored"; None: they have the dtype.
-        catalogues: of titles that answers can be limited to.
-        filler: the token that fills texts up to max_model_len, for a model that was trained on texts of one length;
-            None: texts are as long as they are.
-        speech: the special tokens of a model that turns speech into text; None of others.
-        signal: what its encoder, or one of its two, reads that is no token ids; None: it reads those alone. A model
-            without a vocabulary (`vocab_size` is 0) reads nothing else.
-        adapters: those that were loaded at the start.
-        max_loras, max_lora_rank: most adapters that are loaded at the same time, and their largest rank.
-        model_file: the GGUF file that was loaded, for which the folder `model_path` stands; None: it is the model's.
+        second_after: default segments: tokens after the first one with this id are in the second segment (or, without
+            such a token, all after the first token); None: all are in the first.
+        lower_case: whether texts are lower-cased before they are tokenised.
+        prompts, default_prompt: texts to put before inputs, by name, and the name of the default.
+        include_prompt: whether the tokens of such a prompt count in the vector.
+        quantization: format of the matrices, "int8", "int8-fast", "int4" or "stored"; None: they have the dtype.
+        catalogues: titles to which answers can be limited.
+        filler: the token that pads texts to max_model_len, for a model trained on texts of one length;
+            None: texts are not padded.
+        speech: the special tokens of a speech model; None for others.
+        signal: the input of its encoder (or of one of two) that is not token ids; None: it takes only token ids. A
+            model without a vocabulary (`vocab_size` is 0) takes nothing else.
+        adapters: the adapters loaded at start.
+        max_loras, max_lora_rank: maximum number of loaded adapters, and their maximum rank.
+        model_file: the loaded GGUF file that the folder `model_path` represents; None: the folder is the model's own.
         vision: the images that it reads among its tokens; None: it reads none.
     """
 

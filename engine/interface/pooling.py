@@ -13,53 +13,55 @@ from engine.interface.values import NumberRange, brief, check_number, fail
 DEFAULT_TOP_K = 5
 MAX_TOP_K = 1000
 DEFAULT_THRESHOLD = 0.5
-MAX_LABELS = 1000  # of entities, in one request
+MAX_LABELS = 1000  # maximum labels of entities in one request
 
 _POOLING_TASKS = tuple(task for task in get_args(Task) if task != "generate")
 _MODES: tuple[PoolingMode, ...] = get_args(PoolingMode)
-# What a model that cannot serve a task lacks.
+# The missing part of a model that does not support a task.
 _LACKS = {
-    "generate": "it has no language-model head over a decoder",
+    "generate": "it has no language-model head on a decoder",
     "reward": "it has no head that scores texts or tokens",
-    "embed": "its head is made for other answers than vectors",
+    "embed": "its head does not return vectors",
     "classify": "it has no head that classifies texts",
     "token_classify": "it has no head that classifies tokens",
     "answer": "it has no head that finds answers",
     "entities": "it has no head that finds entities by labels",
     "fill_mask": "it has no masked-language-model head",
-    "token_embed": "it is not a text encoder that gives vectors",
+    "token_embed": "it is not a text encoder that returns vectors",
     "sparse_embed": "it has neither a masked-language-model head nor a layer that weighs tokens",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParams:
-    """The parameters of a pooling request: the result that is made of an input's hidden states.
+    """The parameters of a pooling request: the wanted result of an input's hidden states.
 
     Attributes:
-        task: "embed" one vector; "classify" scores of the whole input's classes; "token_classify" scores of each
-            token's; "answer" two numbers of each token, that an answer begins and that one ends there; "entities"
-            scores of spans of words for labels that the input names; "fill_mask" the most probable tokens at some
-            positions; "token_embed" a vector of each token; "sparse_embed" weights of tokens; "align" where in its
-            input an encoder-decoder speech model hears the tokens that its decoder is given, by attention and dynamic
-            time warping (arXiv:2212.04356, as OpenAI's program does it).
-        pooling: embed: the vector is the mean over all tokens, that of the first ("cls") or of the last, or one of
-            the rarer kinds of sentence-transformers: the largest value of each feature ("max"), the sum divided by
-            the root of the length, the mean weighted by position. None: the model's own.
-        normalize: embed, token_embed: divide each vector by its Euclidean norm. None: the model's own.
-        dimensions: embed: keep the first so many features (before the norm; arXiv:2205.13147).
-        use_activation: classify, token_classify: probabilities (or what the model's config asks for), not the head's
-            own numbers. None: true.
-        positions: fill_mask: which tokens of the input are to be predicted; entities: which stand for labels.
-        words: entities: the first token of each word.
+        task: "embed" one vector; "classify" class scores of the whole input; "token_classify" class scores of each
+            token; "answer" two numbers per token, for the beginning and the end of an answer; "entities" scores of
+            spans of words for labels in the input; "fill_mask" the most probable tokens at some positions;
+            "token_embed" a vector per token; "sparse_embed" weights of tokens; "align" the positions in its input at
+            which an encoder-decoder speech model hears the given decoder tokens, by attention and dynamic time warping
+            (arXiv:2212.04356, as in OpenAI's program).
+        pooling: embed: the mean over all tokens, the vector of the first token ("cls") or of the last, or one of the
+            rarer kinds of sentence-transformers: the largest value of each feature ("max"), the sum divided by the root
+            of the length, the mean weighted by position. None: the model's own setting.
+        normalize: embed, token_embed: divide each vector by its Euclidean norm. None: the model's own setting.
+        dimensions: embed: keep this many of the first features (before the norm; arXiv:2205.13147).
+        use_activation: classify, token_classify: return probabilities (or the activation of the model's config), not
+            the head's raw numbers. None: true.
+        positions: fill_mask: indices of the tokens to predict; entities: indices of the tokens for labels.
+        words: entities: the index of each word's first token.
         threshold: entities: report pairs of a span and a label whose score, from 0 to 1, is above this (0.5).
-        top_k: fill_mask: how many of the most probable tokens to report (5).
-        skip_tokens: embed: leave the first so many tokens, an instruction for example, out of the vector. Nothing is
-            left out of a single token's. align: the first so many tokens began the answer, and are not aligned.
-        left_out: token_embed: these tokens have no vector.
-        attended: token_embed, of models whose queries are filled up so (`SideInfo.filled`): the first so many tokens
-            are attended to; those after them attend to these, and none to them. None: all are.
-        encoder_length: align: the encoder's first so many positions hold sound; None: all.
+        top_k: fill_mask: number of most probable tokens to report (5).
+        skip_tokens: embed: leave this many tokens at the beginning, such as an instruction, out of the vector. If there
+            is only one token, nothing is left out. align: this many tokens at the beginning are the given start of the
+            answer, and are not aligned.
+        left_out: token_embed: indices of tokens without a vector.
+        attended: token_embed, for models whose queries are filled up with masks (`SideInfo.filled`): tokens attend only
+            to this many first tokens; later ones attend to these, and none attends to the later ones. None: tokens
+            attend to all.
+        encoder_length: align: this many first positions of the encoder contain sound; None: all.
     """
 
     task: Task = "embed"
@@ -102,9 +104,9 @@ class PoolingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pooling:
-    """`PoolingParams` with every default filled in (see `resolve_pooling`).
+    """`PoolingParams` with all defaults filled in (see `resolve_pooling`).
 
-    `modes` are the poolings whose vectors are laid side by side; `alignment` is of the task "align" alone.
+    `modes` are poolings whose vectors are concatenated; `alignment` is only for the task "align".
     """
 
     task: Task
@@ -124,15 +126,15 @@ class Pooling:
 
     @property
     def needs_all(self) -> bool:
-        """Hidden states of all tokens are needed, so that none may come from the prefix cache."""
+        """Whether hidden states of all tokens are needed, so that none may come from the prefix cache."""
         return self.task != "embed" or self.modes != ("last",)
 
 
 def resolve_pooling(params: PoolingParams, info: EngineInfo, *, prompt_len: int) -> Pooling:
-    """The complete settings of a pooling request, for this model and an input of so many tokens.
+    """The complete settings of a pooling request, for this model and an input with this many tokens.
 
     Raises:
-        InvalidRequestError: the model cannot do it, or a parameter is impossible for it.
+        InvalidRequestError: the model does not support it, or a parameter is invalid.
     """
     check_task(info, params.task)
     if params.task == "align":
@@ -204,13 +206,13 @@ def resolve_pooling(params: PoolingParams, info: EngineInfo, *, prompt_len: int)
 
 
 def _fills(info: EngineInfo) -> bool:
-    """A side of the model's is filled up with tokens that none attends to."""
+    """Whether one of the model's sides is filled up with tokens that none attends to."""
     sides = {} if info.token_vectors is None else info.token_vectors.sides
     return any(side.filled and not side.attended for side in sides.values())
 
 
 def _resolve_alignment(params: PoolingParams, info: EngineInfo, prompt_len: int) -> Pooling:
-    assert info.speech is not None  # `check_task` has asked
+    assert info.speech is not None  # `check_task` has checked
     if prompt_len > info.max_model_len:
         raise InvalidRequestError(
             f"the decoder's {prompt_len} tokens are too many: this model takes at most {info.max_model_len} "
@@ -241,13 +243,13 @@ def _check_places(name: str, places: Any) -> None:
 
 
 def check_task(info: EngineInfo, task: Task, called: str = "") -> None:
-    """Refuse a task that the model cannot serve.
+    """Refuse a task that the model does not support.
 
     Args:
         called: the caller's name for the task.
 
     Raises:
-        InvalidRequestError: says why, and which tasks it can serve.
+        InvalidRequestError: gives the reason, and the supported tasks.
     """
     if task not in info.tasks:
         if task == "align":

@@ -1,6 +1,6 @@
-"""A limit on the reasoning of an answer: at so many tokens a short sentence and the closing mark must follow.
+"""A limit on the reasoning of an answer: after this many tokens, a short sentence and the closing mark must follow.
 
-It is a constraint like others: every fork of a sequence counts for itself, and the count survives a preemption.
+It is a constraint: every fork of a sequence counts its own tokens, and the count survives a preemption.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class ReasoningBudget:
     """A limit on the reasoning of an answer.
 
     Attributes:
-        tokens: of reasoning at most, the marks around it and the last words not counted.
-        open: the tokens of the mark before reasoning.
-        close: the token of the mark behind it.
-        last_words: tokens that come before the closing mark where the limit ends the reasoning.
-        begun: the prompt has opened it.
+        tokens: maximum reasoning tokens, without the marks around them and the last words.
+        open: the tokens of the opening mark.
+        close: the token of the closing mark.
+        last_words: tokens before the closing mark if the limit ends the reasoning.
+        begun: whether the prompt has opened reasoning.
     """
 
     tokens: int
@@ -41,15 +41,15 @@ class ReasoningBudget:
 
     @property
     def ids(self) -> list[int]:
-        """All tokens that it names."""
+        """All tokens that it contains."""
         return [*self.open, self.close, *self.last_words]
 
 
 def check_no_beams(num_beams: int | None) -> None:
-    """Refuse a limit for beams, which would be weighed by words that had to come.
+    """Refuse a limit for beams, whose scores would include words that were forced.
 
     Raises:
-        InvalidRequestError: there are several.
+        InvalidRequestError: there are several beams.
     """
     if num_beams is not None and num_beams > 1:
         message = f"reasoning_budget cannot be used with beam search (num_beams is {num_beams}); leave one of them out."
@@ -57,11 +57,11 @@ def check_no_beams(num_beams: int | None) -> None:
 
 
 class LimitedReasoning:
-    """The constraint. Other constraints of the answer continue beside it.
+    """The constraint. Other constraints of the answer apply beside it.
 
     Args:
         budget: the limit.
-        vocab_size: tokens that there are.
+        vocab_size: the number of tokens.
         inner: the other constraints of the answer.
     """
 
@@ -71,33 +71,33 @@ class LimitedReasoning:
         self._budget, self.vocab_size, self.inner = budget, vocab_size, inner
         self._left = budget.tokens
         self._inside = budget.begun
-        self._forced: tuple[int, ...] = ()  # what must come now
-        self._tail: tuple[int, ...] = ()  # the last tokens, while the opening mark is looked for
+        self._forced: tuple[int, ...] = ()  # tokens that must come now
+        self._tail: tuple[int, ...] = ()  # the last tokens, while the opening mark is searched
         self._limit()
 
     @property
     def is_free(self) -> bool:
-        """Any token may come, so that no mask is needed."""
+        """Whether any token may come, so that no mask is needed."""
         return not self._forced and self.inner is None
 
     @property
     def is_complete(self) -> bool:
-        """Nothing may follow but the end of the answer."""
+        """Whether only the end of the answer may follow."""
         return not self._forced and self.inner is not None and self.inner.is_complete
 
     @property
     def problem(self) -> str | None:
-        """The reason why the inner constraint cannot go on; None if it can."""
+        """The reason why the inner constraint cannot continue; None if it can."""
         return self.inner.problem if isinstance(self.inner, Failing) else None
 
     def accept(self, token: int) -> None:
-        """The answer goes on with this token."""
+        """Continue the answer with this token."""
         if self.inner is not None:
             self.inner.accept(token)
         self.pass_by(token)
 
     def pass_by(self, token: int) -> None:
-        """The answer goes on with a token that `inner` is not told of."""
+        """Continue the answer with a token that is not passed to `inner`."""
         if token == self._budget.close:
             self._inside, self._forced, self._tail = False, (), ()
         elif self._forced:
@@ -121,21 +121,21 @@ class LimitedReasoning:
             mask_row[:] = ~mask_row
 
     def forced(self) -> Sequence[int]:
-        """Tokens that must come, one after the other."""
+        """The tokens that must come, in order."""
         if self._forced:
             return self._forced
         return self.inner.forced() if isinstance(self.inner, Forcing) and not self._inside else ()
 
     def fork(self) -> LimitedReasoning:
-        """The same state, which goes its own way."""
+        """A copy of the state that develops independently."""
         fork = LimitedReasoning(self._budget, self.vocab_size, None if self.inner is None else self.inner.fork())
         fork._left, fork._inside, fork._forced, fork._tail = self._left, self._inside, self._forced, self._tail
         return fork
 
     def _limit(self) -> None:
-        """Let the reasoning end where it may have no more tokens."""
+        """End the reasoning if it may have no more tokens."""
         if self._inside and self._left <= 0:
-            # Reasoning that begins anew, or may not begin at all, needs no excuse.
+            # Reasoning that begins again, or may not begin at all, ends without the last words.
             words = self._budget.last_words if self._left == 0 and self._budget.tokens else ()
             self._left = -1
             self._forced = (*words, self._budget.close)

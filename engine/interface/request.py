@@ -1,7 +1,7 @@
-"""Requests as a caller hands them in: inputs and parameters, frozen and validated at the border.
+"""Requests from callers: inputs and parameters, frozen and validated on entry.
 
-Fields of `SamplingParams` that are None take the model's own default (`generation_config.json`), and
-where the model has none, the value given in the field's description. Names are vLLM's.
+Fields of `SamplingParams` that are None use the model's own default (`generation_config.json`), and without one the
+value in the field's description. Names are vLLM's.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MAX_LOGPROBS = 20
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_PREDICTED = 1 << 20
 
-# The numbers among the fields of `SamplingParams`; those of the sampling table as that declares them.
+# The numeric fields of `SamplingParams`; those of the sampling table are declared there.
 NUMBER_RANGES: Mapping[str, NumberRange] = {
     "max_tokens": NumberRange(low=1, integer=True),
     "min_tokens": NumberRange(low=0, integer=True),
@@ -87,11 +87,11 @@ class TokenInput:
 
     Attributes:
         token_ids: the ids, each in [0, vocabulary size).
-        text: the text they came from, only carried along.
-        token_type_ids: the segment of each token, for encoders that tell segments apart; None: all are of the first.
-        bbox: the box of each token on its page, for encoders that read boxes: [left, upper, right, lower], a page being
-            1000 wide and 1000 high as most models are trained; None: all are zeros.
-        sides: other sides of the tokens by their names (`engine.interface.token_sides`), an entry for each token.
+        text: the original text, for information only.
+        token_type_ids: the segment of each token, for encoders with segments; None: all are in the first.
+        bbox: the box of each token on its page, for encoders that read boxes: [left, upper, right, lower] on a page of
+            (for most models) 1000 by 1000; None: all are zeros.
+        sides: other sides of the tokens by name (`engine.interface.token_sides`), one entry per token.
         images: those whose vectors take the places of some tokens, in the order of these.
     """
 
@@ -104,10 +104,10 @@ class TokenInput:
 
     @property
     def given(self) -> dict[str, Sequence[Any]]:
-        """The sides that it brings, by their names.
+        """The sides that are set, by name.
 
         Raises:
-            InvalidRequestError: `sides` holds no names.
+            InvalidRequestError: a key of `sides` is not a name.
         """
         if self.sides is not None and not isinstance(self.sides, Mapping):
             message = f"sides must be a mapping of names to lists, got {brief(self.sides)}."
@@ -117,17 +117,17 @@ class TokenInput:
 
     @classmethod
     def of(cls, token_ids: Sequence[int], text: str | None, sides: Mapping[str, Sequence[Any]]) -> TokenInput:
-        """An input with these sides, each in the field that it has."""
+        """An input with these sides, each in its own field."""
         fields = {side.name: side.param for side in asked_sides() if side.param is not None}
         named: dict[str, Any] = {fields[name]: values for name, values in sides.items() if name in fields}
         return cls(token_ids, text, sides={k: v for k, v in sides.items() if k not in fields} or None, **named)
 
     def keeping(self, token_ids: Sequence[int], entries: Callable[[Sequence[Any]], Sequence[Any]]) -> TokenInput:
-        """The input with other tokens; `entries` makes a side's entries for them of those that it has."""
+        """The input with other tokens; `entries` selects a side's entries for them."""
         return self.of(token_ids, self.text, {name: entries(values) for name, values in self.given.items()})
 
     def filled(self, token_ids: Sequence[int]) -> TokenInput:
-        """The input with more tokens at its end, whose sides are the default."""
+        """The input with more tokens at its end, which have default sides."""
         more = {name: [SIDES[name].entry] * len(token_ids) for name in self.given}
         sides = {name: [*values, *more[name]] for name, values in self.given.items()}
         return self.of([*self.token_ids, *token_ids], self.text, sides)
@@ -143,7 +143,7 @@ class Seq2SeqInput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PixelInput:
-    """An image as its preprocessor leaves it: numbers [channels, height, width] (vision encoders)."""
+    """An image as its preprocessor returns it: numbers [channels, height, width] (vision encoders)."""
 
     pixel_values: Any
 
@@ -155,7 +155,7 @@ class PixelInput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AudioInput:
-    """Sound as its feature extractor leaves it: numbers [mel bins, frames] (speech encoders), and optionally the start
+    """Sound as its feature extractor returns it: numbers [mel bins, frames] (speech encoders), and optionally the start
     of the decoder's answer."""
 
     input_features: Any
@@ -175,7 +175,7 @@ class SamplingParams:
     """The decoding parameters of one request.
 
     Attributes:
-        max_tokens: most tokens to generate (default: the model's own, else 16).
+        max_tokens: maximum tokens to generate (default: the model's own, else 16).
         min_tokens: ban EOS and stop tokens until this many tokens were generated (0).
         temperature: softmax temperature; 0 means greedy. If it is set, the filters that a GGUF file gets from llama.cpp
             are off (1.0, or 0 if the model's `generation_config.json` has
@@ -199,7 +199,7 @@ class SamplingParams:
             that would extend a repetition of that length in prompt and output (DRY, "don't repeat yourself"; 0.0).
         dry_base: growth of the DRY penalty per repeated token (1.75).
         dry_allowed_length: repetitions shorter than this have no DRY penalty (2).
-        dry_penalty_last_n: number of latest tokens that DRY looks at; -1 means all (-1).
+        dry_penalty_last_n: number of latest tokens that DRY examines; -1 means all (-1).
         dry_sequence_breakers: texts at which repetitions end, at most 32 (["\\n", ":", "\\"", "*"]).
         logit_bias: token id -> value added to its logit, from -100 to 100.
         stop: strings that end the answer, at most 16; not allowed with beams.
@@ -207,7 +207,7 @@ class SamplingParams:
         ignore_eos: treat the model's EOS as an ordinary token.
         include_stop_str_in_output: keep the stop string in the text.
         skip_special_tokens: leave special tokens out of the text.
-        spaces_between_special_tokens: vLLM's parameter. True: special tokens stand in the text as the tokenizer writes
+        spaces_between_special_tokens: vLLM's parameter. True: special tokens appear in the text as the tokenizer writes
             them. False is allowed only if they are left out.
         logprobs: report the log-probabilities of the chosen token and of this many most probable tokens.
         prompt_logprobs: the same for each token of the prompt.
@@ -222,7 +222,7 @@ class SamplingParams:
             in `transformers`.
         suppress_tokens: token ids that are never generated.
         begin_suppress_tokens: token ids that are not generated as the first token.
-        allowed_token_ids: only these token ids are generated, at least one. The answer ends early only with an EOS or
+        allowed_token_ids: only these token ids are generated; at least one. The answer ends early only with an EOS or
             stop id among them, or with a stop string. Forced tokens are not restricted.
         bad_words_ids: sequences of token ids that never occur in the answer. A sequence of a single EOS id has no
             effect.
@@ -240,9 +240,9 @@ class SamplingParams:
         structured_outputs: format of the answer: a JSON schema, a choice, a regular expression or a grammar. The answer
             ends as soon as it is complete, even before min_tokens. An answer that max_tokens or a stop string cuts off
             is incomplete.
-        reasoning_budget: limit of the tokens of the answer's reasoning.
+        reasoning_budget: maximum tokens of the answer's reasoning.
         constraint: {"catalogue": NAME}: the answer is one of the titles of that catalogue. Without max_tokens, the
-            longest title has room. An answer that max_tokens cuts off is no title.
+            limit allows the longest title. An answer that max_tokens cuts off may not be a title.
         truncate_prompt_tokens: cut a longer prompt to its last N tokens. -1: keep as many as leave room for the answer.
         detokenize: convert the answer to text. False: texts are empty, and stop strings are not allowed.
         timestamps: speech models only: add the times of the spoken text to the answer, as tokens, by the rules of
@@ -308,7 +308,7 @@ class SamplingParams:
 
     @property
     def uses_dry(self) -> bool:
-        """Tokens that would go on with a repetition are made less probable."""
+        """Whether tokens that would continue a repetition get a penalty."""
         return bool(self.dry_multiplier) and self.dry_penalty_last_n != 0
 
     @property
@@ -430,7 +430,7 @@ class SamplingParams:
             return
         for other in ("allowed_token_ids", "structured_outputs", "constraint"):
             if getattr(self, other) is not None:
-                fail(other, f"{other} cannot be used with timestamps, which say themselves what may come.")
+                fail(other, f"{other} cannot be used with timestamps, which set the allowed tokens themselves.")
 
     def _check_beams(self, num_beams: int) -> None:
         if self.n > num_beams:
@@ -461,12 +461,12 @@ def _check_texts(name: str, given: Any, most: int, longest: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoding:
-    """`SamplingParams` with every default filled in for one prompt (see `engine.interface.generation.resolve`).
+    """`SamplingParams` with all defaults filled in for one prompt (see `engine.interface.generation.resolve`).
 
-    `stop_ids` holds every id that ends a sequence: the model's EOS (unless ignored) and stop_token_ids;
-    `eos_ids` is the model's EOS alone, which `min_length` bans. `constraint` is in its first state, and
-    sequences have forks of it. With `distinct_ends`, a beam that may end ends with the most probable of the tokens that
-    it may end with: others would give the same answer again. `prediction` holds tokens that the answer may repeat.
+    `stop_ids` contains every id that ends a sequence: the model's EOS (unless ignored) and stop_token_ids; `eos_ids`
+    contains only the model's EOS, which `min_length` bans. `constraint` is in its initial state, and sequences have
+    forks of it. With `distinct_ends`, a beam that may end does so with the most probable of its possible end tokens,
+    because others would give the same answer again. `prediction` holds tokens that the answer may repeat.
     """
 
     max_tokens: int
@@ -511,11 +511,12 @@ class Decoding:
 
     @property
     def width(self) -> int:
-        """Most rows this request can occupy in one step."""
+        """Maximum rows of this request in one step."""
         return max(self.n, self.num_beams)
 
     def forced_after(self, num_tokens: int, num_output: int) -> tuple[int, ...]:
-        """The only tokens that may follow so many tokens, and so many of the answer; empty for a free choice."""
+        """The only tokens that may follow this many tokens, of which this many belong to the answer; empty for a free
+        choice."""
         if self.forced_eos_token_ids and num_output == self.max_tokens - 1:
             return self.forced_eos_token_ids
         if self.forced_bos_token_id is not None and num_tokens == 1:
@@ -525,23 +526,23 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One accepted request; immutable by convention.
+    """An accepted request; do not modify it.
 
     Attributes:
-        request_id: the caller's name for it, unique among unfinished requests.
-        prompt_token_ids: the prompt; of an encoder-decoder model the beginning of the decoder's tokens.
+        request_id: the caller's id, unique among unfinished requests.
+        prompt_token_ids: the prompt; for an encoder-decoder model, the beginning of the decoder's tokens.
         encoder_token_ids: the encoder's input, for an encoder-decoder model.
-        signal: float32, what an encoder reads instead of token ids; then those that it would read are zeros, one for
-            each position that the signal becomes.
-        decoding: how to decode, all defaults filled in.
-        pooling: the wanted results of the prompt's hidden states, instead of an answer; None: an answer.
-        sides: further values of each token of the prompt, beside its id.
-        adapter: the adapter that it runs with; None: the base model alone.
+        signal: float32 encoder input instead of token ids; the token ids are then zeros, one for each position of the
+            signal.
+        decoding: the decoding parameters, with all defaults filled in.
+        pooling: the wanted results of the prompt's hidden states, instead of an answer; None for an answer.
+        sides: further values of each token of the prompt, besides its id.
+        adapter: the request's adapter; None for the base model alone.
         images: those among the tokens of the prompt.
-        priority: lower runs earlier (vLLM's sense); ties by arrival. Between named tenants it has no effect.
-        cache_salt: requests share cached pages only with requests of the same salt.
+        priority: lower runs earlier (as in vLLM); ties by arrival. Between named tenants it has no effect.
+        cache_salt: requests share cached pages only with requests with the same salt.
         deadline: `time.monotonic()` seconds after which the request is aborted, or None.
-        tenant: on whose behalf it is; tenants that wait are served in turn. None is one, too.
+        tenant: the request's tenant; waiting tenants are served in turn. None counts as a tenant too.
     """
 
     request_id: str
@@ -560,5 +561,5 @@ class Request:
 
     @property
     def reach(self) -> int:
-        """Most tokens of one sequence that are computed: the prompt's, and those of the longest answer but its last."""
+        """Maximum computed tokens of one sequence: the prompt's, and those of the longest answer except its last."""
         return len(self.prompt_token_ids) + (0 if self.pooling is not None else self.decoding.max_tokens - 1)

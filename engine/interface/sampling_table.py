@@ -1,8 +1,8 @@
-"""The sampling table: the numbers by which a step's rows are sampled, declared once.
+"""The sampling table: the numbers that control how a step's rows are sampled, declared once.
 
-A step samples S rows. Three things say how: a table [S] with a named column for each number (`TABLE`), a sparse list of
-edits of single logits (`EDIT`), and dense masks of the tokens that may come at all. `COLUMNS` determines the fields of
-a request, their checks and defaults, the fields of HTTP bodies, and the places where kernels find the numbers.
+A step samples S rows. Three inputs control this: a table [S] with a named column for each number (`TABLE`), a sparse
+list of edits of single logits (`EDIT`), and dense masks of the allowed tokens. `COLUMNS` determines the fields of a
+request, their checks and defaults, the fields of HTTP bodies, and where kernels find the numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from engine.interface.values import NumberRange
 
-# Records of `TABLE`, of `EDIT`.
+# Records of `TABLE` and of `EDIT`.
 Table = NDArray[np.void]
 EditList = NDArray[np.void]
 Masks = NDArray[np.uint32]
@@ -33,14 +33,14 @@ class Column:
     """A number for each sampled row.
 
     Attributes:
-        name: the column's, and that of the field of a request.
-        kind: how the table stores it.
-        neutral: the value at which it does nothing; what counts where neither request nor model says anything.
-        use: filter: which tokens are drawn from, of rows that sample; condition: what a filter goes by, which says
-            nothing alone; penalty: of tokens that occurred; search, draw: what is wanted of a row, and with which
-            random numbers, which no request gives as they are.
-        allowed: what a request may give; None if it gives none.
-        nothing: of a filter, what a request for beams, which do not sample, may give all the same.
+        name: the name of the column and of the request's field.
+        kind: its type in the table.
+        neutral: the value without effect, which is used if neither request nor model sets one.
+        use: filter: selects the tokens to sample from, in rows that sample; condition: a parameter of a filter, without
+            effect alone; penalty: on tokens that occurred; search, draw: the wanted results of a row and its random
+            numbers, which requests do not set directly.
+        allowed: the range of a request's values; None if requests do not set it.
+        nothing: for a filter, a value that requests for beams, which do not sample, may send.
     """
 
     name: str
@@ -52,13 +52,14 @@ class Column:
 
 
 COLUMNS = (
-    # The seed's 64 bits; the number of the answer that the first draw is for, and the place of the token in that.
+    # The seed's 64 bits; the index of the answer for the first draw, and the token's position in it.
     Column(name="seed", kind=np.int64, neutral=0, use="draw"),
     Column(name="choice", kind=np.int32, neutral=0, use="draw"),
     Column(name="position", kind=np.int32, neutral=0, use="draw"),
-    # Tokens to draw: n at a request's first sample, else 1; 0 for beams; less for rows that are not used.
+    # Tokens to draw: n at a request's first sample, else 1; 0 for beams; less for unused rows.
     Column(name="num_draws", kind=np.int32, neutral=1, use="draw"),
-    # Candidates of a beam, 0 for rows that sample; whether a beam's scores are log-probabilities again after all edits.
+    # Candidates of a beam, 0 for rows that sample; whether a beam's scores are normalised to log-probabilities after
+    # all edits.
     Column(name="beam_width", kind=np.int32, neutral=0, use="search"),
     Column(name="renormalize", kind=np.int32, neutral=0, use="search"),
     # Most probable tokens to report, -1 for none.
@@ -85,7 +86,7 @@ COLUMNS = (
     Column(
         name="min_p", kind=np.float32, neutral=0.0, use="filter", allowed=NumberRange(low=0.0, high=1.0), nothing=(0,)
     ),
-    # 0 keeps all, and so does what is less.
+    # 0 or less keeps all.
     Column(
         name="top_n_sigma", kind=np.float32, neutral=0.0, use="filter", allowed=NumberRange(low=-1.0), nothing=(0, -1)
     ),
@@ -128,25 +129,28 @@ COLUMNS = (
         allowed=NumberRange(low=-2.0, high=2.0, optional=False),
     ),
 )
-# Those that requests give.
+# The columns that requests set.
 REQUESTED: dict[str, Column] = {column.name: column for column in COLUMNS if column.allowed is not None}
 FILTERS = tuple(column for column in COLUMNS if column.use == "filter")
 
-# A whole number of 4-byte words a row, of which the seed has two.
+# A whole number of 4-byte words per row; the seed has two.
 TABLE = np.dtype([(column.name, column.kind) for column in COLUMNS], align=True)
 WORDS = TABLE.itemsize // 4
 
 
 class Kind(IntEnum):
-    """The effect of an edit on a token's logit (of a beam: log-probability), in the order in which edits are made.
+    """The effect of an edit on a token's logit (for a beam: its log-probability), in the order in which edits are
+    applied.
 
     Attributes:
         BIAS: `value` is added.
-        SOURCE: the token becomes more probable by the factor `value`, the reciprocal of a penalty; once in a row.
-        HISTORY: the token occurred: the row's penalties count, as often as it did, 1 as `value` where in the output.
-        DRY: the token would go on with a repetition: `value` is taken; once for a token of a row.
+        SOURCE: the token becomes more probable by the factor `value`, the reciprocal of a penalty; at most once per
+            row.
+        HISTORY: the token occurred, so the row's penalties apply once per occurrence; `value` is 1 for occurrences in
+            the output.
+        DRY: the token would continue a repetition: `value` is subtracted; at most once per token of a row.
         BAN: impossible.
-        FORCE: only these tokens of the row are possible, and equally so, whatever a mask says.
+        FORCE: only these tokens of the row are possible, all equally, whatever a mask says.
     """
 
     BIAS = 0
@@ -157,27 +161,29 @@ class Kind(IntEnum):
     FORCE = 5
 
 
-# Below this a softmax is one-hot in float32 for any two logits that differ.
+# Below this temperature, a softmax in float32 is one-hot for any two different logits.
 GREEDY_TEMPERATURE = 1e-5
 
-# In the order of the rows. Tokens outside of the vocabulary, which an encoder with its own may have, count for nothing.
+# In the order of the rows. Tokens outside the vocabulary, which an encoder with its own vocabulary may have, do not
+# count.
 EDIT = np.dtype([("row", np.int32), ("token", np.int32), ("kind", np.int32), ("value", np.float32)])
 NO_EDITS: EditList = np.zeros(0, dtype=EDIT)
 NO_MASKS: Masks = np.zeros((0, 0), dtype=np.uint32)
 
 new_version: Callable[[], int] = itertools.count((os.getpid() << 32) + 1).__next__
-"""A number that no table, list of edits or plan of this machine's running processes had before: plans travel."""
+"""A number that no table, list of edits or plan had before in any running process of this machine, because plans are
+sent between processes."""
 
 
 def word(name: str) -> int:
-    """The index of the word of its row in which a column begins."""
+    """The index of the word in its row at which a column begins."""
     fields: Any = TABLE.fields
     place: int = fields[name][1] // 4
     return place
 
 
 def neutral_rows(count: int, **columns: Any) -> Table:
-    """A table of that many rows: columns as given, by one value or one for each row; the others are neutral."""
+    """A table with that many rows: columns as given, by one value or one per row; the others are neutral."""
     table = np.zeros(count, dtype=TABLE)
     for column in COLUMNS:
         table[column.name] = columns.pop(column.name, column.neutral)
@@ -187,12 +193,13 @@ def neutral_rows(count: int, **columns: Any) -> Table:
 
 
 def by_torch(table: Table) -> NDArray[np.bool_]:
-    """[S] rows that sample by a filter which only torch's sampler knows (`engine.backends.torch.sampling_whole`)."""
+    """[S] rows that sample with a filter that only torch's sampler supports
+    (`engine.backends.torch.sampling_whole`)."""
     asked = (table["top_n_sigma"] > 0) | (table["typical_p"] < 1) | (table["xtc_probability"] > 0)
     found: NDArray[np.bool_] = asked & (table["beam_width"] == 0) & (table["temperature"] >= GREEDY_TEMPERATURE)
     return found
 
 
 def mask_words(vocabulary: int) -> int:
-    """Words of a mask's row: a bit for each token, token t the bit t % 32 of word t // 32."""
+    """Words of a mask's row: one bit per token; token t is bit t % 32 of word t // 32."""
     return -(-vocabulary // 32)

@@ -20,9 +20,9 @@ class SpeculativeConfig:
     Attributes:
         method: ngram: the tokens that followed the longest earlier occurrence of the last tokens, in the prompt or the
             answer. suffix: also in earlier answers to requests of the same API key, cache salt and adapter; equally
-            long occurrences vote on each token. draft_model: the tokens of a small model. off: nothing.
+            long occurrences vote on each token. draft_model: the tokens of a small model. off: none.
         model: the folder, file or hub id of the small model.
-        num_speculative_tokens: the most drafts of a sequence in a step.
+        num_speculative_tokens: maximum drafts of a sequence in a step.
         suffix_decoding_max_cached_requests: 0: earlier answers are not kept. Otherwise as many are kept as there is
             room for.
     """
@@ -61,14 +61,14 @@ _WITHOUT_EFFECT = (
     "prompt_lookup_min", "prompt_lookup_max", "suffix_decoding_max_tree_depth", "suffix_decoding_max_spec_factor",
     "suffix_decoding_min_token_prob",
 )  # fmt: skip
-"""vLLM's fields that change no answer: Octavo always looks for the longest match, and learns how sure it is."""
+"""vLLM's fields that do not change answers: Octavo always uses the longest match, and learns how sure it is."""
 
 
 def parse_speculative(given: Any) -> SpeculativeConfig:
-    """The settings in a mapping, in a JSON object as a text, or the method alone.
+    """The settings in a mapping, in a JSON object as text, or the method alone.
 
     Raises:
-        ConfigError: it is none of them, or something in it is no setting, or out of range.
+        ConfigError: it is none of these, or a setting in it is unknown or out of range.
     """
     if isinstance(given, str) and not given.lstrip().startswith("{"):
         alone = [method for method in METHODS if method != "draft_model"]
@@ -81,5 +81,5 @@ def parse_speculative(given: Any) -> SpeculativeConfig:
     known = [field.name for field in fields(SpeculativeConfig)]
     for name in values:
         if name not in known:
-            raise ConfigError(f"{NAME} has no field {name!r}; there are {', '.join(known)}.")
+            raise ConfigError(f"{NAME} has no field {name!r}; its fields are {', '.join(known)}.")
     return SpeculativeConfig(**values)

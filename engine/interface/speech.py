@@ -17,8 +17,8 @@ from engine.interface.request import Decoding
 from engine.interface.sampling_table import MaskRow, mask_words
 from engine.interface.values import brief
 
-_FILTER_WIDTH = 7  # where the config names no median_filter_width
-_ENGLISH_VOCABULARY = 51_864  # tokens of the published models for English alone, whose tokenizers name all languages
+_FILTER_WIDTH = 7  # if the config has no median_filter_width
+_ENGLISH_VOCABULARY = 51_864  # vocabulary of the published English-only models, whose tokenizers contain all languages
 _NEEDED = ("no_timestamps_token_id", "prev_sot_token_id", "lang_to_id", "task_to_id")
 _TASKS: tuple[SpeechTask, ...] = get_args(SpeechTask)
 
@@ -27,7 +27,7 @@ class Vocabulary(Protocol):
     """A tokenizer."""
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token that is written so; None if there is none."""
+        """The id of the token with this text; None if there is none."""
 
 
 def read_speech(
@@ -38,16 +38,16 @@ def read_speech(
     *,
     honour: bool = True,
 ) -> SpeechInfo | None:
-    """The special tokens of a speech model, from `generation_config.json`, or from the tokenizer where that file lacks
-    them, as older files of Whisper do. None for a model that knows no timestamps, or if no tokenizer can tell.
+    """The special tokens of a speech model, from `generation_config.json`, or from the tokenizer if that file lacks
+    them, as older files of Whisper do. None for a model without timestamps, or if no tokenizer can tell.
 
     Args:
-        config: the model's, of `transformers`, which says how many heads there are.
-        load_vocabulary: gives the model's tokenizer, if it has one; called only where something is missing.
-        honour: False leaves out the language and the task that are taken where a request names none.
+        config: the model's `transformers` config, which has the number of heads.
+        load_vocabulary: returns the model's tokenizer, if it has one; called only if something is missing.
+        honour: False leaves out the default language and task.
 
     Raises:
-        ModelLoadError: a value in it is impossible; or neither it nor Whisper's tokenizer names a token that is needed.
+        ModelLoadError: a value in the file is invalid, or neither it nor Whisper's tokenizer contains a required token.
     """
     vocabulary = None
     needed = _NEEDED[:2] if stored.get("is_multilingual") is False else _NEEDED
@@ -97,7 +97,7 @@ def read_speech(
         languages = known_among(language_codes())
         tasks = tasks or known_among(_TASKS)
     many = stored.get("is_multilingual")
-    if many is None and not stored.get("lang_to_id"):  # a beginning that is forced says it, or else the size
+    if many is None and not stored.get("lang_to_id"):  # a forced beginning says it, otherwise the size
         many = forced[0] in (None, *languages.values()) if forced else vocab_size != _ENGLISH_VOCABULARY
     if many is False:
         languages, tasks = {}, {}
@@ -118,8 +118,8 @@ def read_speech(
 
 
 def _forced(stored: Mapping[str, Any], config: Any) -> list[int | None]:
-    """The tokens that `forced_decoder_ids` puts behind the first token, from place 1 on; None at the places that the
-    engine finds out."""
+    """The tokens that `forced_decoder_ids` puts after the first token, from position 1 on; None at positions that the
+    engine fills in."""
     pairs = stored.get("forced_decoder_ids")
     if pairs is None:
         pairs = getattr(config, "forced_decoder_ids", None)
@@ -134,10 +134,10 @@ def _forced(stored: Mapping[str, Any], config: Any) -> list[int | None]:
 def _defaults(
     stored: Mapping[str, Any], forced: list[int | None], languages: Mapping[str, int], tasks: Mapping[str, int]
 ) -> dict[str, Any]:
-    """The language and the task that are taken where a request names none.
+    """The default language and task.
 
     Raises:
-        ModelLoadError: the model does not know them.
+        ModelLoadError: the model does not support them.
     """
     language, task = stored.get("language"), stored.get("task")
     if language is None and task is None:
@@ -155,36 +155,36 @@ def _defaults(
 
 
 def _read_alignment(pairs: Any, config: Any) -> Alignment | str:
-    """The heads that `alignment_heads` lists, or why they are of no use. A model whose list is wrong, a distilled one
-    with its teacher's for example, serves all but the times of words."""
+    """The heads in `alignment_heads`, or the reason why they cannot be used. A model with a wrong list, such as a
+    distilled one with its teacher's, supports everything except word times."""
     name = "its generation_config.json names alignment_heads"
     layers, heads = getattr(config, "decoder_layers", 0), getattr(config, "decoder_attention_heads", 0)
     if pairs is None or pairs == []:
         return NO_ALIGNMENT
     if not isinstance(pairs, list):
-        return f"{name} that are no list of pairs [layer, head], but {brief(pairs)}"
+        return f"{name} that are not a list of pairs [layer, head]: {brief(pairs)}"
     for pair in pairs:
         whole = isinstance(pair, list) and len(pair) == 2 and all(type(number) is int for number in pair)
         if not (whole and 0 <= pair[0] < layers and 0 <= pair[1] < heads):
-            return f"{name} that are no pairs [layer, head] of {layers} layers and {heads} heads: {brief(pair)}"
+            return f"{name} that are not pairs [layer, head] of {layers} layers and {heads} heads: {brief(pair)}"
     if len({tuple(pair) for pair in pairs}) < len(pairs):
         return f"{name} twice: {brief(pairs)}"
     width = getattr(config, "median_filter_width", None) or _FILTER_WIDTH
     if type(width) is not int or width < 1 or width % 2 == 0:
-        return f"its config.json sets median_filter_width to {brief(width)}, which is no odd number above 0"
+        return f"its config.json sets median_filter_width to {brief(width)}, which is not an odd number above 0"
     return Alignment(heads=tuple((layer, head) for layer, head in pairs), filter_width=width)
 
 
 class TimestampRules:
-    """A constraint: timestamps begin an answer, come in pairs but before its end, and never go back.
+    """A constraint: timestamps begin an answer, come in pairs except at its end, and never go back.
 
-    Besides, where the timestamps that may come are together likelier than each other token alone, one of them comes:
+    Also, if the allowed timestamps are together likelier than each other single token, one of them comes:
     `outweighed_from` of `engine.interface.constraints.Weighing`.
 
     Args:
-        info: the model's tokens.
-        end_id: the token that ends answers: what is above it is no text.
-        suppressed: tokens that never come; `suppressed_first`: those that do not come first.
+        info: the model's special tokens.
+        end_id: the token that ends answers; ids above it are not text.
+        suppressed: tokens that never come; `suppressed_first`: tokens that do not come first.
     """
 
     is_complete = False
@@ -205,11 +205,11 @@ class TimestampRules:
         self._suppressed = tuple(sorted({info.no_timestamps_id, *suppressed}))
         self._suppressed_first = tuple(sorted(set(suppressed_first)))
         self._count = 0
-        self._last_two = (True, True)  # whether they were timestamps, the earlier one first
+        self._last_two = (True, True)  # whether the last two tokens were timestamps, the earlier one first
         self._latest: int | None = None
 
     def accept(self, token: int) -> None:
-        """Remember a token that came."""
+        """Record a token."""
         is_timestamp = token >= self.outweighed_from
         self._count += 1
         self._last_two = (self._last_two[1], is_timestamp)
@@ -234,18 +234,18 @@ class TimestampRules:
         mask_row &= ~_listed(forbidden, self.vocab_size)
 
     def fork(self) -> TimestampRules:
-        """The same state, which goes its own way."""
+        """A copy of the state that develops independently."""
         copy = object.__new__(TimestampRules)
         copy.__dict__.update(self.__dict__)
         return copy
 
 
 def timed(decoding: Decoding, info: SpeechInfo | None, vocab_size: int) -> Decoding:
-    """The decoding whose answers hold timestamps. As in `transformers`, tokens are suppressed before timestamps and
-    other tokens are weighed against each other.
+    """Decoding parameters for answers with timestamps. As in `transformers`, tokens are suppressed before timestamps
+    and other tokens are weighed against each other.
 
     Raises:
-        InvalidRequestError: the model knows no timestamps, or no token that ends answers.
+        InvalidRequestError: the model has no timestamps, or no token that ends answers.
     """
     if info is None or not decoding.eos_ids:
         missing = "no_timestamps_token_id" if info is None else "eos_token_id"
@@ -262,7 +262,7 @@ def timed(decoding: Decoding, info: SpeechInfo | None, vocab_size: int) -> Decod
 
 @lru_cache(maxsize=4096)
 def _span(first: int, last: int, vocab_size: int) -> MaskRow:
-    """The bits of the tokens from `first` up to, without, `last`."""
+    """The bits of the tokens from `first` up to (not including) `last`."""
     bits = np.zeros(mask_words(vocab_size) * 32, dtype=np.uint8)
     bits[first : max(min(last, vocab_size), first)] = 1
     return np.packbits(bits, bitorder="little").view(np.uint32)

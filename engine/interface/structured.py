@@ -1,4 +1,4 @@
-"""The format that a request asks of its answer: a JSON schema, a regular expression, a choice, a grammar.
+"""The format of an answer, as a request sets it: a JSON schema, a regular expression, a choice, a grammar.
 
 The names are vLLM's (`StructuredOutputsParams`). Only sizes are checked here. `engine.text.grammars` compiles the texts
 and finds other errors.
@@ -15,9 +15,9 @@ from engine.errors import InvalidRequestError
 from engine.interface.values import brief
 
 KINDS = ("choice", "grammar", "json", "json_object", "regex", "structural_tag")
-MAX_GRAMMAR_BYTES = 128 * 1024  # of a schema as JSON, of the other texts as they are
-MAX_SCHEMA_DEPTH = 64  # objects and lists within each other
-MAX_SCHEMA_PROPERTIES = 1000  # in all objects of a schema together
+MAX_GRAMMAR_BYTES = 128 * 1024  # bytes of a schema as JSON, or of other texts
+MAX_SCHEMA_DEPTH = 64  # maximum nesting of objects and lists
+MAX_SCHEMA_PROPERTIES = 1000  # maximum properties of all objects of a schema together
 MAX_CHOICES = 1000
 
 
@@ -27,16 +27,18 @@ class StructuredOutputsParams:
 
     Attributes:
         choice: the answer is one of these texts.
-        grammar: it follows this grammar, in llguidance's form of Lark or in llama.cpp's GBNF.
-        json: it is JSON that this schema allows: an object, a boolean, or either as text.
-        json_object: it is a JSON object of any kind.
-        regex: all of it matches this regular expression (Rust's syntax, without look-around and back-references).
-        structural_tag: it is free text in which each trigger begins one of the tags, whose content is JSON of the tag's
+        grammar: the answer follows this grammar, in llguidance's form of Lark or in llama.cpp's GBNF.
+        json: the answer is JSON that matches this schema: an object, a boolean, or either as text.
+        json_object: the answer is any JSON object.
+        regex: the whole answer matches this regular expression (Rust's syntax, without look-around and
+            back-references).
+        structural_tag: the answer is free text in which each trigger begins one of the tags, whose content is JSON of
+            the tag's
             schema: {"structures": [{"begin": ..., "schema": ..., "end": ...}], "triggers": [...]}, or that as text.
         disable_any_whitespace: JSON has no white space between its parts.
-        whitespace_pattern: regular expression of the white space that JSON may have between two parts.
-        around: what may stand around that, or in its place (reasoning, calls of functions): a grammar in the same form
-            of Lark, in which `@answer` stands for it.
+        whitespace_pattern: regular expression for the white space between two parts of JSON.
+        around: text that may surround or replace the formatted text (reasoning, function calls): a grammar in the same
+            form of Lark, in which `@answer` represents the formatted text.
     """
 
     choice: Sequence[str] | None = None
@@ -102,7 +104,7 @@ def _refuse(message: str, name: str | None = None) -> None:
 
 
 def check_size(name: str, text: str) -> None:
-    """Refuse a text of more bytes than a grammar may have."""
+    """Refuse a text with more bytes than a grammar may have."""
     size = len(text)
     try:
         if size <= MAX_GRAMMAR_BYTES:
@@ -114,28 +116,28 @@ def check_size(name: str, text: str) -> None:
 
 
 def _as_text(name: str, value: Any) -> str:
-    """JSON as text, whose keys keep their order."""
+    """JSON as text, with keys in their order."""
     if isinstance(value, str):
         check_size(name, value)
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            _refuse(f"{name} is a string that is no JSON: {error}.", name)
+            _refuse(f"{name} is a string that is not JSON: {error}.", name)
     if not isinstance(value, Mapping) and not (name == "json" and isinstance(value, bool)):
         what = "an object or a boolean" if name == "json" else "an object"
-        _refuse(f"{name} must be {what}, or that as a string, got {brief(value)}.", name)
+        _refuse(f"{name} must be {what}, or the same as a string, got {brief(value)}.", name)
     check_structure(name, value)
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError) as error:
-        _refuse(f"{name} is no JSON: {error}.", name)
+        _refuse(f"{name} is not JSON: {error}.", name)
     check_size(name, text)
     return text
 
 
 def check_structure(name: str, value: Any) -> None:
-    """Refuse a schema that is too large, is nested too deeply, or has too many properties. Recurses nowhere, and looks
-    at no more than a schema may have."""
+    """Refuse a schema that is too large, is nested too deeply, or has too many properties. It does not recurse, and
+    examines no more than a schema may have."""
     level: list[Any] = [] if isinstance(value, bool) else [value]
     depth = properties = size = 0
     while level:

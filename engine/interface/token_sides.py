@@ -1,8 +1,8 @@
-"""Token sides: what a step carries of each token beside its id and its position, declared once in `SIDES`.
+"""Token sides: data of each token in a step besides its id and its position, declared once in `SIDES`.
 
-A side is an array of whole numbers, one entry for each token. Requests, sequences, plans, messages, buffers and
-recorded steps carry sides by their names and never look at the numbers. Only the operation that reads a side knows what
-they mean. docs/adding-a-model.md explains how to add one.
+A side is an array of integers, one entry per token. Requests, sequences, plans, messages, buffers and recorded steps
+carry sides by name and never interpret the numbers. Only the operation that reads a side knows their meaning.
+docs/adding-a-model.md explains how to add one.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from engine.interface.values import brief
 from engine.interface.vision import KEY_BYTES
 
 Values = NDArray[np.int32]
-"""[tokens], or [tokens, width] of a side that has several numbers for each token."""
+"""[tokens], or [tokens, width] for a side with several numbers per token."""
 Sides = Mapping[str, Values]
-"""By name; a side that is not there has its default for every token."""
+"""By name; a missing side has its default for every token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,20 +29,20 @@ class TokenSide:
     """One side.
 
     Attributes:
-        name: of the side in requests, plans and inputs. A side that `Embed` reads has a field of this name in
+        name: the side's name in requests, plans and inputs. A side that `Embed` reads has a field of this name in
             `spec.Tokens`: the number of its values, 0 in a model that does not read it.
         reads: the operation that reads it (`engine.model.operations`); None: no step carries it, page hashes cover it.
-        dtype: of its numbers on the host; a device has them as int64 indices, or as int32 in recorded steps.
-        width: numbers for each token.
-        default: each number of a token of which nothing is known.
-        goes_on: tokens of an answer have the numbers of the last token of which something is known; else the default.
-        hashed: pages that were computed with other numbers differ. The root of a sequence covers what the numbers of
-            any other side stand for.
-        asked: requests may bring it; else the scheduler makes it.
-        param: its field of `TokenInput`; None: requests name it in `TokenInput.sides`.
+        dtype: the type of its numbers on the host; on a device they are int64 indices, or int32 in recorded steps.
+        width: numbers per token.
+        default: the value of each number if nothing is known about a token.
+        goes_on: whether tokens of an answer get the numbers of the last known token; otherwise they get the default.
+        hashed: whether page hashes include the numbers. The root hash of a sequence covers the meaning of any other
+            side's numbers.
+        asked: whether requests may contain it; otherwise the scheduler makes it.
+        param: its field of `TokenInput`; None: requests put it in `TokenInput.sides`.
         least: this many values are accepted, and ignored, by models that do not read the side.
-        noun, form: its entries and an entry with several numbers, in messages.
-        rule, fits: what is true of an entry with several numbers, in words and as a check.
+        noun, form: words for its entries and for an entry with several numbers, in messages.
+        rule, fits: a rule for entries with several numbers, in words and as a check.
     """
 
     name: str
@@ -62,12 +62,12 @@ class TokenSide:
 
     @property
     def field(self) -> str:
-        """The field of a request that sets it."""
+        """The request's field that sets it."""
         return self.param or self.name
 
     @property
     def entry(self) -> int | list[int]:
-        """The default of a token."""
+        """The default entry of a token."""
         return self.default if self.width == 1 else [self.default] * self.width
 
     def array(self, values: Sequence[Any]) -> Values:
@@ -75,7 +75,7 @@ class TokenSide:
         return np.array(values, dtype=self.dtype).reshape((-1,) if self.width == 1 else (-1, self.width))
 
     def part(self, known: Values, start: int, count: int) -> Values:
-        """The entries of `count` tokens from `start` on, of a sequence of whose first tokens some are known."""
+        """The entries of `count` tokens from `start` on, in a sequence of which the first tokens may be known."""
         found = known[start : start + count]
         if len(found) == count:
             return found
@@ -83,21 +83,21 @@ class TokenSide:
         return np.concatenate((found, np.full((count - len(found), *known.shape[1:]), rest, dtype=self.dtype)))
 
     def is_same(self, known: Values) -> bool:
-        """All tokens of the sequence have the same numbers."""
+        """Whether all tokens of the sequence have the same numbers."""
         return self.goes_on and len(known) == 1
 
     def is_known(self, known: Values, start: int) -> bool:
-        """Tokens from `start` on may have other numbers than the default."""
+        """Whether tokens from `start` on may have other numbers than the default."""
         return self.goes_on or start < len(known)
 
     def read(self, values: Any, count: int, limit: int) -> Values | None:
-        """The entries of so many tokens as a request brings them; None where all are the default.
+        """The entries for this many tokens from a request; None if all are the default.
 
         Args:
-            limit: how many values there are in the model, 0 if it does not read the side.
+            limit: number of values in the model, 0 if it does not read the side.
 
         Raises:
-            InvalidRequestError: of another number, or not the model's values.
+            InvalidRequestError: the number of entries differs, or a value is outside the model's range.
         """
         name, limit = self.field, max(limit, self.least)
         if not limit:
@@ -144,7 +144,7 @@ def _is_box(edges: Sequence[int]) -> bool:
 SIDES: dict[str, TokenSide] = {
     side.name: side
     for side in (
-        # The segment of each token, for encoders that tell segments apart.
+        # The segment of each token, for encoders with segments.
         TokenSide(name="token_types", reads="Embed", param="token_type_ids", least=1),
         # The box of each token on its page.
         TokenSide(
@@ -154,12 +154,12 @@ SIDES: dict[str, TokenSide] = {
             param="bbox",
             noun="boxes",
             form="boxes of four integers, [left, upper, right, lower]",
-            rule="left not beyond right and upper not beyond lower",
+            rule="left at most right and upper at most lower",
             fits=_is_box,
         ),
-        # How many rows after its position a token's angles are in rotary tables.
+        # The offset from a token's position to its row in rotary tables.
         TokenSide(name="rotary_offsets", reads="PrepareHeads", asked=False, goes_on=True),
-        # The slot of each token's adapter, 0 for none. Another adapter may have the slot later, so the root of a
+        # The slot of each token's adapter, 0 for none. Another adapter may have the slot later, so the root hash of a
         # sequence covers the adapter itself.
         TokenSide(name="adapter_slots", reads="AddAdapters", asked=False, goes_on=True, hashed=False),
         # The number of the vector of an image that a token has in a step, from 1 on; 0 for none.
@@ -171,8 +171,9 @@ SIDES: dict[str, TokenSide] = {
 
 
 def hashed(sides: Sides, start: int, count: int) -> list[Values]:
-    """The values that tell `count` tokens from `start` on from tokens of the same ids with other sides. Sides that
-    are the default, or the same for all tokens of a sequence, add nothing: those are in its root (`hashed_root`)."""
+    """The values that distinguish `count` tokens from `start` on from tokens with the same ids but other sides. Sides
+    that are the default, or the same for all tokens of a sequence, add nothing, because the root covers those
+    (`hashed_root`)."""
     found: list[Values] = []
     for mark, side in _marks():
         known = sides.get(side.name)
@@ -185,7 +186,7 @@ def hashed(sides: Sides, start: int, count: int) -> list[Values]:
 
 
 def hashed_root(sides: Sides) -> list[Values]:
-    """The values that tell a sequence from others by the sides that are the same for all its tokens."""
+    """The values that distinguish a sequence from others by the sides that are the same for all its tokens."""
     same = [
         (mark, sides[side.name])
         for mark, side in _marks()
@@ -195,28 +196,28 @@ def hashed_root(sides: Sides) -> list[Values]:
 
 
 def _marks() -> Iterable[tuple[Values, TokenSide]]:
-    """Each side with a number in front of its own that is no token, nor -1, which stands before encoder inputs."""
+    """Each side, preceded by a number that is neither a token nor -1, which precedes encoder inputs."""
     return ((np.array([-2 - number], dtype=np.int32), side) for number, side in enumerate(SIDES.values()))
 
 
 def asked_sides() -> Iterable[TokenSide]:
-    """The sides that requests may bring."""
+    """The sides that requests may contain."""
     return (side for side in SIDES.values() if side.asked)
 
 
 def read_sides(given: Mapping[str, Any], count: int, limits: Mapping[str, int]) -> dict[str, Values]:
-    """The sides of so many tokens as a request brings them; those that are all default are left out.
+    """The sides for this many tokens from a request; sides with only default values are left out.
 
     Args:
-        limits: the number of values of each side that the model reads.
+        limits: for each side, the number of values that the model reads.
 
     Raises:
-        InvalidRequestError: names the first side that is not right, or is none.
+        InvalidRequestError: names the first invalid or unknown side.
     """
     known = {side.name: side for side in asked_sides()}
     for name in given:
         if name not in known:
-            message = f"a token has no {brief(name)}. The sides of tokens are {', '.join(known)}."
+            message = f"a token has no {brief(name)}. The known sides are {', '.join(known)}."
             raise InvalidRequestError(message, param="sides", code="invalid_value")
     read = {name: known[name].read(values, count, limits.get(name, 0)) for name, values in given.items()}
     return {name: values for name, values in read.items() if values is not None}

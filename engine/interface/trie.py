@@ -1,7 +1,8 @@
-"""Answers that are members of a set of sequences: the set as a trie in three arrays, and the constraint that walks it.
+"""Answers that are members of a set of sequences: the set as a trie in three arrays, and the constraint that follows
+it.
 
 A trie of a million titles has some millions of nodes. An object for each would take gigabytes and minutes; the arrays
-take nine bytes a node, and are made level by level by sorting.
+take nine bytes per node, and are built level by level by sorting.
 """
 
 from __future__ import annotations
@@ -17,26 +18,26 @@ from engine.interface.sampling_table import MaskRow, Masks, mask_words
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
-# Children from which on a node's mask is kept for the next time: few nodes have so many, and most answers meet them.
+# Children from which on a node's mask is cached: few nodes have so many, and most answers pass them.
 WIDE = 512
-_MOST_KEPT = 256  # masks of wide nodes, a bit for each token of the vocabulary
+_MOST_KEPT = 256  # masks of wide nodes, one bit per token of the vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class Trie:
-    """Sequences of tokens, merged where their beginnings are equal.
+    """Token sequences, merged where their beginnings are equal.
 
     Nodes are numbered level by level from the root, which is 0. The children of a node have successive numbers, in the
     order of their tokens; so do the children of successive nodes.
 
     Attributes:
-        vocab_size: all tokens are below.
-        tokens: [nodes] the token that leads to a node; the root's means nothing.
-        children: [nodes + 1] the first child of each node; its last one stands before the next node's first.
-        ends: [nodes] a sequence ends here.
-        num_sequences: different sequences.
+        vocab_size: all tokens are below this.
+        tokens: [nodes] the token that leads to a node; the root's has no meaning.
+        children: [nodes + 1] the first child of each node; the last child precedes the next node's first.
+        ends: [nodes] whether a sequence ends here.
+        num_sequences: number of different sequences.
         longest: tokens of the longest one.
-        duplicates: [2, count] numbers of sequences that were there already, and of the ones that they repeat.
+        duplicates: [2, count] indices of repeated sequences, and of those that they repeat.
     """
 
     vocab_size: int
@@ -50,11 +51,11 @@ class Trie:
 
     @classmethod
     def of(cls, ids: Int32, starts: Int64, vocab_size: int) -> Trie:
-        """The trie of sequences.
+        """The trie of some sequences.
 
         Args:
-            ids: the tokens of all sequences one after the other, each in [0, vocab_size).
-            starts: [sequences + 1] where each begins, and the end. None is empty.
+            ids: the tokens of all sequences, one after the other, each in [0, vocab_size).
+            starts: [sequences + 1] where each begins, and the end. No sequence is empty.
         """
         lengths = np.diff(starts)
         assert len(lengths)
@@ -100,7 +101,7 @@ class Trie:
 
     @property
     def num_nodes(self) -> int:
-        """The root included."""
+        """The number of nodes, including the root."""
         return len(self.tokens)
 
     @property
@@ -115,8 +116,8 @@ class Trie:
         return found
 
     def fill(self, firsts: Sequence[int], lasts: Sequence[int], places: Sequence[int], masks: Masks) -> None:
-        """Set the bits of the tokens of nodes [first, last), which are all children of one, in the rows of `masks` at
-        these places, whose words are 0."""
+        """Set the bits of the tokens of nodes [first, last), which are all children of one node, in these rows of
+        `masks`, whose words are 0."""
         narrow: list[int] = []
         for number, (first, last) in enumerate(zip(firsts, lasts, strict=True)):
             if last - first < WIDE:
@@ -139,7 +140,7 @@ class Trie:
         return row
 
     def _set(self, begin: Int64, counts: Int64, places: Int64, masks: Masks) -> None:
-        """A word has the bits of tokens that stand side by side, since those of a node are sorted."""
+        """A word contains the bits of adjacent tokens, because those of a node are sorted."""
         skipped = begin - (np.cumsum(counts) - counts)
         tokens = self.tokens[np.arange(counts.sum()) + np.repeat(skipped, counts)]
         rows, words = np.repeat(places, counts), tokens >> 5
@@ -152,7 +153,7 @@ class Trie:
 
 
 def _repeated(sequences: Int64, nodes: Int64) -> Int64:
-    """[2, count] those that end where one of a lower number does, and that one; nodes rise."""
+    """[2, count] sequences that end at the same node as one with a lower index, and that one; nodes ascend."""
     order = np.lexsort((sequences, nodes))
     sequences, nodes = sequences[order], nodes[order]
     is_first = np.ones(len(nodes), dtype=np.bool_)
@@ -162,11 +163,11 @@ def _repeated(sequences: Int64, nodes: Int64) -> Int64:
 
 
 class Member:
-    """The constraint that an answer is one of the sequences of a trie.
+    """A constraint: the answer is one of the sequences of a trie.
 
     Args:
-        trie: of the sequences, without the tokens that end answers.
-        end_ids: tokens that may end an answer. None of them is in the trie.
+        trie: the sequences, without the tokens that end answers.
+        end_ids: tokens that may end an answer. The trie contains none of them.
     """
 
     __slots__ = ("_first", "_last", "_may_end", "end_ids", "trie")
@@ -182,23 +183,23 @@ class Member:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that there are."""
+        """The number of tokens."""
         return self.trie.vocab_size
 
     @property
     def is_complete(self) -> bool:
-        """No sequence goes on from here."""
+        """Whether no sequence continues from here."""
         return self._first == self._last
 
     def accept(self, token: int) -> None:
-        """The answer goes on with a token.
+        """Continue the answer with a token.
 
         Raises:
-            ValueError: no sequence does.
+            ValueError: no sequence continues with it.
         """
         node = self._first + int(self.trie.tokens[self._first : self._last].searchsorted(token))
         if node == self._last or self.trie.tokens[node] != token:
-            raise ValueError(f"token {token} is not one that may come next")
+            raise ValueError(f"token {token} is not allowed next")
         self._enter(node)
 
     def fill(self, mask_row: MaskRow) -> None:
@@ -207,7 +208,7 @@ class Member:
 
     @staticmethod
     def fill_together(constraints: Sequence[Member], places: Sequence[int], masks: Masks) -> None:
-        """`fill` of several, each into the row of `masks` at its place."""
+        """`fill` for several constraints, each into its row of `masks`."""
         tries = {id(constraint.trie): constraint.trie for constraint in constraints}
         for trie in tries.values():
             chosen = [i for i, constraint in enumerate(constraints) if constraint.trie is trie]
@@ -227,8 +228,8 @@ class Member:
         return other
 
     def forced(self) -> list[int]:
-        """The tokens that must follow, as far as there is no choice: the rest of the answer where it can be one
-        sequence only."""
+        """The tokens that must follow, as long as there is no choice: the rest of the answer if only one sequence is
+        left."""
         tokens, children, ends = self.trie.tokens, self.trie.children, self.trie.ends
         first, last, may_end, found = self._first, self._last, self._may_end, []
         while last - first == 1 and not may_end:

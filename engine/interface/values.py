@@ -1,4 +1,4 @@
-"""Checks of single values of a request: numbers in their ranges, lists of token ids, and their display in errors."""
+"""Checks of single values of a request: numbers and their ranges, lists of token ids, and their display in errors."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from engine.errors import InvalidRequestError
 MAX_INT = 2**31 - 1
 MAX_LISTED_IDS = 1024
 IDS = f"integers of at least 0 and at most {MAX_INT}"
-_SHOWN = 80  # characters of a wrong value that a message repeats
+_SHOWN = 80  # maximum characters of a wrong value that a message repeats
 
 
 @dataclass(frozen=True, slots=True)
 class NumberRange:
-    """The values that a number may take.
+    """The allowed values of a number.
 
     Attributes:
-        low, high: the ends, None for none; integers end at 2**31 - 1 where nothing else is said.
-        open_low: `low` itself is not allowed.
-        integer: fractions are not allowed.
-        optional: None is allowed.
+        low, high: the bounds, None for none; the default upper bound of integers is 2**31 - 1.
+        open_low: whether `low` itself is excluded.
+        integer: whether fractions are excluded.
+        optional: whether None is allowed.
     """
 
     low: float | None = None
@@ -50,16 +50,16 @@ def _is_finite(value: float) -> bool:
 
 
 def brief(value: Any) -> str:
-    """A wrong value as a message repeats it: cut where it is long."""
+    """A wrong value for a message, shortened if it is long."""
     try:
         text = repr(value)
-    except ValueError:  # an integer of more digits than Python writes
+    except ValueError:  # an integer with more digits than Python writes
         return f"an integer of {value.bit_length()} bits"
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
 def check_number(name: str, value: Any, allowed: NumberRange) -> None:
-    """Refuse a value that is no finite number or lies outside the range."""
+    """Refuse a value that is not a finite number or is outside the range."""
     if value is None and allowed.optional:
         return
     kinds = (int,) if allowed.integer else (int, float)

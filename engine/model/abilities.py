@@ -1,4 +1,4 @@
-"""The tasks that a model can serve, by its parts and its config."""
+"""The tasks that a model supports, derived from its parts and its config."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from engine.model.sentence import MODULES, InputWeights, Pipeline, VocabularyWei
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
-    """The fields of `engine.interface.outputs.EngineInfo` of these names, which describe them."""
+    """Fields of `engine.interface.outputs.EngineInfo` with the same names, which describes them."""
 
     tasks: tuple[Task, ...]
     embedding_size: int = 0
@@ -47,24 +47,24 @@ class Abilities:
     filler: int | None = None
 
     def facts(self) -> dict[str, Any]:
-        """The fields by their names."""
+        """The fields by name."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 logger = logging.getLogger("octavo.model")
 
-# What a cross-encoder's config may name, as sentence-transformers has it.
+# Activations that a cross-encoder's config may name, as in sentence-transformers.
 _CROSS_ENCODERS: dict[str, Activation] = {"Identity": "none", "Sigmoid": "sigmoid", "Softmax": "softmax"}
 
 
 def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Abilities:
-    """The tasks that the model of a transformers config can serve.
+    """The tasks that the model of a transformers config supports.
 
     Args:
-        pipeline: what its folder says of its embeddings.
+        pipeline: the folder's settings for embeddings.
 
     Raises:
-        ModelLoadError: the pipeline does not fit the model.
+        ModelLoadError: the pipeline does not match the model.
     """
     embedding = model.trunk.embedding
     found: dict[str, Any] = {"lower_case": pipeline.lower_case, "sides": model.trunk.sides}
@@ -99,8 +99,8 @@ def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Ab
         case spec.Embedder(features=features):
             if pipeline.modes is not None:
                 raise UnsupportedModelError(
-                    f"{pipeline.transformer}: {MODULES} says how vectors are made, but the model has a head for that. "
-                    "Remove the file."
+                    f"{pipeline.transformer}: {MODULES} defines how to compute vectors, but the model has a head for "
+                    "that. Remove the file."
                 )
             return Abilities(tasks=("embed",), embedding_size=features or model.trunk.output_size, **found)
         case _:
@@ -109,11 +109,11 @@ def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Ab
         tasks += _of_tokens(model, pipeline, found)
     elif pipeline.sparse is not None or pipeline.tokens is not None:
         raise UnsupportedModelError(
-            f"{pipeline.transformer}: sparse vectors and vectors of tokens are implemented for encoders of texts alone."
+            f"{pipeline.transformer}: sparse vectors and vectors of tokens are implemented for text encoders only."
         )
     if pipeline.modes is None:
-        # A decoder's last token alone has seen all others.
-        # Where a learned vector stands before an image's patches, it is that which has learned to speak for all.
+        # Only a decoder's last token has seen all others. If a learned vector precedes an image's patches, it has
+        # learned to represent them all.
         has_class = isinstance(embedding, spec.Patches) and embedding.first > 0
         found["pooling_modes"] = ("last",) if model.decoder is not None else ("cls",) if has_class else ("mean",)
         return Abilities(tasks=tasks, embedding_size=model.trunk.output_size, **found)
@@ -140,10 +140,10 @@ def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Ab
 
 
 def _of_tokens(model: spec.ModelSpec, pipeline: Pipeline, found: dict[str, Any]) -> tuple[Task, ...]:
-    """The results that an encoder can give of its tokens beside one vector of all; `found` is told how.
+    """An encoder's token results besides one vector for all; `found` is extended.
 
     Raises:
-        ModelLoadError: a layer is made for hidden states of another size, or a head that it needs is not stored.
+        ModelLoadError: a layer is made for hidden states of another size, or a required head is missing.
     """
     size, masked = model.trunk.output_size, isinstance(model.head, spec.MaskedLm)
     if pipeline.tokens is not None:
@@ -168,7 +168,7 @@ def _of_tokens(model: spec.ModelSpec, pipeline: Pipeline, found: dict[str, Any])
 
 
 def _readable(model: spec.ModelSpec, folder: Path, sides: Mapping[str, SideInfo]) -> dict[str, SideInfo]:
-    """The sides as this model can read them: where a layer is no attention that can leave keys out, texts are not
+    """The sides in a form that this model can compute: if a layer cannot exclude keys from attention, texts are not
     filled up with tokens that none attends to, and the log says so."""
     found = dict(sides)
     for name, side in sides.items():
@@ -183,8 +183,8 @@ def _readable(model: spec.ModelSpec, folder: Path, sides: Mapping[str, SideInfo]
 
 
 def _leaves_keys_out(block: spec.Block) -> bool:
-    """A layer mixes tokens by nothing but attention, to keys that may be fewer than its queries. DeBERTa's could, but
-    its reference gives the tokens that none attends to nothing to attend to, either."""
+    """Whether a layer mixes tokens only by attention, over keys that may be fewer than its queries. DeBERTa's attention
+    could do this, but in its reference the tokens that none attends to attend to nothing themselves."""
     part = block.attention
     others = (part.spans, part.global_tokens, part.block_sums, part.blocks, part.stream, block.mixing, block.beside)
     return part.heads > 0 and not part.causal and not part.content_bias and all(other is None for other in others)
@@ -199,11 +199,11 @@ def _does(head: spec.Head, both: bool) -> str:
 
 
 def _activation(config: Any, head: spec.Classifier, pipeline: Pipeline) -> Activation:
-    """The activation that sentence-transformers wrote for a cross-encoder; else that of transformers' pipelines: of
-    texts by the kind of problem or by the number of classes, of tokens always softmax.
+    """The activation that sentence-transformers wrote for a cross-encoder; else that of transformers' pipelines: for
+    texts by the kind of problem or by the number of classes, for tokens always softmax.
 
     Raises:
-        UnsupportedModelError: it names another function of torch than is implemented.
+        UnsupportedModelError: it names a torch function that is not implemented.
     """
     if head.pooling is None:
         return "softmax"
@@ -224,7 +224,7 @@ def _activation(config: Any, head: spec.Classifier, pipeline: Pipeline) -> Activ
 
 
 def _cross_encoders(config: Any) -> str | None:
-    """The activation that sentence-transformers, of this version or before 4.0, left in a cross-encoder's config."""
+    """The activation that sentence-transformers (this version or before 4.0) wrote into a cross-encoder's config."""
     kept = getattr(config, "sentence_transformers", None)
     name = kept.get("activation_fn") if isinstance(kept, dict) else None
     if name is None:

@@ -1,4 +1,4 @@
-"""Activations of rows, such that no row's bits depend on the others in the batch."""
+"""Activations of rows that give each row the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ ACTIVATIONS: dict[spec.Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
-# Up to _UNDIVIDED elements torch gives an elementwise function to one thread, whichever function it is, and from
-# _SHARED elements per thread on to all of them.
+# For any elementwise function, torch uses one thread up to _UNDIVIDED elements, and all threads from _SHARED elements
+# per thread on.
 _UNDIVIDED, _SHARED = 2**14, 2**15
-_VECTORS = 64  # a multiple of how many elements any CPU's vector loop takes at once
+_VECTORS = 64  # a multiple of the elements that any CPU's vector loop processes at once
 
 
 def activate(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """An elementwise function of rows [T, width], such that no row's bits depend on the others.
+    """An elementwise function of rows [T, width] that gives each row the same bits in any batch.
 
-    torch divides a tensor's elements among threads wherever it comes out even, and what is left over at the end of a
-    piece is computed by other code than full vectors are, which rounds differently. So a piece is made of whole rows
-    here, and a row of full vectors.
+    torch divides a tensor's elements among threads at arbitrary places, and code other than full vectors computes the
+    remainder of each piece, which rounds differently. So this function makes pieces of whole rows, and rows of full
+    vectors.
     """
     rows, width = x.shape
     if x.device.type != "cpu" or not rows:
         return function(x)
     if odd := width % _VECTORS:
         return activate(function, F.pad(x, (0, _VECTORS - odd)))[:, :width].contiguous()
-    x = x.contiguous()  # some functions have other code for tensors that are not
+    x = x.contiguous()  # some functions have other code for tensors that are not contiguous
     threads = torch.get_num_threads()
-    # Rows of which each thread gets as many whole ones.
+    # Rows of which each thread gets equally many.
     shared = rows - rows % threads
     if width > _UNDIVIDED or shared * width < threads * _SHARED:
         shared = 0
@@ -67,13 +67,13 @@ def activate(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def activate_by_name(name: spec.Activation, x: Tensor) -> Tensor:
-    """An activation of rows [T, width], such that no row's bits depend on the others."""
+    """An activation of rows [T, width] that gives each row the same bits in any batch."""
     activated = kernels.activate(name, x)
     return activate(ACTIVATIONS[name], x) if activated is None else activated
 
 
 def gate_by_name(name: spec.Activation, x: Tensor) -> Tensor:
-    """activation(a) * b of rows [a | b], [T, 2 * width] to [T, width], likewise."""
+    """activation(a) * b of rows [a | b], [T, 2 * width] to [T, width], with the same property."""
     gated = kernels.gate(name, x)
     if gated is not None:
         return gated

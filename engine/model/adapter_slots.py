@@ -11,23 +11,23 @@ from engine.backends.native.adapters import AdapterTable
 from engine.backends.native.memory import Arena
 from engine.model.adapters import LowRank
 
-_ROWS = 16  # of each product that torch computes
+_ROWS = 16  # minimum rows of each product that torch computes
 
 
 class AdapterSlots:
-    """The slots of one product; slot 0 is that of tokens without an adapter.
+    """The slots of one product; slot 0 is for tokens without an adapter.
 
-    A GPU's kernels read slots of one size, which recorded steps find at the same place. A CPU has each adapter in its
+    On a GPU, all slots have one size, and recorded steps find them at fixed addresses. On a CPU, each adapter has its
     own size.
 
     Args:
-        inputs, outputs: of the product.
-        slots: adapters that can be loaded.
-        rank: the largest of one that it can take.
-        dtype: of a GPU's slots.
+        inputs, outputs: the product's sizes.
+        slots: maximum number of loaded adapters.
+        rank: maximum rank of an adapter.
+        dtype: format of a GPU's slots.
 
     Attributes:
-        table: what a CPU has.
+        table: the additions on a CPU.
         down: [1 + slots, rank, in] on a GPU; up: [1 + slots, out, rank] there.
     """
 
@@ -43,7 +43,7 @@ class AdapterSlots:
             self.up = torch.zeros(1 + slots, outputs, rank, dtype=dtype, device=device)
 
     def put(self, slot: int, part: LowRank, arena: Arena) -> None:
-        """Fill an empty slot; a CPU keeps an adapter's numbers in its arena."""
+        """Fill an empty slot; a CPU stores an adapter's numbers in its arena."""
         self._filled.add(slot)
         if self.table is not None:
             self.table.put(slot, part.down, part.up, arena)
@@ -69,9 +69,9 @@ class AdapterSlots:
             adapters.warm(self.down, self.up)
 
     def add(self, x: Tensor, out: Tensor, slots: Tensor) -> Tensor:
-        """out [T, out] with what the adapters of these slots [T] make of the rows x [T, in]; computed in float32.
+        """Add the results of the adapters in slots [T] for rows x [T, in] to out [T, out]; computed in float32.
 
-        All rows are multiplied by each adapter, in products of one size, so that no row's bits depend on the others'.
+        Each adapter multiplies all rows, in products of one size, so that a row's bits do not depend on the others.
         """
         count = len(x)
         x = F.pad(x.float(), (0, 0, 0, -count % _ROWS)).view(-1, _ROWS, self.inputs)

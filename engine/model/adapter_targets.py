@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def adaptable(stack: TransformerStack) -> dict[Linear, int]:
-    """The products that adapters may add to, each with the number of a checkpoint's matrices that it may join.
+    """The products that adapters may add to, each with the number of checkpoint matrices that it may join.
 
-    Left out are matrices that also multiply other rows than those of tokens, such as vectors beside the tokens or sums
-    of blocks, and those that are no operation of their own, such as those of experts.
+    Two kinds are excluded: matrices that also multiply rows other than those of tokens, such as vectors beside the
+    tokens or sums of blocks, and matrices without their own operation, such as those of experts.
     """
     operations = stack.program.operations
     elsewhere = {linear for operation in operations for linear in _elsewhere(operation)}
@@ -30,7 +30,7 @@ def adaptable(stack: TransformerStack) -> dict[Linear, int]:
 
 
 def _elsewhere(operation: object) -> Iterator[Linear]:
-    """The matrices that an operation multiplies by rows that are not its tokens'."""
+    """The matrices of an operation that multiply rows other than its tokens'."""
     match operation:
         case AttendToBlocks(module) | AttendBeside(module):
             yield from _linears(module)

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) as the engine holds them, whatever file they came from."""
+"""Low-rank adapters (LoRA, arXiv:2106.09685) in the engine's form, independent of the file format."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The addition of an adapter to one product: `y += x @ down.T @ up.T`.
+    """An adapter's addition to one product: `y += x @ down.T @ up.T`.
 
     Attributes:
         down: [rank, in] float32.
-        up: [out, rank] float32; the adapter's scale is already in it.
+        up: [out, rank] float32, including the adapter's scale.
     """
 
     down: Tensor
@@ -23,14 +23,14 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """One adapter, checked against the model that it was read for.
+    """An adapter, checked against its model.
 
     Attributes:
-        name: requests name it as their model.
+        name: the name that requests send as their model.
         path: the folder or file that it came from.
         digest: a hash of everything that changes answers; adapters with equal digests share cached pages.
         products: the additions, by the module path of the `Linear` in the model (`model.named_modules()`).
-        replaced: parameters of heads that the adapter brings whole (`modules_to_save`), by their path in the model.
+        replaced: whole parameters of heads from the adapter (`modules_to_save`), by their path in the model.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The operations of attention in a layer program, and of the vectors that go through layers beside the tokens."""
+"""The operations of attention in a layer program, and those of vectors that pass through layers beside the tokens."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from engine.model.reading import ReadingAttention
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrepareHeads(HasRows):
-    """Queries, keys and values as attention reads them: limited, normed, rotated (or rotated first, then normed);
-    written to a layer's pages where the stack has pages. The heads are overwritten.
+    """Prepare queries, keys and values for attention: clip, normalise and rotate them (or rotate, then normalise), and
+    write them to a layer's pages if the stack has pages. The heads are overwritten.
 
     Attributes:
-        layer: whose pages; None for an encoder.
+        layer: the layer of the pages; None for an encoder.
         queries, keys, values: the parts of `heads`.
     """
 
@@ -53,7 +53,7 @@ class PrepareHeads(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Temper(HasRows):
-    """queries = queries times a number of their position."""
+    """queries = queries times a number that depends on their position."""
 
     READS = ("queries",)
     WRITES = ("queries",)
@@ -63,13 +63,13 @@ class Temper(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrepareLatent(HasRows):
-    """out = queries in the form in which they meet the keys of pages: rotated, and multiplied with what would make keys
-    of latents. The latents, normed, and the shared keys, rotated, are written to a layer's pages.
+    """out = queries in the form for keys in pages: rotated, and multiplied with the matrix that would expand latents to
+    keys. The normalised latents and the rotated shared keys are written to a layer's pages.
 
     Attributes:
-        queries: of each head its content, then what is rotated.
+        queries: for each head its content, then the part that is rotated.
         latent: the latent, then the shared key.
-        layer: whose pages.
+        layer: the layer of the pages.
     """
 
     READS = ("queries", "latent")
@@ -83,7 +83,8 @@ class PrepareLatent(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpandLatent(HasRows):
-    """out = the product of each head's matrix and the latents that the head attended to, which begin each head of x."""
+    """out = the product of each head's matrix and the head's attention result over latents, which begins each head of
+    x."""
 
     READS = ("x",)
     WRITES = ("out",)
@@ -104,13 +105,13 @@ class StoreEncoded(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attend(HasRows):
-    """out = attention of the queries to the keys and values of their own rows: those in pages, those that lie beside
-    them (an encoder's), or the encoder's pages.
+    """out = attention of the queries to the keys and values of their own rows: those in pages, those beside them (in an
+    encoder), or those in the encoder's pages.
 
     Attributes:
-        module: what it belongs to.
-        kv: keys and values that lie beside the queries; None if they are in pages.
-        layer: whose pages; None for an encoder.
+        module: the module that it belongs to.
+        kv: keys and values beside the queries; None if they are in pages.
+        layer: the layer of the pages; None for an encoder.
     """
 
     READS = ("queries", "kv")
@@ -127,7 +128,7 @@ class Attend(HasRows):
 
     @property
     def sinks(self) -> Tensor | None:
-        """Scores beside those of the keys, [heads] float32."""
+        """Scores besides those of the keys, [heads] float32."""
         return self.module.sinks if isinstance(self.module, SelfAttention) else None
 
     @property
@@ -136,28 +137,28 @@ class Attend(HasRows):
 
     @property
     def is_cross(self) -> bool:
-        """The keys are an encoder's."""
+        """Whether the keys are an encoder's."""
         return isinstance(self.module, CrossAttention)
 
     @property
     def causal(self) -> bool:
-        """A query sees no later key."""
+        """Whether a query sees no later key."""
         return self.part.causal and not self.is_cross
 
     @property
     def window(self) -> Sight | None:
-        """The tokens that a query sees at most."""
+        """The maximum number of tokens that a query sees."""
         return None if self.is_cross else self.part.window
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttendByBuckets(HasRows):
-    """out = attention of the queries to keys and values in pages, with the scores that they bring for distances.
+    """out = attention of the queries to keys and values in pages, with scores by distance from each query.
 
     Attributes:
-        scores: for each bucket a number of each head.
-        own: the keys and values of next tokens, each seen only by its own query. Then the queries are those of these
-            tokens. None: queries are of tokens whose keys are in the pages.
+        scores: a number per bucket and head.
+        own: keys and values of next tokens, each visible only to its own query. The queries then belong to these
+            tokens. None: queries belong to tokens whose keys are in the pages.
     """
 
     READS = ("queries", "scores", "own")
@@ -172,11 +173,11 @@ class AttendByBuckets(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttendGlobally(HasRows):
-    """out = attention of the queries to the keys and values beside them that are near, and to those of global tokens;
-    for global tokens, attention of their own queries to all of their rows' own keys and values.
+    """out = attention of the queries to nearby keys and values beside them and to those of global tokens; for global
+    tokens, attention of their own queries to the global keys and values of their whole rows.
 
     Attributes:
-        heads, of_global: queries, keys and values side by side; the second ones are those of global tokens.
+        heads, of_global: queries, keys and values side by side; the latter are for global tokens.
     """
 
     READS = ("heads", "of_global")
@@ -189,8 +190,8 @@ class AttendGlobally(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttendToBlocks(HasRows):
-    """out = attention of the queries to the keys and values beside them that are near, and to those that are made of
-    sums of blocks of their rows' x.
+    """out = attention of the queries to nearby keys and values beside them, and to those made from sums of blocks of
+    their rows' x.
 
     Attributes:
         heads: queries, keys and values side by side.
@@ -206,7 +207,7 @@ class AttendToBlocks(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttendInBlocks(HasRows):
-    """out = attention of the queries to those of the keys and values beside them that lie in blocks they see.
+    """out = attention of the queries to the keys and values beside them in the blocks that they see.
 
     Attributes:
         heads: queries, keys and values side by side.
@@ -221,15 +222,15 @@ class AttendInBlocks(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BeginBeside(HasRows):
-    """Each input of the pass gets these vectors, [count, features], which go through the layers beside its tokens."""
+    """Each input of the pass gets these vectors, [count, features], which pass through the layers beside its tokens."""
 
     vectors: nn.Parameter
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttendBeside(HasRows):
-    """out = attention of the queries to the keys and values beside them that lie in their block, and to those of the
-    vectors beside the tokens; these gain what they see of all tokens and of each other.
+    """out = attention of the queries to the keys and values beside them in their block, and to those of the vectors
+    beside the tokens; these vectors add the results of their own attention to all tokens and to each other.
 
     Attributes:
         heads: queries, keys and values side by side.
@@ -244,7 +245,7 @@ class AttendBeside(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeedBeside(HasRows):
-    """A feed-forward network of their norms is added to the vectors beside the tokens."""
+    """Add a feed-forward network of their norms to the vectors beside the tokens."""
 
     before: nn.Module | None
     network: DenseFeedForward

@@ -1,4 +1,4 @@
-"""Biases that attention adds to its scores, as the tables that backends are handed."""
+"""Biases of attention scores, as tables for the backends."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class BucketTable(nn.Module):
         self.register_buffer("buckets", bucket_of(part, distances).to(place.device), persistent=False)
 
     def forward(self) -> DistanceBias:
-        """The bias in the form of `AttentionBackend.attend`; distances beyond the last have its bucket."""
+        """The bias in the form of `AttentionBackend.attend`; distances beyond the last use its bucket."""
         return DistanceBias(self.weight.index_select(0, self.buckets).t().float().contiguous(), zero=self.zero)
 
 
@@ -65,7 +65,7 @@ def bucket_of(part: RelativeBuckets, distances: Tensor) -> Tensor:
     else:
         distances = -distances.clamp(max=0)
     exact = buckets // 2
-    # Distances below `exact` have a bucket each, larger ones share buckets that widen geometrically.
+    # Distances below `exact` have a bucket each; larger ones share buckets that widen geometrically.
     steps = torch.log(distances.clamp(min=1).float() / exact) / math.log(part.max_distance / exact) * (buckets - exact)
     wide = (exact + steps.long()).clamp(max=buckets - 1)
     return first + torch.where(distances < exact, distances, wide)

@@ -14,7 +14,7 @@ from engine.model.place import Place
 
 
 class BlockSumAttention(SelfAttention):
-    """The weights of self-attention, which make keys and values of sums of blocks, too, and the norm of the sums."""
+    """The weights of self-attention, which also make keys and values from sums of blocks, and the norm of the sums."""
 
     def __init__(self, part: spec.Attention, hidden_size: int, backend: AttentionBackend, place: Place):
         super().__init__(part, hidden_size, backend, place)
@@ -23,10 +23,10 @@ class BlockSumAttention(SelfAttention):
         self.block_norm = build_norm(part.block_sums.norm, hidden_size, place)
 
     def of_blocks(self, x: Tensor, metadata: AttentionMetadata, min_rows: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [blocks, heads, head_dim] of the sums of rows x [Tp, features], of one input after the other.
+        """Keys and values [blocks, heads, head_dim] of the sums of rows x [Tp, features], input by input.
 
         Args:
-            min_rows: fewest rows of a matrix product.
+            min_rows: minimum rows of a matrix product.
         """
         inputs = torch.split(x[: sum(metadata.query_lens)], metadata.query_lens)
         sums = torch.cat([sum_blocks(one, self.size) for one in inputs])
@@ -37,7 +37,7 @@ class BlockSumAttention(SelfAttention):
 
 
 def sum_blocks(x: Tensor, size: int) -> Tensor:
-    """[blocks, features] of one input x [T, features], added up in float32."""
+    """[blocks, features] of one input x [T, features], summed in float32."""
     count = len(x) // size
     whole = x[: count * size].float().view(count, size, x.shape[1]).sum(1)
     if count:

@@ -1,4 +1,4 @@
-"""The modules of layers: sublayers and their norms. `engine.model.program` says what is computed with them."""
+"""The modules of layers: sublayers and their norms. `engine.model.program` describes the computation."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SequentialBlock(nn.Module):
     """Attention, attention to an encoder if there is one, then the feed-forward network, each with a residual.
 
     Args:
-        versions: of the stream.
+        versions: the stream's versions.
     """
 
     def __init__(
@@ -104,9 +104,9 @@ class SequentialBlock(nn.Module):
 
 
 class ParallelBlock(nn.Module):
-    """x + attention(norm(x)) + ffn(norm(x)), where both may read the same norm.
+    """x + attention(norm(x)) + ffn(norm(x)), where both may use the same norm.
 
-    Parameters have the names that they have in a sequential block; a single norm is attention's.
+    Parameters have the same names as in a sequential block; a single norm belongs to attention.
     """
 
     def __init__(self, block: spec.Block, hidden_size: int, memory_size: int, backend: AttentionBackend, place: Place):
@@ -130,7 +130,7 @@ class BottleneckBlock(nn.Module):
         width, norm, whole = part.width, part.norm, part.values == "whole"
         self.entrance = Linear(hidden_size, width, True, place)
         self.entrance_norm = build_norm(norm, width, place)
-        # Of queries and keys, where values do not enter.
+        # For queries and keys, if values do not use it.
         self.second_entrance = Linear(hidden_size, width, True, place) if whole else None
         self.second_norm = build_norm(norm, width, place) if whole else None
         attention = SelfAttention(block.attention, width, backend, place, values_size=hidden_size if whole else None)
@@ -207,7 +207,7 @@ def build_block(
 
     Args:
         memory_size: features of the encoder's hidden states, for a block that attends to them.
-        versions: of the stream.
+        versions: the stream's versions.
     """
     if block.bottleneck is not None:
         return BottleneckBlock(block, hidden_size, backend, place)

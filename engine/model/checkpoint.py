@@ -1,4 +1,4 @@
-"""Finding a checkpoint, in a local folder or on the hub, and reading its config."""
+"""Finds a checkpoint, in a local folder or on the hub, and reads its config."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger("octavo.model")
 
 ConfigReader = Callable[[Path], Any]  # from a checkpoint folder to its config
 
-# Everything a model needs, and no weights in other formats.
+# All files that a model needs, without weights in other formats.
 PATTERNS = (
     "*.safetensors",
     "*.safetensors.index.json",
@@ -40,43 +40,43 @@ PATTERNS = (
     "*.tiktoken",
     "chat_template*",
     "additional_chat_templates/*",
-    # Of sentence-transformers (`engine.model.sentence`): modules have folders of their own, the transformer may, too.
+    # For sentence-transformers (`engine.model.sentence`): modules have their own folders, and the transformer may too.
     "modules.json",
     "*sentence_*.json",
     "*/config.json",
     "0_*/*.json",
     "0_*/*.txt",
-    # Of GLiNER (`engine.model.families.entities`).
+    # For GLiNER (`engine.model.families.entities`).
     "gliner_config.json",
-    # Of bge-m3 (`engine.model.retrieval`).
+    # For bge-m3 (`engine.model.retrieval`).
     "sparse_linear.pt",
     "colbert_linear.pt",
 )
 
 
 def locate(model: str, revision: str | None = None, hf_token: str | None = None, *, download: bool = True) -> Path:
-    """The folder of a checkpoint, downloaded if `model` is a hub id; of a GGUF file the one that stands for it.
+    """The folder of a checkpoint, downloaded if `model` is a hub id; for a GGUF file, the folder that represents it.
 
     Args:
         model: local folder, GGUF file, hub id such as "org/name", or a GGUF file there, such as "org/name:Q4_K_M" or
             "org/name/*Q4_K_M.gguf".
         revision: branch, tag or commit on the hub.
         hf_token: token for gated models; else HF_TOKEN or the token of `hf auth login`.
-        download: false: only what is in the local cache already.
+        download: False uses only the local cache.
 
     Raises:
-        ModelLoadError: there is no such folder or model, access is denied, or the hub is out of reach.
+        ModelLoadError: the folder or model does not exist, access is denied, or the hub cannot be reached.
     """
     return laid_out(find(model, revision, hf_token, download=download))
 
 
 def laid_out(place: Path) -> Path:
-    """The folder that `find` found; of a GGUF file the one that stands for it."""
+    """The folder that `find` found; for a GGUF file, the folder that represents it."""
     return place if place.is_dir() else stand_in(place)
 
 
 def find(model: str, revision: str | None = None, hf_token: str | None = None, *, download: bool = True) -> Path:
-    """The folder of a checkpoint, or the GGUF file that is one; see `locate`."""
+    """The folder of a checkpoint, or its GGUF file; see `locate`."""
     if (place := find_here(model)) is not None:
         return place
     if (named := named_file(model)) is not None:
@@ -96,12 +96,12 @@ def find(model: str, revision: str | None = None, hf_token: str | None = None, *
 
 def read_config(path: Path, given: PublishedConfig | None = None) -> Any:
     """The config of a checkpoint folder. For a vision-language model, the config of its language part; for GLiNER, that
-    of its encoder. Code in the checkpoint is never run.
+    of its encoder. Code in the checkpoint never runs.
 
 
     Raises:
-        ModelLoadError: there is no readable config, or it holds a number that no model has.
-        UnsupportedModelError: unknown model type, or weights that are stored in a way that is not read.
+        ModelLoadError: there is no readable config, or it contains an impossible number.
+        UnsupportedModelError: the model type is unknown, or the weights are stored in an unsupported format.
     """
     if (path / ENTITIES).is_file():
         values = read_values(path / ENTITIES)

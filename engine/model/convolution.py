@@ -13,9 +13,10 @@ from engine.model.place import Place
 
 
 class TokenConvolution(nn.Module):
-    """The weights of activation(convolution(x)) of inputs laid end to end, as one product of matrices.
+    """The weights of activation(convolution(x)) for inputs end to end, as one matrix product.
 
-    The window of each token, its neighbours' features one after the other, meets the kernel [out, taps * in].
+    The window of each token (its neighbours' features, one after the other) is multiplied with the kernel [out, taps *
+    in].
     """
 
     def __init__(self, part: spec.Convolution, hidden_size: int, place: Place):
@@ -26,9 +27,10 @@ class TokenConvolution(nn.Module):
 
 
 def gather_neighbours(x: Tensor, metadata: AttentionMetadata, taps: int, tokens: int) -> Tensor:
-    """[Tp, taps * features] of x [Tp, features]: the windows of tokens; what lies past `tokens` is padding.
+    """[Tp, taps * features] of x [Tp, features]: the windows of tokens; rows past `tokens` are padding.
 
-    Tokens before the first and after the last of an input are zeros: no input sees its neighbour in the batch.
+    Positions before the first and after the last token of an input are zeros, so no input sees its neighbour in the
+    batch.
     """
     nothing = len(x)
     places = neighbours(metadata, taps, nothing).to(x.device)
@@ -37,7 +39,7 @@ def gather_neighbours(x: Tensor, metadata: AttentionMetadata, taps: int, tokens:
 
 
 def neighbours(metadata: AttentionMetadata, taps: int, nothing: int) -> Tensor:
-    """[T, taps] int64 on the host: the tokens around each, `nothing` where the token's own row has none."""
+    """[T, taps] int64 on the host: the tokens around each token, `nothing` beyond the ends of its row."""
     lens = torch.tensor(metadata.query_lens, device="cpu")
     end = lens.cumsum(0).repeat_interleave(lens)
     begin = end - lens.repeat_interleave(lens)
@@ -56,7 +58,7 @@ def weigh_taps(windows: Tensor, weights: Tensor) -> Tensor:
 
 
 def mix_taps(windows: Tensor, scores: Tensor, heads: int, taps: int) -> Tensor:
-    """[Tp, features] of windows [Tp, taps * features]: the sum of the taps, those of a head times the softmax of its
+    """[Tp, features] of windows [Tp, taps * features]: the sum of the taps, each head's weighted by the softmax of its
     scores [Tp, heads * taps]."""
     shares = F.softmax(scores.reshape(len(scores), heads, taps), dim=-1)
     of_taps = windows.view(len(windows), taps, heads, -1).unbind(1)

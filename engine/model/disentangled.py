@@ -1,4 +1,4 @@
-"""Disentangled attention: scores of contents with distances (DeBERTa, arXiv:2006.03654, 3.1)."""
+"""Disentangled attention: scores between content and distances (DeBERTa, arXiv:2006.03654, 3.1)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from engine.model.positions import Disentangled
 
 
 class DisentangledAttention(SelfAttention):
-    """Self-attention that also multiplies queries with keys made of distances, and keys with queries of distances.
+    """Self-attention that also multiplies queries with keys made from distances, and keys with queries made from
+    distances.
 
-    Both are made at the first step and kept: weights do not change once they are filled, and a short input would
-    otherwise wait for the projection of hundreds of distances in every layer.
+    Both are computed at the first step and kept, because loaded weights do not change and a short input would otherwise
+    wait in every layer for the projection of hundreds of distances.
     """
 
     def __init__(self, part: spec.Attention, hidden_size: int, backend: AttentionBackend, place: Place):
@@ -33,14 +34,14 @@ class DisentangledAttention(SelfAttention):
         self._bias: ContentBias | None = None
 
     def bias(self, distances: DistanceTable) -> ContentBias:
-        """The bias that is added to the scores."""
+        """The bias of the scores."""
         if self._bias is None:
             keys, queries = self._project(distances())
             self._bias = ContentBias(keys, queries, distances.columns, distances.zero)
         return self._bias
 
     def _project(self, vectors: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Keys and queries [heads, N, head_dim] of distances' vectors [N, hidden]; None for those of no term."""
+        """Keys and queries [heads, N, head_dim] from the distances' vectors [N, hidden]; None if a term is absent."""
         heads, head_dim = self.part.heads, self.part.head_dim
 
         def split(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The vectors of distances that disentangled attention multiplies (DeBERTa, arXiv:2006.03654, 3.1)."""
+"""The vectors of distances in disentangled attention (DeBERTa, arXiv:2006.03654, 3.1)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.model.positions import DistanceVectors
 
 
 class DistanceTable(nn.Module):
-    """The vectors of distances that the layers of a stack share, and which of them each distance has.
+    """The vectors of distances that the layers of a stack share, and the vector of each distance.
 
     Args:
         length: distances between tokens are below this.
@@ -36,7 +36,8 @@ class DistanceTable(nn.Module):
 def column_of(part: DistanceVectors, distances: Tensor) -> Tensor:
     """The index of the vector of each distance (key position - query position), int64.
 
-    The operations on buckets are those of transformers, in its order: where a bucket ends depends on the last bit.
+    The operations on buckets are those of transformers, in the same order, because the end of a bucket depends on the
+    last bit.
     """
     back = -distances  # earlier keys have the later vectors
     if part.buckets is not None:

@@ -19,7 +19,7 @@ from engine.model.positions import Sinusoidal
 
 
 class TokenEmbedding(nn.Module):
-    """Token ids [Tp], positions [Tp] and sides to vectors [Tp, hidden].
+    """Turns token ids [Tp], positions [Tp] and sides into vectors [Tp, hidden].
 
     Args:
         shared: a token table that another module owns.
@@ -31,8 +31,8 @@ class TokenEmbedding(nn.Module):
         hidden = part.projection or (part.width if around is None else around.width)
         added = part.width if part.projects_sum else hidden
         self.tokens = place.parameter(part.vocab_size, part.width) if shared is None else shared
-        self.look_up: LookUp | None = None  # reads rows of the table where it is no parameter any more
-        self.stored_bytes: int | None = None  # of a table that stays as a checkpoint stores it, see `mark_stored`
+        self.look_up: LookUp | None = None  # reads rows of the table when it is no longer a parameter
+        self.stored_bytes: int | None = None  # for a table kept in the checkpoint's format, see `mark_stored`
         self.projection = None if part.projection is None else Linear(part.width, hidden, False, place)
         self.projects_sum = part.projects_sum
         self.taps = 1 if around is None else around.taps
@@ -50,7 +50,7 @@ class TokenEmbedding(nn.Module):
         self.token_norm = build_norm(part.token_norm, hidden, place)
         self.norm = build_norm(part.norm, hidden, place)
         self.expansion = None if part.expansion is None else Linear(hidden, part.expansion, True, place)
-        # Rounded to the weights' format, as the checkpoint was trained.
+        # Rounded to the weights' format, as in the checkpoint's training.
         self.scale = torch.tensor(part.scale, dtype=place.dtype, device="cpu").item()
 
     def forward(
@@ -64,7 +64,7 @@ class TokenEmbedding(nn.Module):
         """The vectors.
 
         Args:
-            metadata: the inputs that the first `tokens` tokens form; others are padding.
+            metadata: the division of the first `tokens` tokens into inputs; the others are padding.
             sides: see `Inputs`.
         """
         if self.look_up is None:
@@ -101,13 +101,13 @@ class TokenEmbedding(nn.Module):
         return x
 
     def give_up_table(self, look_up: LookUp) -> None:
-        """Read the table's rows from where else they are kept."""
+        """Release the table, and read its rows from elsewhere."""
         self.look_up = look_up
         self.tokens = nn.Parameter(self.tokens.new_empty(0, self.tokens.shape[1]), requires_grad=False)
 
     def ahead(self, positions: Tensor, vector: Tensor) -> Tensor:
-        """The vectors [Tp, hidden] of next tokens. Only their positions are known, which follow these [Tp]: with
-        `vector` in the place of a token's."""
+        """The vectors [Tp, hidden] of next tokens. Only their positions are known, which follow these [Tp]; `vector`
+        replaces a token's vector."""
         assert self.positions is not None
         x = vector + F.embedding(positions + (self.offset + 1), self.positions)
         return x if self.norm is None else self.norm(x)
@@ -136,7 +136,7 @@ class BoxEmbedding(nn.Module):
         self.widths = place.parameter(size, width)
 
     def forward(self, x: Tensor, boxes: Tensor | None) -> Tensor:
-        """x [Tp, width] and what boxes [Tp, 4] add: left, upper, right and lower edge; None: all are zeros."""
+        """x [Tp, width] plus the vectors of boxes [Tp, 4]: left, upper, right and lower edge; None: all are zeros."""
         tables = (self.columns, self.rows, self.columns, self.rows, self.heights, self.widths)
         if boxes is None:  # the same sums as beside inputs with boxes
             for table in tables:
@@ -149,7 +149,7 @@ class BoxEmbedding(nn.Module):
 
 
 def mask_out(x: Tensor, token_ids: Tensor, part: spec.MaskedOut, metadata: AttentionMetadata, tokens: int) -> Tensor:
-    """Vectors x [Tp, features] without those of masks, scaled by how many of these their inputs have."""
+    """Vectors x [Tp, features] with those of masks removed, scaled by the number of masks in their inputs."""
     masks = token_ids == part.id
     lens = torch.tensor(metadata.query_lens, device="cpu").to(x.device)
     rows = torch.repeat_interleave(lens, output_size=tokens)
@@ -161,7 +161,7 @@ def mask_out(x: Tensor, token_ids: Tensor, part: spec.MaskedOut, metadata: Atten
 
 
 def count_placed(token_ids: Tensor, positions: Tensor, unplaced: int) -> Tensor:
-    """Positions [T] in whole inputs that count only the tokens which have one; -1 for those that have none."""
+    """Positions [T] in whole inputs that count only tokens with a position; -1 for the others."""
     skipped = token_ids == unplaced
     total = skipped.cumsum(0)
     first = torch.arange(len(positions), device=positions.device) - positions
@@ -170,7 +170,7 @@ def count_placed(token_ids: Tensor, positions: Tensor, unplaced: int) -> Tensor:
 
 
 class PatchEmbedding(nn.Module):
-    """Images [channels, height, width] to vectors [positions, hidden] each, laid end to end."""
+    """Turns images [channels, height, width] into vectors [positions, hidden] each, end to end."""
 
     def __init__(self, part: spec.Patches, place: Place):
         super().__init__()
@@ -185,7 +185,7 @@ class PatchEmbedding(nn.Module):
         self.norm = build_norm(part.norm, part.width, place)
 
     def forward(self, images: Sequence[Tensor], min_rows: int = 1) -> Tensor:
-        """`min_rows`: fewest rows of a matrix product."""
+        """`min_rows`: minimum rows of a matrix product."""
         patches = torch.stack([self._pixels(image) for image in images]).to(self.patches.weight.dtype)
         rows = patches.flatten(0, 1)
         x: Tensor = self.patches(F.pad(rows, (0, 0, 0, max(min_rows - len(rows), 0))))[: len(rows)]
@@ -199,7 +199,7 @@ class PatchEmbedding(nn.Module):
         return x if self.norm is None else self.norm(x)
 
     def _pixels(self, image: Tensor) -> Tensor:
-        """[patches, channels * height * width of one], row by row."""
+        """[patches, channels * height * width of a patch], row by row."""
         height, width = self.part.patch
         rows, columns = image.shape[1] // height, image.shape[2] // width
         whole = image[:, : rows * height, : columns * width]
@@ -208,8 +208,8 @@ class PatchEmbedding(nn.Module):
 
 
 class SpectrumEmbedding(nn.Module):
-    """Spectra [bins, frames] to vectors [positions, hidden] each, laid end to end. A convolution is a matrix product
-    over its window at each place."""
+    """Turns spectra [bins, frames] into vectors [positions, hidden] each, end to end. A convolution is a matrix product
+    over its window at each position."""
 
     def __init__(self, part: spec.Spectrum, place: Place):
         super().__init__()
@@ -224,9 +224,9 @@ class SpectrumEmbedding(nn.Module):
 
     def forward(self, spectra: Sequence[Tensor], min_rows: int = 1) -> Tensor:
         """Args:
-        min_rows: fewest rows of a matrix product.
+        min_rows: minimum rows of a matrix product.
         """
-        # One after the other: where what a convolution sees is copied, it takes several times a spectrum's memory.
+        # One after the other, because copying a convolution's windows takes several times a spectrum's memory.
         return torch.cat([self._vectors(spectrum, min_rows) for spectrum in spectra])
 
     def _vectors(self, spectrum: Tensor, min_rows: int) -> Tensor:
@@ -235,11 +235,11 @@ class SpectrumEmbedding(nn.Module):
         return x if self.positions is None else x + self.positions[self.offset : self.offset + len(x)]
 
     def _convolved(self, x: Tensor, kernel: Linear, stride: int, min_rows: int) -> Tensor:
-        """[places, features] of x [frames, channels]."""
+        """[positions, features] of x [frames, channels]."""
         taps, reach = self.part.kernel, self.part.kernel // 2
         padded = F.pad(x, (0, 0, reach, reach)).contiguous()
         frames, channels = padded.shape
-        # What is seen at a place lies in one piece, which shares frames with those beside it.
+        # The window at a position is contiguous and shares frames with its neighbours.
         rows = padded.as_strided(((frames - taps) // stride + 1, taps * channels), (stride * channels, 1))
         lacking = min_rows - len(rows)
         y: Tensor = kernel(F.pad(rows, (0, 0, 0, lacking)) if lacking > 0 else rows)[: len(rows)]

@@ -28,8 +28,7 @@ class Executor(Protocol):
 
 
 def fastest(program: Program, tables: Tables, dtype: torch.dtype, device: torch.device) -> Executor:
-    """The fastest executor that a device has for a program, whose weights have been filled and laid out and stay as
-    they are."""
+    """The fastest executor of a device for a program; the weights are loaded, laid out, and do not change."""
     if gpu.serves(device):
         from engine.backends.triton.executor import TritonExecutor
 

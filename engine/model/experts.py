@@ -1,4 +1,4 @@
-"""Mixtures of experts (arXiv:1701.06538): tokens are grouped by expert, and each expert works once on its group."""
+"""Mixtures of experts (arXiv:1701.06538): tokens are grouped by expert, and each expert computes its group at once."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from engine.model.quantisation import Held, device_product, on_device
 
 
 class ExpertMatrices(nn.Module):
-    """One matrix for each expert (or each head), weight [count, out, in], and a bias [count, out] if they have any.
+    """One matrix for each expert (or each head), weight [count, out, in], and a bias [count, out] if they have one.
 
     Attributes:
-        packed: the matrices as a CPU's kernels read them.
-        few_bits: all of them, quantised, on a GPU; numbers and scales begin with [count, out].
+        packed: the matrices in the form of a CPU's kernels.
+        few_bits: all matrices, quantised, on a GPU; numbers and scales begin with [count, out].
     """
 
     def __init__(self, count: int, inputs: int, outputs: int, bias: bool, place: Place):
@@ -38,15 +38,15 @@ class ExpertMatrices(nn.Module):
         self.bias = place.parameter(count, outputs) if bias else None
         self.packed: list[PackedProduct] | None = None
         self.few_bits: Quantised | None = None
-        self.stored: Held | None = None  # as those of `Linear`
+        self.stored: Held | None = None  # like those of `Linear`
         self.taken = False
 
     def pack(self, quantization: Held | None = None, quantised: Callable[[int], Weight | Packed] | None = None) -> None:
-        """Lay the filled matrices out as kernels read them, those of a CPU, or of a GPU if they are quantised; the
-        plain ones are given up, or are on the model's device from then on.
+        """Lay the loaded matrices out for a CPU's kernels, or for a GPU's if they are quantised; the plain ones are
+        released, or are on the model's device afterwards.
 
         Args:
-            quantised: gives a matrix as it has been quantised or packed; the plain ones need not be filled then.
+            quantised: returns a matrix that is already quantised or packed; the plain ones then need not be loaded.
         """
         matrices = self.weight if quantised is None else map(quantised, range(self.count))
         if not on_gpu(self.device):
@@ -60,7 +60,7 @@ class ExpertMatrices(nn.Module):
         self.weight = nn.Parameter(kept.to(self.device), requires_grad=False)
 
     def forward(self, x: Tensor, expert: int) -> Tensor:
-        """[rows, in] to [rows, out] by one expert's matrix."""
+        """[rows, in] to [rows, out] with one expert's matrix."""
         if self.packed is not None:
             return self.packed[expert](x)
         bias = None if self.bias is None else self.bias[expert]
@@ -71,17 +71,18 @@ class ExpertMatrices(nn.Module):
 
     @property
     def is_packed(self) -> bool:
-        """The plain matrices have been given up."""
+        """Whether the plain matrices have been released."""
         return self.packed is not None or self.few_bits is not None
 
     @property
     def held(self) -> Tensor | Quantised:
-        """The matrices as a GPU's kernels read them."""
+        """The matrices in the form of a GPU's kernels."""
         return self.weight if self.few_bits is None else self.few_bits
 
 
 def stacked(matrices: Iterable[Quantised], count: int) -> Quantised:
-    """A stack of so many matrices, whose numbers and scales begin with [count, out]; one at a time is there twice."""
+    """A stack of this many matrices, whose numbers and scales begin with [count, out]; one matrix at a time exists
+    twice."""
     whole: Quantised | None = None
     for index, one in enumerate(matrices):
         if whole is None:
@@ -95,8 +96,8 @@ def stacked(matrices: Iterable[Quantised], count: int) -> Quantised:
 class ExpertsFeedForward(nn.Module):
     """Each token's `active` likeliest experts, weighted by their probabilities.
 
-    A token's result does not depend on the others: every product has at least `min_rows` rows, and each
-    token adds its experts up in the order of their numbers.
+    A token's result does not depend on the others: every product has at least `min_rows` rows, and each token adds its
+    experts' results in the order of their numbers.
     """
 
     def __init__(self, part: spec.Experts, hidden_size: int, place: Place):
@@ -121,11 +122,10 @@ class ExpertsFeedForward(nn.Module):
         starts: Tensor | None = None,
         judged: Tensor | None = None,
     ) -> Tensor:
-        """[Tp, hidden] to [Tp, hidden]; what lies past `tokens` is padding, which is sent to no expert and gives
-        zeros.
+        """[Tp, hidden] to [Tp, hidden]; rows past `tokens` are padding, which goes to no expert and gives zeros.
 
         Args:
-            starts: [R + 1] where the tokens of each input begin, and where the last ones end; None: all are one's.
+            starts: [R + 1] where the tokens of each input begin, and the end; None: all belong to one input.
             judged: [Tp, hidden] what the router reads; None: x.
         """
         judged = x if judged is None else judged
@@ -138,8 +138,8 @@ class ExpertsFeedForward(nn.Module):
         chosen, places = chosen.sort(dim=-1)
         weights = weights.gather(-1, places)
         rows, sizes, slots = self.group(chosen, min_rows)
-        # Groups are gathered one by one: rows of tensors of their own begin where kernels like them to begin,
-        # whatever the groups before them hold.
+        # Groups are gathered one by one, so that their rows are separate tensors with the alignment that kernels
+        # prefer.
         answers = x.new_empty(rows.shape[0], x.shape[1])
         factors: Sequence[Tensor | None] = [None] * len(sizes)
         if isinstance(self.part.routing, spec.ScaledInput):
@@ -156,7 +156,7 @@ class ExpertsFeedForward(nn.Module):
         return out
 
     def mix(self, x: Tensor, tokens: int, starts: Tensor | None = None, judged: Tensor | None = None) -> Tensor:
-        """The same by kernels that do not ask the device how many tokens an expert has."""
+        """The same with kernels that do not read from the device how many tokens an expert has."""
         judged = x if judged is None else judged
         from engine.backends.triton import experts
 
@@ -174,7 +174,7 @@ class ExpertsFeedForward(nn.Module):
         weights, chosen = weights.gather(-1, places), chosen.int()
         if not isinstance(part.routing, spec.ScaledInput):
             return experts.spread(x, weights, chosen, *matrices, **how)
-        # One expert of each token at a time: each reads what is multiplied for it.
+        # One expert of each token at a time, because the inputs differ.
         out = torch.zeros_like(x)
         ones = weights.new_ones(tokens, 1)
         for slot in range(part.active):
@@ -184,12 +184,13 @@ class ExpertsFeedForward(nn.Module):
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """Modules with equal values of this run the same compiled kernels."""
+        """Modules with equal values run the same compiled kernels."""
         bits = [None if each.few_bits is None else each.few_bits.has_minima for each in (self.up, self.down)]
         return self.part, self.down.outputs, self.up.weight.dtype, *bits
 
     def warm(self, most: int) -> None:
-        """Compile the kernels for steps of up to `most` tokens, if kernels serve: so that no request waits for that."""
+        """Compile the kernels for steps of up to `most` tokens, if kernels are used, so that no request waits for
+        that."""
         weight = self.up.weight
         if not gpu.serves(weight.device) or self.up.packed is not None:
             return
@@ -201,7 +202,7 @@ class ExpertsFeedForward(nn.Module):
             self.mix(weight.new_zeros(tokens, self.up.inputs), tokens)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights (float32) and experts of each token, [Tp, active] both; of experts alike the first are taken."""
+        """Weights (float32) and experts of each token, [Tp, active] both; of equal experts the first are chosen."""
         match self.part.routing:
             case spec.Likeliest():
                 weights, chosen = _best(self.router(x).float().softmax(dim=-1), self.part.active)
@@ -228,8 +229,8 @@ class ExpertsFeedForward(nn.Module):
                 return _mixed_sparsely(self.router(x).float(), self.part.active, tolerance)
 
     def _admitted(self, x: Tensor, tokens: int, starts: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Weights and experts of the first T = `tokens` tokens, [T, active]; weights are 0 if an expert has as many
-        tokens of an input as it takes."""
+        """Weights and experts of the first T = `tokens` tokens, [T, active]; weights are 0 if an expert already has as
+        many tokens of an input as it may take."""
         weights, chosen = (found[:tokens] for found in self.route(x))
         if self.part.capacity is None:
             return weights, chosen
@@ -241,7 +242,7 @@ class ExpertsFeedForward(nn.Module):
         return weights * (came.gather(-1, chosen) <= self.part.capacity), chosen
 
     def _logits(self, x: Tensor) -> Tensor:
-        """The router's numbers, computed in float32."""
+        """The router's logits, computed in float32."""
         if self.router.packed is not None:
             return self.router.in_float32(x)
         bias = self.router.bias
@@ -258,23 +259,23 @@ class ExpertsFeedForward(nn.Module):
         return weights * routing.scale, chosen
 
     def group(self, chosen: Tensor, min_rows: int) -> tuple[Tensor, list[int], Tensor]:
-        """Lay the tokens out expert by expert.
+        """Sort the tokens by expert.
 
         Args:
             chosen: [T, active] the experts of each token.
-            min_rows: a group that is not empty is filled up to so many rows, with copies of token 0.
+            min_rows: a non-empty group is padded to this many rows with copies of token 0.
 
         Returns:
             rows: [N] the token of each row.
-            sizes: rows of each expert's group; they lie in the order of the experts.
-            slots: [T, active] the row in which each token's expert finds it.
+            sizes: rows of each expert's group, in the order of the experts.
+            slots: [T, active] the row of each token's copy for each of its experts.
         """
         experts = chosen.flatten()
-        # Stable, so that an expert's tokens keep their order.
+        # A stable sort, so that an expert's tokens keep their order.
         order = experts.argsort(stable=True)
         counts = experts.bincount(minlength=self.part.count)
         sizes = torch.where(counts > 0, counts.clamp(min=min_rows), counts)
-        # How far filling moves an expert's first row.
+        # The shift of an expert's first row by padding.
         moved = (sizes - counts).cumsum(0) - (sizes - counts)
         places = torch.arange(order.shape[0], device=order.device) + moved[experts[order]]
         group_sizes: list[int] = sizes.tolist()
@@ -285,7 +286,7 @@ class ExpertsFeedForward(nn.Module):
         return rows, group_sizes, slots.view_as(chosen)
 
     def compute(self, x: Tensor, expert: int) -> Tensor:
-        """One expert's answers to its tokens, [rows, hidden]."""
+        """One expert's results for its tokens, [rows, hidden]."""
         wide, part = self.up(x, expert), self.part.expert
         match part:
             case spec.Clamped():
@@ -306,13 +307,13 @@ def _clamped(x: Tensor, part: spec.Clamped) -> Tensor:
 
 
 def _best(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of each row [T, n], with their places; of equal ones the first."""
+    """The `count` largest values of each row [T, n] and their indices; of equal ones the first."""
     values, places = x.sort(dim=-1, descending=True, stable=True)
     return values[:, :count], places[:, :count]
 
 
 def _open(scores: Tensor, groups: int, count: int, leaders: int) -> Tensor:
-    """Scores [T, experts] of the `count` groups whose best `leaders` experts have the largest sums; -inf in others."""
+    """Scores [T, experts] of the `count` groups whose best `leaders` experts have the largest sums; -inf for others."""
     if count == groups:
         return scores
     grouped = scores.view(len(scores), groups, -1)
@@ -323,7 +324,7 @@ def _open(scores: Tensor, groups: int, count: int, leaders: int) -> Tensor:
 
 
 def _mixed_sparsely(logits: Tensor, active: int, tolerance: float) -> tuple[Tensor, Tensor]:
-    """Weights and experts as `SparseMixer` has them; logits [T, count] float32."""
+    """Weights and experts according to `SparseMixer`; logits [T, count] float32."""
     weights, chosen, left = [], [], logits
     for _ in range(active):
         best, place = _best(left, 1)
@@ -335,7 +336,7 @@ def _mixed_sparsely(logits: Tensor, active: int, tolerance: float) -> tuple[Tens
 
 
 class SharedExperts(nn.Module):
-    """The weights of experts, and of the network beside them that every token goes to."""
+    """The weights of experts, and of the network beside them for every token."""
 
     def __init__(self, part: spec.Shared, hidden_size: int, place: Place):
         super().__init__()

@@ -14,10 +14,10 @@ from engine.model.gguf.on_hub import named_file
 
 
 def find_here(model: str) -> Path | None:
-    """The folder or the GGUF file that a model's name means; None if it means one on the hub.
+    """The folder or the GGUF file that a model's name refers to; None for a name on the hub.
 
     Raises:
-        ModelLoadError: it is a path, and there is no model.
+        ModelLoadError: the name is a path, and there is no model.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -46,14 +46,14 @@ def find_here(model: str) -> Path | None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """It holds a config, or says in which of its folders there is one."""
+    """Whether it contains a config, or names the subfolder that does."""
     return any((path / name).is_file() for name in ("config.json", "modules.json", "gliner_config.json"))
 
 
 def near(path: Path) -> str:
     """ " Did you mean ...?" if a path that does not exist resembles that of a checkpoint or a GGUF file.
 
-    Its folders may be misspelt, too.
+    Its folders may be misspelt too.
     """
     try:
         folder = _existing(path.parent)
@@ -83,10 +83,10 @@ def _is_model(path: Path) -> bool:
 
 
 def lacks_chat_template(path: Path) -> bool:
-    """Whether a text model's checkpoint brings no chat template, as base models do. It reads no weights.
+    """Whether a text model's checkpoint has no chat template, as base models do. It reads no weights.
 
     Args:
-        path: what `find_here` found. False for models other than decoders of text, which have their own refusals.
+        path: the result of `find_here`. False for models other than text decoders, which have other errors.
     """
     if path.suffix == SUFFIX:
         return not mentions_chat_template(path)
@@ -96,7 +96,7 @@ def lacks_chat_template(path: Path) -> bool:
         names = json.loads((path / "config.json").read_text(encoding="utf-8"))["architectures"]
         tokenizer = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError, TypeError):
-        return False  # loading it will say what is wrong
+        return False  # loading it will report the error
     decodes = isinstance(names, list) and bool(names) and str(names[0]).endswith(("ForCausalLM", "LMHeadModel"))
     return decodes and isinstance(tokenizer, dict) and not tokenizer.get("chat_template")
 

@@ -1,4 +1,4 @@
-"""Vectors that go through the layers beside the tokens (PEGASUS-X, arXiv:2208.04347, 3)."""
+"""Vectors that pass through the layers beside the tokens (PEGASUS-X, arXiv:2208.04347, 3)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.model.place import Place
 
 
 class StreamAttention(SelfAttention):
-    """The weights of self-attention, which are those of the vectors, too, and a norm of the vectors."""
+    """The weights of self-attention, which the vectors share, and a norm of the vectors."""
 
     def __init__(self, part: spec.Attention, hidden_size: int, backend: AttentionBackend, place: Place):
         super().__init__(part, hidden_size, backend, place)
@@ -26,7 +26,7 @@ class StreamAttention(SelfAttention):
         """Queries, keys and values [N, heads, head_dim] of vectors [N, features].
 
         Args:
-            min_rows: fewest rows of a matrix product.
+            min_rows: minimum rows of a matrix product.
         """
         assert self.global_norm is not None
         heads = self.qkv(self.global_norm(_filled(vectors, min_rows)))[: len(vectors)]
@@ -34,7 +34,7 @@ class StreamAttention(SelfAttention):
         return queries, keys, values
 
     def joined(self, vectors: Tensor, attended: Tensor, min_rows: int) -> Tensor:
-        """The vectors [N, features] with what they saw, [N, heads, head_dim]."""
+        """The vectors [N, features] plus their attention results, [N, heads, head_dim]."""
         seen: Tensor = self.out(_filled(attended.flatten(1), min_rows))[: len(vectors)]
         return vectors + seen
 

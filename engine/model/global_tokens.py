@@ -12,7 +12,7 @@ from engine.model.place import Place
 
 
 class GlobalAttention(SelfAttention):
-    """The weights of self-attention whose global tokens have queries, keys and values of their own, one matrix, too."""
+    """The weights of self-attention, with separate queries, keys and values (one more matrix) for global tokens."""
 
     def __init__(self, part: spec.Attention, hidden_size: int, backend: AttentionBackend, place: Place):
         super().__init__(part, hidden_size, backend, place)
@@ -20,7 +20,7 @@ class GlobalAttention(SelfAttention):
 
 
 def find_global(part: spec.GlobalTokens, token_ids: Tensor, metadata: AttentionMetadata) -> list[range]:
-    """The global tokens of each row, by their places in it; the first layer of a step finds them for all.
+    """The global tokens of each row, as positions in it; the first layer of a step finds them for all layers.
 
     Args:
         token_ids: [Tp].

@@ -27,14 +27,14 @@ NO_TABLES = Tables({}, {})
 
 
 class Head(nn.Module):
-    """norm(activation(dense(x))) where there is a dense layer, then a matrix of outputs; first of all a network, where
-    there is one.
+    """norm(activation(dense(x))) if there is a dense layer, then an output matrix; before both a network, if there is
+    one.
 
     Args:
         sizes: features of the hidden states, of the dense layer (None: there is none), and of the outputs.
         shared: the output matrix, if another module owns it.
-        beyond: so many of the last features have an output matrix of their own, without a bias.
-        network: the part that the hidden states go through first.
+        beyond: this many of the last features have a separate output matrix, without a bias.
+        network: the part that processes the hidden states first.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class Head(nn.Module):
         self.executor: Executor = TorchExecutor(self.program, NO_TABLES)
 
     def make_ready(self) -> None:
-        """Let the fastest executor for the device run what lies before the matrix of outputs from now on. Weights have
-        been filled and laid out, and stay as they are."""
+        """Let the fastest executor of the device run the layers before the output matrix from now on. The weights are
+        loaded, laid out, and do not change."""
         if len(self.program.operations) > 1:
             self.executor = fastest(self.program, NO_TABLES, self.output.weight.dtype, self.output.weight.device)
 
@@ -74,8 +74,8 @@ class Head(nn.Module):
         """A head with other parameters, by their paths here ("output.weight"); it shares all others with this one.
 
         Raises:
-            KeyError: names a parameter that cannot be given, or one that a matrix of its own lacks.
-            ValueError: names a parameter of another shape.
+            KeyError: names a parameter that cannot be replaced, or one that a separate matrix lacks.
+            ValueError: names a parameter with another shape.
         """
         made = copy.copy(self)
         made._modules = dict(self._modules)
@@ -119,14 +119,14 @@ def _fill(path: str, parameter: nn.Parameter, values: Tensor) -> None:
 
 
 class Panel(nn.Module):
-    """Several heads. Each reads a hidden state of its own, and their numbers are averaged."""
+    """Several heads. Each member reads its own hidden state, and the members' outputs are averaged."""
 
     def __init__(self, members: Sequence[Head]):
         super().__init__()
         self.members = nn.ModuleList(members)
 
     def make_ready(self) -> None:
-        """Prepare for rows, as `Head.make_ready` does."""
+        """Prepare for rows, as in `Head.make_ready`."""
         for member in self.members:
             assert isinstance(member, Head)
             member.make_ready()
@@ -157,12 +157,12 @@ class Probe(nn.Module):
 
         Args:
             spans: where each input's states begin and end.
-            min_rows: fewest rows of a matrix product.
+            min_rows: minimum rows of a matrix product.
         """
         heads = padded(self.qkv, torch.cat((self.query[None], states)), min_rows)
         queries, keys_of_all, values_of_all = heads.view(len(heads), 3, self.heads, -1).permute(1, 2, 0, 3)
         query, found = queries[:, :1] * queries.shape[-1] ** -0.5, []
-        for begin, end in spans:  # each by itself, so that none depends on the others
+        for begin, end in spans:  # separately, so that none depends on the others
             keys, values = (rows[:, 1 + begin : 1 + end] for rows in (keys_of_all, values_of_all))
             scores = query @ keys.transpose(1, 2)
             found.append((scores.softmax(-1) @ values).reshape(-1))
@@ -173,7 +173,7 @@ class Probe(nn.Module):
 
 
 class Embedder(nn.Module):
-    """Vectors of inputs: where a probe makes them, and the matrix that maps them."""
+    """Makes vectors of inputs: an optional probe, and the matrix that maps its result."""
 
     def __init__(self, part: spec.Embedder, hidden: int, place: Place):
         super().__init__()
@@ -186,13 +186,13 @@ class Embedder(nn.Module):
 
 
 def padded(linear: Linear, x: Tensor, min_rows: int) -> Tensor:
-    """A product of at least so many rows; the padding is left out of the result."""
+    """A product with at least this many rows; the padding is removed from the result."""
     result: Tensor = linear(F.pad(x, (0, 0, 0, max(min_rows - len(x), 0))))[: len(x)]
     return result
 
 
 def build_head(model: spec.ModelSpec, table: nn.Parameter | None, place: Place) -> nn.Module | None:
-    """The module of a model's head; None if the hidden states themselves are the answer.
+    """The module of a model's head; None if the hidden states themselves are the result.
 
     Args:
         table: the token table, which a tied head shares; None if the model reads no tokens.
@@ -250,7 +250,7 @@ def build_head(model: spec.ModelSpec, table: nn.Parameter | None, place: Place) 
 
 
 def classes(numbers: Tensor, activation: str) -> Tensor:
-    """Scores of classes [N, classes] as the model means them: softmax, sigmoid, or none."""
+    """Scores of classes [N, classes] after the model's activation: softmax, sigmoid, or none."""
     match activation:
         case "softmax":
             return F.softmax(numbers, dim=-1)

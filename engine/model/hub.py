@@ -33,7 +33,7 @@ _PROBE = 5.0  # seconds to connect to the hub
 
 
 def at(model: str, revision: str | None) -> str:
-    """The name of a model of the hub in messages."""
+    """The name of a model on the hub, for messages."""
     return f"{model} (revision {revision})" if revision else model
 
 
@@ -43,7 +43,7 @@ def download(
     """The folder of a model in the local cache, with the files that match patterns.
 
     Raises:
-        ModelLoadError: there is no such model, access is denied, or the hub is out of reach.
+        ModelLoadError: the model does not exist, access is denied, or the hub cannot be reached.
         NotDownloadedError: with `local_only`, it is not in the cache.
     """
     if not local_only:
@@ -60,7 +60,7 @@ def download(
 
 
 def gguf_file(model: str, wanted: str, revision: str | None, hf_token: str | None, *, local_only: bool) -> Path:
-    """A GGUF file of a repository; where the hub cannot be asked, one that is in the local cache."""
+    """A GGUF file of a repository; if the hub cannot be reached, one in the local cache."""
     names = None if local_only or constants.HF_HUB_OFFLINE else _listed(model, revision, hf_token)
     if names is None:
         try:
@@ -80,12 +80,12 @@ def gguf_file(model: str, wanted: str, revision: str | None, hf_token: str | Non
 
 def _say_asked(model: str) -> None:
     if not constants.HF_HUB_OFFLINE:
-        logger.info("%s is no local path. Asking the hub (%s).", model, constants.ENDPOINT)
+        logger.info("%s is not a local path. Asking the hub (%s).", model, constants.ENDPOINT)
 
 
 def _unreachable_because() -> OSError | None:
-    """The reason why the hub cannot be reached; None if it can, or if a proxy has to be asked. The hub's client would
-    try for half a minute."""
+    """The reason why the hub cannot be reached; None if it can, or if a proxy must be used. The hub's client would try
+    for half a minute."""
     address = urlsplit(constants.ENDPOINT)
     if getproxies().keys() & {address.scheme, "all"}:
         return None
@@ -101,7 +101,7 @@ def _listed(model: str, revision: str | None, hf_token: str | None) -> list[str]
     """The files of a model on the hub; None if the hub cannot be reached."""
     _say_asked(model)
     if (reason := _unreachable_because()) is not None:
-        logger.warning("The hub cannot be reached (%s). The local cache is searched instead.", reason)
+        logger.warning("The hub cannot be reached (%s). The local cache is used instead.", reason)
         return None
     refusals = (HFValidationError, GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError)
     with _explained(model, revision, local_only=False):
@@ -109,10 +109,8 @@ def _listed(model: str, revision: str | None, hf_token: str | None) -> list[str]
             return list_repo_files(model, revision=revision, token=hf_token or None)
         except refusals:
             raise
-        except Exception as error:  # whatever the HTTP client of the installed version raises
-            logger.warning(
-                "The hub does not list the files of %s (%s). The local cache is searched instead.", model, error
-            )
+        except Exception as error:  # the exceptions depend on the installed HTTP client
+            logger.warning("The hub does not list the files of %s (%s). The local cache is used instead.", model, error)
             return None
 
 
@@ -121,7 +119,7 @@ def _explained(model: str, revision: str | None, *, local_only: bool) -> Iterato
     """Turn exceptions of the hub's client into errors with advice."""
     place = at(model, revision)
     if configured() is not None:
-        adopt_libraries()  # else the client's warnings appear twice
+        adopt_libraries()  # otherwise the client's warnings appear twice
     try:
         yield
     except HFValidationError as error:
@@ -145,7 +143,7 @@ def _explained(model: str, revision: str | None, *, local_only: bool) -> Iterato
             raise NotDownloadedError(f"{place} is not in the local cache yet.{near(Path(model))}") from error
         raise ModelLoadError(_unreachable(model, place)) from error
     except Exception as error:
-        # Whatever the HTTP client of the installed version raises, full disks, rate limits.
+        # Exceptions of the installed HTTP client, full disks, rate limits.
         raise ModelLoadError(
             f"{place} could not be downloaded from the hub ({type(error).__name__}: {error})."
         ) from error
@@ -154,6 +152,6 @@ def _explained(model: str, revision: str | None, *, local_only: bool) -> Iterato
 def _unreachable(model: str, place: str) -> str:
     why = "offline mode is on (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
     return (
-        f"{place} is no local folder, its files are not all in the local cache, and {why}.{near(Path(model))} Check "
-        "the network, or give the path of a local model."
+        f"{place} is not a local folder, its files are not all in the local cache, and {why}.{near(Path(model))} "
+        "Check the network, or give the path of a local model."
     )

@@ -16,7 +16,7 @@ from engine.model.layers import CrossPages
 
 
 class QueryKeeper(Protocol):
-    """A function that sees the queries of a pass to an encoder's keys."""
+    """Receives the queries that attend to an encoder's keys in a pass."""
 
     def __call__(self, layer: int, queries: Tensor) -> None:
         """Take the queries of a layer, [Tp, heads, head_dim], which are overwritten later."""
@@ -25,25 +25,25 @@ class QueryKeeper(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """The inputs of one pass through a stack: T = `tokens` tokens laid end to end, then padding up to Tp.
+    """The inputs of one pass through a stack: T = `tokens` tokens end to end, then padding up to Tp.
 
     Attributes:
         token_ids, positions: [Tp].
         metadata: the rows that the T tokens form.
-        min_rows: fewest rows of a matrix product whose rows do not depend on each other
+        min_rows: minimum rows of a matrix product whose rows do not depend on each other
             (`engine.execution.invariance`).
         caches: the pages of each decoder layer; None for an encoder alone.
-        slots: [T] int64, where the new tokens' K and V go in the flattened pages; None: executors work them out.
-        states: of layers that carry one from token to token; None: rows begin with zeros, and leave nothing.
-        cross: where each row finds the encoder's K and V, for decoders that attend to one.
-        sides: [Tp] or [Tp, width] what is known of tokens beside their ids (`engine.interface.token_sides`), by name; a
-            side that is not there has its default for all.
-        form: how a token alone is computed on a GPU.
-        given: [Tp, features] rows that a program takes instead of embedding tokens (`Take`).
-        signals: float32 values that rows are made of instead of tokens. `token_ids` are zeros then.
+        slots: [T] int64 slots of the new tokens' K and V in the flattened pages; None: executors compute them.
+        states: states of layers that carry one from token to token; None: rows begin with zeros, and store nothing.
+        cross: the location of the encoder's K and V for each row, for decoders that attend to an encoder.
+        sides: [Tp] or [Tp, width] data of tokens besides their ids (`engine.interface.token_sides`), by name; a missing
+            side has its default for all.
+        form: how a GPU computes a single token.
+        given: [Tp, features] rows that a program uses instead of embedding tokens (`Take`).
+        signals: float32 values from which rows are made instead of tokens. `token_ids` are then zeros.
         images: [N, features] vectors of images; the side `image_slots` says which tokens have one, and which.
-        keeper: None if nothing else reads queries; a pass that has one is run by torch, operation by operation.
-        rotary_rows: [Tp] the rows of rotary tables: positions, moved by the side `rotary_offsets`.
+        keeper: None if nothing else needs the queries; torch runs a pass with a keeper, operation by operation.
+        rotary_rows: [Tp] rows of rotary tables: positions plus the side `rotary_offsets`.
     """
 
     token_ids: Tensor
@@ -69,17 +69,17 @@ class Inputs:
 
     @property
     def needs_torch(self) -> bool:
-        """Something takes part for which no executor but torch's has kernels."""
+        """Whether the pass needs something for which only torch's executor has code."""
         return self.keeper is not None
 
     @property
     def adapters(self) -> Tensor | None:
-        """[Tp] the slot of each token's adapter, 0 for none; None where no token has one."""
+        """[Tp] the slot of each token's adapter, 0 for none; None if no token has one."""
         return self.sides.get("adapter_slots")
 
     @staticmethod
     def of_rows(x: Tensor) -> Inputs:
-        """The inputs of a program that takes rows x [N, features] which are independent of each other."""
+        """The inputs of a program for independent rows x [N, features]."""
         places = torch.zeros(len(x), dtype=torch.int64, device=x.device)
         # No operation on rows reads it on the device, and nothing may be copied there while a step is recorded.
         metadata = AttentionMetadata.build([len(x)], [len(x)], torch.device("cpu"))

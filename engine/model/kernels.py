@@ -1,8 +1,8 @@
-"""The places where our own kernels take over from torch: on a CPU (`engine.backends.native`) for what they do faster,
-on a GPU (`engine.backends.triton`) for all of this.
+"""Decides where our own kernels replace torch: on a CPU (`engine.backends.native`) where they are faster, on a GPU
+(`engine.backends.triton`) for all functions here.
 
-Which code computes a row is decided by its format alone, never by how many rows there are: a row's bits would depend on
-the batch. Without a library, and for what is not listed here, torch computes the same.
+The code for a row depends only on its format, never on the number of rows, because a row's bits would otherwise depend
+on the batch. Without a library, and for everything not listed here, torch computes the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FORMATS = (torch.float32, torch.bfloat16)
 GPU_FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 _NARROW = (torch.bfloat16, torch.float16)
 
-# By format, the activations that are faster here alone, and times the second half of a row.
+# For each format, the activations that are faster here, alone and times the second half of a row.
 PLAIN: dict[torch.dtype, frozenset[spec.Activation]] = {
     torch.float32: frozenset({"gelu_tanh", "quick_gelu", "relu2"}),
     torch.bfloat16: frozenset({"gelu_tanh", "quick_gelu", "relu2"}),
@@ -36,12 +36,12 @@ GATED: dict[torch.dtype, frozenset[spec.Activation]] = {
 
 
 class RowForm(NamedTuple):
-    """The form in which a GPU computes one row alone; the form of a pass is an argument of it.
+    """How a GPU computes a single row; an argument of each pass.
 
     Attributes:
-        name: for the log.
-        fused: with our kernels around products (`engine.backends.triton.one_row`).
-        overlapping: which begin while the ones before them end.
+        name: the name for the log.
+        fused: whether to use our kernels around products (`engine.backends.triton.one_row`).
+        overlapping: whether these begin before the previous ones end.
     """
 
     name: str
@@ -60,12 +60,12 @@ def take(x: Tensor) -> bool:
 
 
 def take_on_gpu(x: Tensor) -> bool:
-    """Whether there are kernels for tensors like x on their device, whose features lie side by side."""
+    """Whether there are kernels for tensors like x on their device, with contiguous features."""
     return gpu.serves(x.device) and x.dtype in GPU_FORMATS and x.stride(-1) == 1
 
 
 def activate(name: spec.Activation, x: Tensor) -> Tensor | None:
-    """name(x) of rows x [T, width]; None if torch is to compute it."""
+    """name(x) of rows x [T, width]; None if torch should compute it."""
     if take_on_gpu(x):
         from engine.backends.triton import activations as on_gpu
 
@@ -76,7 +76,7 @@ def activate(name: spec.Activation, x: Tensor) -> Tensor | None:
 
 
 def gate(name: spec.Activation, x: Tensor) -> Tensor | None:
-    """name(a) * b of rows [a | b] of x [T, 2 * width]; None if torch is to compute it."""
+    """name(a) * b of rows [a | b] of x [T, 2 * width]; None if torch should compute it."""
     if take_on_gpu(x):
         from engine.backends.triton import activations as on_gpu
 
@@ -87,7 +87,7 @@ def gate(name: spec.Activation, x: Tensor) -> Tensor | None:
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, unit_offset: bool, in_float32: bool) -> Tensor | None:
-    """RMSNorm of the last dimension; None if torch is to compute it."""
+    """RMSNorm of the last dimension; None if torch should compute it."""
     if weight is not None and weight.dtype != x.dtype:
         return None
     if take_on_gpu(x):
@@ -101,8 +101,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, unit_offset: bool,
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rows: int = 1) -> Tensor | None:
-    """LayerNorm of the last dimension, for which `rows` rows have weights of their own; None if torch is to compute
-    it."""
+    """LayerNorm of the last dimension, with separate weights for `rows` rows; None if torch should compute it."""
     if any(part is not None and part.dtype != x.dtype for part in (weight, bias)):
         return None
     if take_on_gpu(x):
@@ -116,8 +115,8 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 
 
 def wide_product(x: Tensor, weight: Tensor | Quantised, bias: Tensor | None, form: RowForm) -> Tensor | None:
-    """x @ weight.T + bias of rows [N, features] in float32, not rounded to x's format before; None if torch has no
-    such product."""
+    """x @ weight.T + bias of rows [N, features] in float32, not rounded to x's format first; None if torch has no such
+    product."""
     if form.fused and take_on_gpu(x) and x.shape[0] == 1:
         from engine.backends.triton import matvec
 
@@ -143,13 +142,14 @@ def rotate_and_store(
     cache: Paged | None,
     slots: Tensor | None,
 ) -> bool:
-    """Turn heads where they lie and store keys and values in pages; False if torch is to do it, nothing being done.
+    """Rotate heads in place, and store keys and values in pages; returns False, without any change, if torch should do
+    it.
 
     Args:
         turning: [T, heads + kv_heads, head_dim], queries first; it is overwritten.
         angles: cosines and sines of the tokens, for `part`.
-        cache: None for keys that are read where they lie: they are turned there, too.
-        slots: where the first tokens go.
+        cache: None for keys without pages, which are rotated in place too.
+        slots: the slots of the first tokens.
     """
     if take_on_gpu(turning):
         return _on_gpu(turning, values, part, angles, cache, slots)

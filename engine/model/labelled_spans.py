@@ -13,8 +13,8 @@ from engine.model import spec
 
 
 class LabelledSpans(nn.Module):
-    """Scores of spans, in float32 whatever the model's format: the head is small, and the last to round what is
-    compared with a threshold.
+    """Scores of spans, in float32 whatever the model's format: the head is small, and its results are compared with a
+    threshold.
 
     Args:
         hidden: features of the hidden states.
@@ -34,12 +34,12 @@ class LabelledSpans(nn.Module):
         self.span = _Network(2 * features, features, device)
 
     def forward(self, states: Tensor, labels: Sequence[int], words: Sequence[int]) -> Tensor:
-        """Probabilities [words, width, labels] of the spans that begin with a word and have so many words more; -1
-        where a span would go beyond the last word.
+        """Probabilities [words, width, labels] of the spans that begin with a word and have this many more words; -1 if
+        a span would exceed the last word.
 
         Args:
             states: [T, hidden] of one input.
-            labels, words: the tokens that stand for each.
+            labels, words: the tokens that represent each.
         """
         chosen = states[torch.tensor([*labels, *words], device=states.device)].float()
         if self.projection is not None:
@@ -47,11 +47,12 @@ class LabelledSpans(nn.Module):
         names, x = self.label(chosen[: len(labels)]), chosen[len(labels) :]
         if self.recurrent is not None:
             x = self.recurrent(x[None])[0][0]
-        # The first matrix over a span adds what its two ends contribute: each end is multiplied once, not once a span.
+        # The first matrix over a span adds the contributions of its two ends, so each end is multiplied once, not once
+        # per span.
         inner, outer = self.span.inner, self.span.outer
         starts = F.linear(self.start(x).relu(), inner.weight[:, : self.features], inner.bias)
         ends = F.linear(self.end(x).relu(), inner.weight[:, self.features :])
-        # Likewise the last one is multiplied with the labels, which are fewer than spans.
+        # Likewise, the last one is multiplied with the labels, which are fewer than spans.
         weight, bias = names @ outer.weight, names @ outer.bias
         scores = states.new_full((len(x), self.width, len(names)), -1.0, dtype=torch.float32)
         for more in range(min(self.width, len(x))):
@@ -61,7 +62,7 @@ class LabelledSpans(nn.Module):
 
 
 class _Network(nn.Module):
-    """outer(relu(inner(x))), four times as wide within as its result."""
+    """outer(relu(inner(x))), with an inner width of four times its result."""
 
     def __init__(self, inputs: int, outputs: int, device: torch.device):
         super().__init__()
@@ -74,6 +75,6 @@ class _Network(nn.Module):
 
 
 def _made(kind: Callable[..., nn.Module], device: torch.device, *sizes: int, **form: Any) -> Any:
-    """A module of torch's whose parameters are uninitialised and ask for no gradients."""
+    """A torch module with uninitialised parameters without gradients."""
     made = kind(*sizes, device="meta", dtype=torch.float32, **form)
     return made.to_empty(device=device).requires_grad_(False)

@@ -1,9 +1,9 @@
-"""Attention over latents (multi-head latent attention, arXiv:2405.04434, 2.1): its weights, and what is computed with
-them for each head.
+"""Attention over latents (multi-head latent attention, arXiv:2405.04434, 2.1): its weights, and the computations per
+head.
 
-A head's keys would be K c and its values V c of the latents c that pages hold. Since q . (K c) = (K' q) . c, and a sum
-of V c is V of the sum, K' is multiplied with queries and V with results: heads attend to the latents themselves, as one
-KV head that all of them share, and nothing is ever made of a token that was computed before.
+A head's keys would be K c and its values V c, for the latents c in pages. Since q . (K c) = (K' q) . c, and a sum of V
+c is V times the sum, K' is multiplied with queries and V with results: heads attend to the latents themselves, as one
+KV head that all of them share, and nothing is expanded again for earlier tokens.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from engine.model.rotary import rotate
 class LatentAttention(nn.Module):
     """The weights of attention over latents.
 
-    `keys` [heads, width, content] takes a head's query to latents, `values` [heads, values, width] takes latents to its
-    result; both are made of the one matrix that would make keys and values.
+    `keys` [heads, width, content] maps a head's query to latents, `values` [heads, values, width] maps latents to its
+    result; both come from the single matrix that would make keys and values.
     """
 
     def __init__(
@@ -46,13 +46,12 @@ class LatentAttention(nn.Module):
         self.out = Linear(part.heads * latent.values, hidden_size, part.out_bias, place)
 
     def prepare(self, queries: Tensor, latents: Tensor, angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        """Queries [T, heads, head_dim] and keys [T, 1, head_dim] as attention takes them: latents first, then what is
-        rotated.
+        """Queries [T, heads, head_dim] and keys [T, 1, head_dim] for attention: latents first, then the rotated part.
 
         Args:
             queries: [T, heads * (content + rotary)].
-            latents: [T, width + rotary] latents, not normed yet, and shared keys.
-            angles: cosines and sines of the tokens; None: nothing rotates.
+            latents: [T, width + rotary] latents before their norm, and shared keys.
+            angles: cosines and sines of the tokens; None for no rotation.
         """
         shape, heads = self.shape, self.part.heads
         content, turning = queries.view(len(queries), heads, -1).tensor_split((shape.content,), dim=-1)
@@ -66,7 +65,7 @@ class LatentAttention(nn.Module):
         return torch.cat((absorbed, turning), dim=-1).tensor_split((heads,), dim=1)  # type: ignore[return-value]
 
     def expand(self, attended: Tensor) -> Tensor:
-        """[T, heads * values] of the vectors that heads attended to, [T, heads * head_dim]."""
+        """[T, heads * values] from the heads' attention results over latents, [T, heads * head_dim]."""
         vectors = attended.view(len(attended), self.part.heads, self.part.head_dim)
         return _by_head(self.values, vectors[..., : self.shape.width]).flatten(1)
 

@@ -1,4 +1,4 @@
-"""The operations of layers that read more than one stream: vectors of their own, and several versions of the stream."""
+"""The operations of layers that read more than one stream: separate vectors, and several versions of the stream."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ActivateSparsely(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpandVersions(HasRows):
-    """versions = those that a stream begins with, made of its embedding x."""
+    """versions = the initial versions, computed from the stream's embedding x."""
 
     READS = ("x",)
     WRITES = ("versions",)
@@ -70,7 +70,7 @@ class PredictVersions(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CorrectVersions(HasRows):
-    """versions = predictions, corrected by the layer's result x; out = what is read of the active one beside it."""
+    """versions = predictions, corrected by the layer's result x; out = what is read from the active one beside it."""
 
     READS = ("versions", "x")
     WRITES = ("versions", "out")
@@ -82,7 +82,7 @@ class CorrectVersions(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AddToVersions(HasRows):
-    """versions = versions + x, but for the first."""
+    """versions = versions + x, except for the first."""
 
     READS = ("versions", "x")
     WRITES = ("versions",)
@@ -93,7 +93,7 @@ class AddToVersions(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MergeVersions(HasRows):
-    """out = the one stream that versions make at last."""
+    """out = the one stream that the versions become at the end."""
 
     READS = ("versions",)
     WRITES = ("out",)

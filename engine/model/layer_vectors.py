@@ -1,4 +1,4 @@
-"""The vectors that layers read of each token beside the stream (Gemma 3n), and what layers make of them."""
+"""The vectors that layers read for each token beside the stream (Gemma 3n), and what layers compute from them."""
 
 from __future__ import annotations
 

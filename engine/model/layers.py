@@ -1,8 +1,8 @@
-"""The modules that hold the weights of the parts of `engine.model.spec` (positions: `rotary`, `bias`; experts:
-`experts`). `engine.model.program` describes the computation.
+"""The modules with the weights of the parts of `engine.model.spec` (positions: `rotary`, `bias`; experts: `experts`).
+`engine.model.program` describes the computation.
 
-T stands for tokens laid end to end, without a batch dimension. Parameters are allocated and not
-initialised: the builder of a module fills them (`engine.model.weights`).
+T is the number of tokens end to end, without a batch dimension. Parameters are allocated and not
+initialised: the code that builds a module fills them (`engine.model.weights`).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from engine.model.quantisation import Held
 class CrossPages:
     """The pages of the encoder's K and V, which a step reads and never writes.
 
-    Rows of the step that read the same may be one row here: their queries have no order among the keys.
+    Rows of the step that read the same pages may be one row here, because their queries have no order among the keys.
 
     Attributes:
         block_tables: [rows, max blocks] int32.
-        metadata: the rows' queries, and as contexts the lengths of their encoder inputs.
+        metadata: the rows' queries, with the lengths of their encoder inputs as contexts.
     """
 
     block_tables: Tensor
@@ -47,7 +47,7 @@ class CrossPages:
 
     @staticmethod
     def empty(query_lens: list[int], device: torch.device) -> CrossPages:
-        """Empty inputs for rows of a trial step, which have no encoder input."""
+        """Empty inputs for rows of a trial step without encoder inputs."""
         rows = len(query_lens)
         tables = torch.zeros(rows, 1, dtype=torch.int32, device=device)
         return CrossPages(tables, AttentionMetadata.build(query_lens, [0] * rows, device))
@@ -57,7 +57,7 @@ class Linear(nn.Module):
     """x @ weight.T + bias, weight [out, in].
 
     Args:
-        shared: a weight that another module owns (a tied head); None makes one of its own.
+        shared: a weight that another module owns (a tied head); None for its own weight.
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool, place: Place, shared: nn.Parameter | None = None):
@@ -68,9 +68,9 @@ class Linear(nn.Module):
         self.weight = place.matrix(outputs, inputs) if shared is None else shared
         self.bias = place.parameter(outputs) if bias else None
         self.packed: PackedProduct | None = None
-        self.stored: Held | None = None  # what is nearest to how a checkpoint stores it, see `mark_stored`
-        self.taken = False  # it is stored as just that
-        self.adapters: AdapterSlots | None = None  # where adapters may add to the product
+        self.stored: Held | None = None  # the nearest form to the checkpoint's, see `mark_stored`
+        self.taken = False  # whether the checkpoint has exactly this form
+        self.adapters: AdapterSlots | None = None  # if adapters may add to the product
 
     def pack(
         self,
@@ -79,17 +79,17 @@ class Linear(nn.Module):
         amx: bool = False,
         parts: Iterator[Tensor | Weight] | None = None,
     ) -> None:
-        """Lay the filled weight out as matrix kernels read it, once instead of at every product: those of a CPU, or of
-        a GPU if it is quantised.
+        """Lay the loaded weight out for matrix kernels, once instead of at every product: for a CPU's, or for a GPU's
+        if it is quantised.
 
-        The plain weight is given up; else it is on the model's device from then on. `Transformer.pack_matrix` gives up
-        one that another module owns.
+        The plain weight is released, or else is on the model's device afterwards. `Transformer.pack_matrix` releases a
+        weight that another module owns.
 
         Args:
-            quantised: gives matrix 0, the only one, as it has been quantised or packed; the plain one need not be
-                filled then.
+            quantised: returns matrix 0, the only one, already quantised or packed; the plain one then need not be
+                loaded.
             amx: see `pack_product`.
-            parts: gives the weight some rows at a time, see `pack_parts`; it need not be filled then.
+            parts: yields the weight some rows at a time, see `pack_parts`; it then need not be loaded.
         """
         if parts is not None:
             self.packed = pack_parts(parts, self.outputs, self.bias, quantization, amx or self.shared)
@@ -102,12 +102,12 @@ class Linear(nn.Module):
             self.weight = nn.Parameter(self.weight.to(self.device), requires_grad=False)
 
     def give_up_weight(self) -> None:
-        """Forget the plain weight."""
+        """Release the plain weight."""
         self.weight = nn.Parameter(self.weight.new_empty(0, self.inputs, device=self.device), requires_grad=False)
 
     @property
     def is_packed(self) -> bool:
-        """The plain weight is not needed any more."""
+        """Whether the plain weight is no longer needed."""
         return self.packed is not None
 
     @property
@@ -119,7 +119,7 @@ class Linear(nn.Module):
         return F.linear(x, self.weight, self.bias) if self.packed is None else self.packed(x)
 
     def warm(self, dtype: torch.dtype) -> None:
-        """Compile the kernels of a quantised weight, if such serve, for any number of rows of a format."""
+        """Compile the kernels of a quantised weight, if any, for any number of rows of a format."""
         weight = self.few_bits
         if weight is None or not gpu.serves(self.device):
             return
@@ -129,7 +129,7 @@ class Linear(nn.Module):
             self(weight.scales.new_zeros(rows, self.inputs, dtype=dtype))
 
     def in_float32(self, x: Tensor, form: RowForm = LIBRARY) -> Tensor:
-        """The same as float32, which kernels on a CPU and products on a GPU have not rounded to x's format before."""
+        """The same in float32, which kernels on a CPU and products on a GPU do not round to x's format first."""
         packed = None if self.packed is None else self.packed.native
         weight = self.weight if self.packed is None else self.few_bits
         if weight is not None:
@@ -142,7 +142,7 @@ class Linear(nn.Module):
 
 
 class QkNorm(nn.Module):
-    """Norms of queries and keys, each over a head's features or over all heads' at once, before rotation or after; and
+    """Norms of queries and keys, each over a head's features or over all heads' at once, before or after rotation; and
     of values, over a head's features."""
 
     def __init__(self, part: spec.Attention, norm: spec.QkNorm, place: Place):
@@ -169,10 +169,11 @@ class QkNorm(nn.Module):
 
 
 class SpanConvolution(nn.Module):
-    """The weights of heads that are convolutions with kernels of each token's own.
+    """The weights of convolution heads with a separate kernel for each token.
 
-    Neighbours are gathered feature by feature, times `neighbours` [features, taps], and mapped by `mix`; times the
-    query they become the scores of the taps of each head (`scores`), whose softmax weighs the neighbours' `values`.
+    Neighbours are gathered per feature, multiplied by `neighbours` [features, taps], and mapped by `mix`. Multiplied by
+    the query, they become the scores of the taps of each head (`scores`), whose softmax weighs the neighbours'
+    `values`.
     """
 
     def __init__(self, part: spec.Attention, spans: spec.Spans, hidden_size: int, place: Place):
@@ -186,10 +187,10 @@ class SpanConvolution(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """The weights of attention of the tokens of a row to each other; queries, keys and values are one matrix.
+    """The weights of self-attention within a row; queries, keys and values are one matrix.
 
     Args:
-        values_size: features that values are made of, by a matrix of their own; None: as queries and keys.
+        values_size: features from which a separate matrix makes values; None: values are made like queries and keys.
     """
 
     def __init__(
@@ -246,7 +247,7 @@ class DenseFeedForward(nn.Module):
 
 
 class XieluFeedForward(nn.Module):
-    """The weights of down(xielu(up(x))): two matrices, and what softplus makes the slopes of."""
+    """The weights of down(xielu(up(x))): two matrices, and the numbers that softplus turns into slopes."""
 
     def __init__(self, part: spec.Xielu, hidden_size: int, place: Place):
         super().__init__()
@@ -257,7 +258,7 @@ class XieluFeedForward(nn.Module):
         self.linear, self.least = exact.parameter(), exact.parameter()
 
     def activate(self, x: Tensor) -> Tensor:
-        """The function of rows [T, width], computed in float32; no row's bits depend on the others."""
+        """The function of rows [T, width], computed in float32; a row's bits do not depend on the others."""
         positive = F.softplus(self.positive)
         negative = self.linear + F.softplus(self.negative)
         return activate(lambda rows: self._xielu(rows, positive, negative), x)
@@ -269,7 +270,7 @@ class XieluFeedForward(nn.Module):
 
 
 class GatedFeedForward(nn.Module):
-    """The weights of down(activation(gate(x)) * up(x)); gate and up are one matrix, gate's rows first."""
+    """The weights of down(activation(gate(x)) * up(x)); gate and up are one matrix, with the gate's rows first."""
 
     def __init__(self, part: spec.Gated, hidden_size: int, place: Place):
         super().__init__()

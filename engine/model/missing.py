@@ -9,7 +9,7 @@ from engine.model.positions import Disentangled, Learned, QueryBuckets, Rotary
 
 
 def unsupported(model: spec.ModelSpec) -> list[str]:
-    """The parts of the model that have no implementation, one per line; empty if all of it can be served."""
+    """The parts of the model without an implementation, one per line; empty if the whole model is supported."""
     missing: list[str] = []
     if model.decoder is None and isinstance(model.head, spec.Lm):
         missing.append("language-model heads over an encoder")
@@ -52,7 +52,7 @@ def unsupported(model: spec.ModelSpec) -> list[str]:
                 if stack.shared_bias is not None and attention.position is not None:
                     missing.append(f"a shared bias beside {type(attention.position).__name__}")
     if model.encoder is not None and model.decoder is not None and model.rotary_limits:
-        # An encoder's inputs have lengths of their own, which no plan tells.
+        # An encoder's inputs have separate lengths, which no plan contains.
         missing.append("rotary factors that depend on length beside cross-attention")
     if model.decoder is not None:
         if not isinstance(model.decoder.embedding, spec.Tokens):
@@ -90,7 +90,7 @@ def _unsupported_decoder(stack: spec.Stack, *, has_encoder: bool) -> list[str]:
         if block.attention.spans is not None:
             missing.append("convolutions beside attention in a decoder")
         if (routed := experts_of(block.ffn)) is not None and routed.capacity is not None:
-            missing.append("experts of limited capacity in a decoder")  # tokens that come alone would find room
+            missing.append("experts of limited capacity in a decoder")  # tokens that come one by one would have room
         if block.attention.global_tokens is not None:
             missing.append("global tokens in a decoder")
         if block.attention.block_sums is not None:
@@ -108,7 +108,7 @@ def _unsupported_decoder(stack: spec.Stack, *, has_encoder: bool) -> list[str]:
 
 
 def _unsupported_layers(stack: spec.Stack, *, paged: bool) -> list[str]:
-    """What is missing of layers that read more than the stream, or keys of others."""
+    """What is missing for layers that read more than the stream, or other layers' keys."""
     reading = [block.attention.reads is not None for block in stack.blocks]
     sources = [(part, stack.blocks[part.reads].attention) for part in stack.attentions if part.reads is not None]
     shapes = [(part.kv_heads, part.head_dim) == (own.kv_heads, own.head_dim) for part, own in sources]
@@ -157,7 +157,7 @@ def _unsupported_predicting(stack: spec.Stack, *, decodes: bool) -> list[str]:
 
 
 def _is_bucketed(part: spec.Attention) -> bool:
-    """Whether attention has buckets of queries, and nothing beside its heads that their module does not know."""
+    """Whether attention has buckets of queries, and nothing beside its heads that their module does not support."""
     parts = (part.temperature, part.window, part.qk_norm, part.clip, part.softcap, part.sinks, part.spans, part.latent)
     beside = (*parts, part.gate)
     return part.query_bias and beside == (None,) * len(beside)
@@ -165,7 +165,7 @@ def _is_bucketed(part: spec.Attention) -> bool:
 
 def _unsupported_cross(cross: spec.Attention, own: spec.Attention) -> list[str]:
     found = {
-        # Both kinds of K and V lie in the same pages.
+        # Both kinds of K and V are in the same pages.
         "of another shape than self-attention": (cross.kv_heads, cross.head_dim) != (own.kv_heads, own.head_dim),
         "that is causal": cross.causal,
         "with positions": cross.position is not None,
@@ -246,10 +246,10 @@ def _unsupported_attention(part: spec.Attention) -> dict[str, bool]:
 
 
 def _is_bare(part: spec.Attention, *, windowed: bool) -> bool:
-    """Whether attention has nothing beside heads and a window that the modules of tokens out of it do not know.
+    """Whether attention has only heads and perhaps a window, as modules with tokens outside the window require.
 
     Args:
-        windowed: it must have a window, which reaches equally far to both sides, or else it must have none.
+        windowed: whether it must have a window of equal size on both sides, or must have none.
     """
     beside = (part.position, part.qk_norm, part.clip, part.softcap, part.sinks, part.spans, part.latent)
     reaches = isinstance(part.window, Window) and part.window.left == part.window.right

@@ -11,13 +11,13 @@ class Norm:
     """A normalisation over the features of one token.
 
     Attributes:
-        kind: "rms" (arXiv:1910.07467), "layer" (arXiv:1607.06450), or "affine": weight and bias alone, without a
+        kind: "rms" (arXiv:1910.07467), "layer" (arXiv:1607.06450), or "affine": only weight and bias, without a
             statistic of the features (arXiv:2004.02984).
         eps: added to the mean square or variance.
-        bias: has a learned bias (not of an RMS norm).
-        unit_offset: the stored weight is the deviation from 1, and is applied in float32.
-        weight: has a learned weight.
-        in_float32: the weight is applied in float32, before rounding, where it is no deviation, too.
+        bias: whether it has a learned bias (not for an RMS norm).
+        unit_offset: whether the stored weight is the deviation from 1, and is applied in float32.
+        weight: whether it has a learned weight.
+        in_float32: whether the weight is applied in float32, before rounding, even if it is not a deviation.
     """
 
     kind: Literal["rms", "layer", "affine"]

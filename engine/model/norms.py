@@ -15,8 +15,8 @@ from engine.model.place import Place
 class RmsNorm(nn.Module):
     """Root-mean-square norm, computed in float32.
 
-    The product with the weight happens in the input's format, after rounding; with a unit offset, or where the
-    part says so, it happens in float32, before rounding. Half-precision results depend on that order.
+    The product with the weight is computed in the input's format, after rounding. With a unit offset, or if the part
+    says so, it is computed in float32, before rounding. Half-precision results depend on that order.
     """
 
     def __init__(self, part: Norm, size: int, place: Place):
@@ -32,7 +32,7 @@ class RmsNorm(nn.Module):
         return self.by_torch(x) if normed is None else normed
 
     def by_torch(self, x: Tensor) -> Tensor:
-        """The same without kernels of our own."""
+        """The same without our own kernels."""
         if self.weight is None:
             return F.rms_norm(x.float(), self.shape, None, self.eps).to(x.dtype)
         if self.unit_offset:
@@ -48,7 +48,7 @@ class LayerNorm(nn.Module):
     """Layer norm with or without a weight and a bias.
 
     Args:
-        rows: so many rows of x [..., rows, size] have weights and biases of their own, one after the other.
+        rows: this many rows of x [..., rows, size] have separate weights and biases, in order.
     """
 
     def __init__(self, part: Norm, size: int, place: Place, rows: int = 1):
@@ -74,7 +74,7 @@ class LayerNorm(nn.Module):
 
 
 class AffineNorm(nn.Module):
-    """weight * x + bias, which stands where others have a norm."""
+    """weight * x + bias, in place of a norm."""
 
     def __init__(self, size: int, place: Place):
         super().__init__()
@@ -86,12 +86,12 @@ class AffineNorm(nn.Module):
 
 
 def build_norm(part: Norm | None, size: int, place: Place, rows: int = 1) -> nn.Module | None:
-    """The module of a norm over `size` features, or None for none; of `rows` see `LayerNorm`."""
+    """The module of a norm over `size` features, or None for none; for `rows` see `LayerNorm`."""
     if part is None:
         return None
     if rows > 1 and part.kind != "layer":
         raise UnsupportedModelError(
-            f"each head may have weights of its own in a layer norm, not in one of {part.kind}."
+            f"separate weights per head are allowed in a layer norm, not in a norm of kind {part.kind}."
         )
     match part.kind:
         case "rms":

@@ -1,6 +1,6 @@
 """The operations of a layer program on rows of features; those of attention are in `attention_operations`.
 
-Rows lie in buffers, one row for each token. An operation may overwrite what it reads only where its docstring says so.
+Rows are in buffers, one row per token. An operation may overwrite its input only if its docstring says so.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class HasRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Embed(HasRows):
-    """out = the vectors of token ids, with their positions and sides, or of images in their places; or those of
+    """out = the vectors of token ids, with their positions and sides, or of images in their positions; or those of
     signals."""
 
     WRITES = ("out",)
@@ -54,7 +54,7 @@ class Embed(HasRows):
     out: Rows
 
     def vectors(self, inputs: Inputs) -> Tensor:
-        """[Tp, features] of what a pass is given."""
+        """The vectors [Tp, features] of a pass's inputs."""
         if isinstance(self.module, TokenEmbedding):
             x: Tensor = self.module(inputs.token_ids, inputs.positions, inputs.metadata, inputs.tokens, inputs.sides)
             return with_images(x, inputs.images, inputs.sides)
@@ -64,7 +64,7 @@ class Embed(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EmbedAhead(HasRows):
-    """out = the vectors of the tokens that come next, made of their positions and the last of these vectors."""
+    """out = the vectors of the next tokens, made from their positions and the last of these vectors."""
 
     WRITES = ("out",)
     module: TokenEmbedding
@@ -74,7 +74,7 @@ class EmbedAhead(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Take(HasRows):
-    """out = the rows that the pass is given."""
+    """out = the rows that the pass receives."""
 
     WRITES = ("out",)
     out: Rows
@@ -105,7 +105,7 @@ class Multiply(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AddAdapters(HasRows):
-    """out += the additions of the adapters of a product for its x; nothing where no row has an adapter."""
+    """out += the additions of a product's adapters for its x; nothing if no row has an adapter."""
 
     READS = ("x", "out")
     WRITES = ("out",)
@@ -116,7 +116,7 @@ class AddAdapters(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AllReduce(HasRows):
-    """x = the sum of all devices' x, each of which has a part of the layer; x itself on one device."""
+    """x = the sum of all devices' x, each of which has a part of the layer; unchanged on one device."""
 
     READS = ("x",)
     WRITES = ("x",)
@@ -137,7 +137,7 @@ class Activate(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ActivateXielu(HasRows):
-    """out = xielu(x), with the slopes that a layer has learned."""
+    """out = xielu(x), with the layer's learned slopes."""
 
     READS = ("x",)
     WRITES = ("out",)
@@ -148,7 +148,7 @@ class ActivateXielu(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Open(HasRows):
-    """x = sigmoid(opening) * x, where an opening is one number of each row."""
+    """x = sigmoid(opening) * x; an opening is one number per row."""
 
     READS = ("x", "opening")
     WRITES = ("x",)
@@ -158,7 +158,7 @@ class Open(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenHeads(HasRows):
-    """x = function(opening) * x, where an opening has a number of each feature, or of each head."""
+    """x = function(opening) * x, where an opening has one number per feature, or per head."""
 
     READS = ("x", "opening")
     WRITES = ("x",)
@@ -169,7 +169,7 @@ class OpenHeads(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MixExperts(HasRows):
-    """out = what each token's experts make of x; they are chosen by `judged`, or by x as well."""
+    """out = the results of each token's experts for x; they are chosen by `judged`, or by x as well."""
 
     READS = ("x", "judged")
     WRITES = ("out",)
@@ -181,7 +181,7 @@ class MixExperts(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatherNeighbours(HasRows):
-    """out = the `taps` tokens of x around each, side by side; zeros where a token's own input has none."""
+    """out = the `taps` tokens of x around each token, side by side; zeros beyond the ends of its input."""
 
     READS = ("x",)
     WRITES = ("out",)
@@ -203,7 +203,7 @@ class WeighTaps(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MixTaps(HasRows):
-    """out = the sum of the windows x over their taps, each head's times the softmax of its scores."""
+    """out = the sum of the windows x over their taps, each head's weighted by the softmax of its scores."""
 
     READS = ("scores", "x")
     WRITES = ("out",)

@@ -23,11 +23,11 @@ class PackedProduct:
     """x [..., in] to x @ weight.T + bias [..., out], in x's format.
 
     Attributes:
-        compute: the product.
-        invariant: a row of it never depends on the others, however many there are.
-        native: the weight, where our own kernels compute it on a CPU.
+        compute: computes the product.
+        invariant: whether its rows never depend on each other, for any number of rows.
+        native: the weight, if our own kernels compute the product on a CPU.
         few_bits: the weight, if it is quantised and on a GPU.
-        look_up: rows [N] of the weight in a format, [N, in]; None if they cannot be read from its packed form.
+        look_up: returns rows [N] of the weight in a format, [N, in]; None if they cannot be read from its packed form.
     """
 
     compute: Callable[[Tensor], Tensor]
@@ -48,17 +48,17 @@ def pack_product(
     device: torch.device | None = None,
     table: bool = False,
 ) -> PackedProduct | None:
-    """The product with a weight [out, in], which is not needed any more unless it is packed already; None if plain
-    products are best.
+    """The product with a weight [out, in], which is no longer needed afterwards unless it is packed already; None if
+    plain products are best.
 
-    One form serves all numbers of rows, because two would take twice the memory. Ours reaches oneDNN's speed at many
-    rows and is up to three times as fast at few, see docs/performance.md.
+    One form is used for all numbers of rows, because two would take twice the memory. Our form reaches oneDNN's speed
+    for many rows and is up to three times as fast for few; see docs/performance.md.
 
     Args:
-        quantization: the packed form of the weight, made or still to be made.
-        amx: plain weights are multiplied by Intel's matrix tiles where the CPU has them, see `gemm.pack`.
-        device: of the product; None: the weight's.
-        table: its rows are looked up as well, which oneDNN's packed form does not allow.
+        quantization: the packed form of the weight, already made or still to be made.
+        amx: multiply plain weights by Intel's matrix tiles if the CPU has them, see `gemm.pack`.
+        device: device of the product; None for the weight's.
+        table: whether its rows are also looked up, which oneDNN's packed form does not allow.
     """
     if isinstance(weight, gemm.Packed):
         return native_product(gemm.with_bias(weight, bias))
@@ -90,7 +90,7 @@ def pack_product(
 
 
 Pieces = tuple[tuple[gemm.Kind, int], ...]
-"""A packed weight: the kind and the outputs of each of its parts, or of the whole."""
+"""The pieces of a packed weight: the kind and the outputs of each part, or of the whole."""
 
 
 def pieces_of(
@@ -99,8 +99,8 @@ def pieces_of(
     """The form that `pack_product` gives a weight on a CPU; empty if our own kernels do not compute the product.
 
     Args:
-        dtype: of the weight if it is plain.
-        rotated: of the quantised groups, see `gemm.Quantised`.
+        dtype: format of a plain weight.
+        rotated: whether quantised groups are rotated, see `gemm.Quantised`.
         quantization, amx, table: see `pack_product`.
     """
     if not native.available():
@@ -124,12 +124,12 @@ def _kind_of(kind: Quantization | gemm.BlockKind, rotated: bool) -> gemm.Kind:
 
 
 def keeps_once(device: torch.device, dtype: torch.dtype, quantization: Held | None) -> bool:
-    """Whether a head's packed matrix serves as the token table, too: see `PackedProduct.look_up`."""
+    """Whether a head's packed matrix also serves as the token table: see `PackedProduct.look_up`."""
     return not on_gpu(device) and (quantization is not None or _has_vectors(dtype) or not _has_onednn(dtype))
 
 
 def takes_parts(dtype: torch.dtype, quantization: Held | None, table: bool) -> bool:
-    """Whether `pack_parts` serves a weight on a CPU.
+    """Whether `pack_parts` supports a weight on a CPU.
 
     Args:
         quantization, table: see `pack_product`.
@@ -150,8 +150,8 @@ def pack_parts(
 
     Args:
         parts: see `gemm.pack_parts`.
-        outputs: how many rows there are.
-        quantization: what the parts have become.
+        outputs: the number of rows.
+        quantization: the format of the parts.
         amx: see `pack_product`.
     """
     if quantization is None:
@@ -168,21 +168,22 @@ def _pack_part(amx: bool, part: Tensor, into: Tensor | None) -> gemm.Packed:
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Products there are not those of a CPU: what Triton's interpreter tries on a CPU counts as a GPU."""
+    """Whether products are a GPU's; Triton's interpreter on a CPU counts as a GPU."""
     return device.type not in ("cpu", "meta") or gpu.serves(device)
 
 
 def native_product(packed: gemm.Packed) -> PackedProduct:
-    """The product with a weight of any kind that `engine.backends.native.gemm` has laid out."""
+    """The product with a weight that `engine.backends.native.gemm` has laid out."""
     compute, look_up = quantisation.native_product(packed), partial(_rows, packed)
     return PackedProduct(compute, invariant=True, native=packed, look_up=look_up)
 
 
 def _native_is_best(dtype: torch.dtype, amx: bool) -> bool:
-    """Our kernels are as fast as oneDNN's or faster on this CPU.
+    """Whether our kernels are at least as fast as oneDNN's on this CPU.
 
-    They are not where oneDNN has instructions that they do not use: matrix tiles for bfloat16, vectors of 512 bits for
-    float32 where the CPU lacks what our own code of that width needs. Nor without vector instructions that they know.
+    They are not if oneDNN has instructions that they do not use: matrix tiles for bfloat16, or 512-bit vectors for
+    float32 if the CPU lacks what our own code of that width needs. Nor are they without vector instructions that they
+    support.
     """
     library = native.current()
     if library is None or not _has_vectors(dtype):
@@ -194,13 +195,13 @@ def _native_is_best(dtype: torch.dtype, amx: bool) -> bool:
 
 
 def _has_vectors(dtype: torch.dtype) -> bool:
-    """We have kernels for weights of this format with vector instructions."""
+    """Whether we have kernels with vector instructions for weights of this format."""
     library = native.current()
     return library is not None and library.isa != "portable" and dtype in (torch.float32, torch.bfloat16)
 
 
 def _has_onednn(dtype: torch.dtype) -> bool:
-    """oneDNN has a packed product for this format on this machine."""
+    """Whether oneDNN has a packed product for this format on this machine."""
     kernels = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if not available or not all(hasattr(torch.ops.mkldnn, kernel) for kernel in kernels):

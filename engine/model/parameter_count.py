@@ -1,4 +1,4 @@
-"""The number of parameters that a config asks for, compared with the files of its checkpoint."""
+"""Compares the number of parameters that a config asks for with the files of its checkpoint."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from engine.model.weight_files import Checkpoint
 
 
 def check_parameters(path: Path, model: ModelSpec, scheme: Scheme | None = None) -> None:
-    """Refuse a config that asks for more weights than the files of a checkpoint can hold, before anything is made.
+    """Refuse a config that asks for more weights than a checkpoint's files can contain, before anything is built.
 
     Args:
-        scheme: how quantised weights are stored.
+        scheme: the storage format of quantised weights.
 
     Raises:
-        ModelLoadError: there are fewer bytes, and fewer quantised numbers, than parameters; or no files.
+        ModelLoadError: there are fewer bytes, and fewer quantised numbers, than parameters; or there are no files.
     """
-    with Checkpoint(path, scheme) as checkpoint:  # a damaged file says so
+    with Checkpoint(path, scheme) as checkpoint:  # a damaged file causes another error
         size = sum(file.stat().st_size for file in checkpoint.files)
         most = max(size, checkpoint.num_elements)
     beside = [None if model.twin is None else model.twin.encoder, None if model.vision is None else model.vision.tower]
@@ -51,7 +51,7 @@ def check_parameters(path: Path, model: ModelSpec, scheme: Scheme | None = None)
 
 
 def _parameters(stack: Stack) -> int:
-    """The parameters of the matrices in the layers, and of the vectors beside the tokens."""
+    """The number of parameters of the layers' matrices and of the vectors beside the tokens."""
     beside = stack.global_vectors + (0 if stack.predicting is None else stack.predicting.vectors)
     return sum(_of_block(block, stack.hidden_size) for block in stack.blocks) + beside * stack.hidden_size
 

@@ -1,4 +1,4 @@
-"""The place where the parameters of modules are made."""
+"""The device and format in which modules' parameters are created."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Place:
     """The device and the format of parameters.
 
     Attributes:
-        filled_on: where matrices are until they are packed; None: on the device.
+        filled_on: the device of matrices until they are packed; None for the final device.
     """
 
     device: torch.device
@@ -21,9 +21,9 @@ class Place:
     filled_on: torch.device | None = None
 
     def parameter(self, *shape: int) -> nn.Parameter:
-        """An uninitialised parameter that never asks for gradients."""
+        """An uninitialised parameter without gradients."""
         return nn.Parameter(torch.empty(shape, device=self.device, dtype=self.dtype), requires_grad=False)
 
     def matrix(self, *shape: int) -> nn.Parameter:
-        """The same of a matrix, or several, packed later."""
+        """The same for one or several matrices, which are packed later."""
         return replace(self, device=self.filled_on or self.device).parameter(*shape)

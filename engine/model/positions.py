@@ -1,4 +1,4 @@
-"""The parts that tell a transformer where its tokens stand: in the embedding, or in attention's scores."""
+"""The parts that give a transformer the positions of its tokens: in the embedding, or in attention's scores."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Learned:
     """A learned vector per position, read at row position + offset of a table of `size` rows.
 
     Attributes:
-        unplaced: tokens of this id have no position: they take row offset - 1, and those after them do not count
-            them (RoBERTa's padding, wherever it stands); None: all have one.
+        unplaced: tokens with this id have no position: they use row offset - 1, and later tokens do not count them
+            (RoBERTa's padding, wherever it is); None: all have one.
     """
 
     size: int
@@ -23,9 +23,9 @@ class Learned:
 
 @dataclass(frozen=True, slots=True)
 class Sinusoidal:
-    """Fixed sine and cosine vectors (arXiv:1706.03762, 3.5), read as `Learned` ones are.
+    """Fixed sine and cosine vectors (arXiv:1706.03762, 3.5), read like those of `Learned`.
 
-    A checkpoint that stores its table is used as it is stored; one without means the vectors of the formula.
+    A table that the checkpoint stores is used unchanged; without one, the formula gives the vectors.
     """
 
     size: int
@@ -34,12 +34,12 @@ class Sinusoidal:
 
 @dataclass(frozen=True, slots=True)
 class SpannedSinusoidal:
-    """Sine and cosine vectors whose waves are spread from 2 pi to 10000 times that, both ends included (tensor2tensor,
-    fairseq); those of `Sinusoidal` stay below the upper end. Read as `Learned` ones are, made by the formula.
+    """Sine and cosine vectors whose wavelengths range from 2 pi to 10000 times that, both ends included (tensor2tensor,
+    fairseq); those of `Sinusoidal` stay below the upper end. Read like those of `Learned`, and made by the formula.
 
     Attributes:
-        unplaced: tokens of this id have a vector of zeros, the row offset - 1. In an encoder, later tokens do not count
-            them. A decoder, whose tokens come one by one, counts all.
+        unplaced: tokens with this id have a vector of zeros, the row offset - 1. In an encoder, later tokens do not
+            count them. A decoder, whose tokens come one by one, counts all.
     """
 
     size: int
@@ -72,8 +72,8 @@ class BandScaling:
 
     Attributes:
         factor: divisor of the low frequencies.
-        low, high: the band lies between wavelengths original_length / low and original_length / high.
-        original_length: tokens of context in pretraining.
+        low, high: the band is between the wavelengths original_length / low and original_length / high.
+        original_length: context length in pretraining.
     """
 
     factor: float
@@ -84,11 +84,11 @@ class BandScaling:
 
 @dataclass(frozen=True, slots=True)
 class DynamicScaling:
-    """A larger theta where the longest sequence exceeds `original_length` ("dynamic NTK").
+    """A larger theta if the longest sequence exceeds `original_length` ("dynamic NTK").
 
     Attributes:
-        factor: how far the context is stretched.
-        original_length: tokens of context in pretraining.
+        factor: the stretching of the context.
+        original_length: context length in pretraining.
     """
 
     factor: float
@@ -101,10 +101,10 @@ class YarnScaling:
 
     Attributes:
         factor: divisor of the low frequencies.
-        fast, slow: the ramp lies between the features that turn so often over original_length tokens.
-        original_length: tokens of context in pretraining.
+        fast, slow: the ramp is between the features that rotate this many times over original_length tokens.
+        original_length: context length in pretraining.
         attention_factor: multiplies the rotated features.
-        truncate: the ramp begins and ends at whole features.
+        truncate: whether the ramp begins and ends at whole features.
     """
 
     factor: float
@@ -117,11 +117,11 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class LongScaling:
-    """A divisor per frequency, of two sets: one for short and one for long sequences (arXiv:2402.13753).
+    """A divisor per frequency, from two sets: one for short and one for long sequences (arXiv:2402.13753).
 
     Attributes:
-        short, long: [dim / 2] divisors; long ones where the longest sequence exceeds original_length.
-        original_length: tokens of context in pretraining.
+        short, long: [dim / 2] divisors; the long ones apply if the longest sequence exceeds original_length.
+        original_length: context length in pretraining.
         attention_factor: multiplies the rotated features.
     """
 
@@ -140,11 +140,11 @@ class Rotary:
 
     Attributes:
         dim: rotated features, even.
-        theta: base of the geometric row of frequencies.
-        interleaved: pairs are neighbouring features; otherwise feature i pairs with i + dim / 2.
-        scaling: how the frequencies are stretched for long contexts. Whatever of it depends on the length of a
-            sequence is chosen once for a request, by the length that it can reach: see `limit`.
-        in_float32: queries and keys are rotated in float32 and rounded afterwards, not in their own format.
+        theta: base of the geometric series of frequencies.
+        interleaved: whether pairs are adjacent features; otherwise feature i pairs with i + dim / 2.
+        scaling: the scaling of the frequencies for long contexts. If it depends on the length of a sequence, it is
+            chosen once per request by the length that the request can reach: see `limit`.
+        in_float32: whether queries and keys are rotated in float32 and rounded afterwards, not in their own format.
     """
 
     dim: int
@@ -155,8 +155,7 @@ class Rotary:
 
     @property
     def limit(self) -> int | None:
-        """Most tokens of a sequence that is turned as in pretraining, where longer ones are turned otherwise; None
-        where length does not matter."""
+        """Maximum length of a sequence that is rotated as in pretraining; None if length does not matter."""
         return self.scaling.original_length if isinstance(self.scaling, DynamicScaling | LongScaling) else None
 
 
@@ -171,8 +170,8 @@ class RelativeBuckets:
 
 @dataclass(frozen=True, slots=True)
 class QueryBuckets:
-    """For each bucket of distances a number per head that a layer makes of a query's hidden state, added to the query's
-    scores (ProphetNet, arXiv:2001.04063). Buckets are of earlier tokens, as in `RelativeBuckets`."""
+    """For each bucket of distances, a number per head that a layer computes from a query's hidden state and adds to the
+    query's scores (ProphetNet, arXiv:2001.04063). Buckets cover earlier tokens, as in `RelativeBuckets`."""
 
     buckets: int
     max_distance: int
@@ -187,17 +186,17 @@ class Slopes:
 
 @dataclass(frozen=True, slots=True)
 class TwoSidedSlopes:
-    """Fixed bias per head, linear in the distance on either side (ALiBi of an encoder, arXiv:2310.19923)."""
+    """Fixed bias per head, linear in the distance on either side (ALiBi for an encoder, arXiv:2310.19923)."""
 
     values: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RoundedSlopes:
-    """Fixed bias per head, linear in the key's own position: ALiBi that was trained in bfloat16.
+    """Fixed bias per head, linear in the key's own position: ALiBi as trained in bfloat16.
 
-    softmax takes no notice of what is added to all keys alike, so without rounding this would equal `Slopes`. Each
-    product of slope and position is rounded to bfloat16, and multiplied by `scale` afterwards.
+    softmax ignores a number that is added to all keys alike, so without rounding this would equal `Slopes`. Each
+    product of slope and position is rounded to bfloat16, and then multiplied by `scale`.
     """
 
     values: tuple[float, ...]
@@ -206,15 +205,15 @@ class RoundedSlopes:
 
 @dataclass(frozen=True, slots=True)
 class Disentangled:
-    """Scores of what stands there with its distance, beside those of both contents (DeBERTa, arXiv:2006.03654, 3.1).
+    """Scores between content and distance, in addition to those between contents (DeBERTa, arXiv:2006.03654, 3.1).
 
-    The vectors of distances are the stack's (`DistanceVectors`); each layer projects them to keys and queries of its
-    own. All three terms are multiplied by the attention's scale.
+    The vectors of distances belong to the stack (`DistanceVectors`); each layer projects them to its own keys and
+    queries. All three terms are multiplied by the attention's scale.
 
     Attributes:
-        content_to_position: queries are multiplied with the keys of distances.
-        position_to_content: keys are multiplied with the queries of distances.
-        shared: distances are projected by the matrices that project tokens; otherwise by two more.
+        content_to_position: whether queries are multiplied with the keys of distances.
+        position_to_content: whether keys are multiplied with the queries of distances.
+        shared: whether the matrices that project tokens also project distances; otherwise there are two more.
     """
 
     content_to_position: bool = True
@@ -227,10 +226,10 @@ class DistanceVectors:
     """A learned vector for each bucket of distances, for the disentangled attention of a stack's layers.
 
     Attributes:
-        max_distance: the last distance, in tokens; where there are buckets, the last of them begins about there.
-        buckets: how many there are on either side: the nearer half hold one distance each, the others widen
-            geometrically. None: each distance has its own vector.
-        norm: of the vectors.
+        max_distance: the last distance, in tokens; with buckets, the last one begins about there.
+        buckets: the number on either side: the nearer half have one distance each, the others widen geometrically.
+            None: each distance has its own vector.
+        norm: a norm of the vectors.
     """
 
     max_distance: int
@@ -245,8 +244,8 @@ class DistanceVectors:
 
 @dataclass(frozen=True, slots=True)
 class Temperature:
-    """Queries at position p are multiplied by 1 + growth * log(1 + floor((p + first) / every)): softmax gets no flatter
-    where there are more keys (arXiv:2501.19399).
+    """Queries at position p are multiplied by 1 + growth * log(1 + floor((p + first) / every)), so that softmax does
+    not flatten as the number of keys grows (arXiv:2501.19399).
 
     Attributes:
         first: the number of the first position, 0 or 1.

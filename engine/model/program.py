@@ -138,10 +138,10 @@ class Program:
     """The operations of a stack.
 
     Attributes:
-        operations: in their order; the first one embeds, or takes what is given.
+        operations: the operations in order; the first one embeds tokens, or takes given rows.
         widths: features of each buffer's rows.
         stream: the residual stream.
-        result: what the stack gives.
+        result: the rows with the stack's result.
     """
 
     operations: tuple[Operation, ...]
@@ -151,7 +151,7 @@ class Program:
 
 
 def last_uses(operations: Sequence[HasRows], result: Rows) -> list[tuple[int, ...]]:
-    """The buffers of each operation that nothing reads after it before they are written again."""
+    """For each operation, the buffers that nothing reads after it before they are written again."""
     found: list[tuple[int, ...]] = []
     needed = {result.buffer}
     for operation in reversed(operations):
@@ -179,12 +179,12 @@ def compile_stack(
 
     Args:
         hidden_size: features of the residual stream.
-        paged: keys and values are kept in pages.
-        readers: the attentions of a decoder's layers that read what this stack, an encoder, gives.
-        beside: vectors that go through the layers beside the tokens.
-        predicting: what the vectors of next tokens begin as, which pass through the layers, too, and are the result.
-        layer_vectors: what makes the vectors that layers read beside the stream.
-        versions: what makes the versions of the stream.
+        paged: whether keys and values are in pages.
+        readers: the attentions of a decoder's layers that attend to the result of this stack, an encoder.
+        beside: vectors that pass through the layers beside the tokens.
+        predicting: the initial vectors of next tokens, which also pass through the layers, and are the result.
+        layer_vectors: computes the vectors that layers read beside the stream.
+        versions: computes the versions of the stream.
     """
     builder = Builder(hidden_size, paged)
     builder.add(Embed(embedding, builder.stream))
@@ -243,14 +243,15 @@ def compile_head(
 
 
 class Builder:
-    """Operations as they are added. A sublayer's result joins the stream in one operation with the next norm."""
+    """Collects the operations of a program. A sublayer's result is added to the stream in one operation with the next
+    norm."""
 
     def __init__(self, hidden_size: int, paged: bool):
         self.operations: list[Operation] = []
         self.widths: list[int] = []
         self._buffers: dict[tuple[str, int], Rows] = {}
         self._paged = paged
-        self._pending: Rows | None = None  # what the stream still lacks
+        self._pending: Rows | None = None  # addends that the stream still lacks
         self.stream = self.rows("stream", hidden_size)
         self.ahead: Rows | None = None  # the stream of next tokens
         self.layer_vectors: Rows | None = None  # all of a token's, side by side
@@ -265,7 +266,7 @@ class Builder:
         return Program(tuple(self.operations), tuple(self.widths), self.stream, result)
 
     def rows(self, name: str, width: int) -> Rows:
-        """A buffer that all layers use."""
+        """Rows that all layers share."""
         key = (name, width)
         if key not in self._buffers:
             self._buffers[key] = Rows(len(self.widths), 0, width, width)
@@ -298,7 +299,7 @@ class Builder:
                     assert isinstance(block.ffn.inner, DenseFeedForward)
                     self.add(FeedBeside(block.ffn.before, block.ffn.inner))
             case _:
-                raise TypeError(f"{type(block).__name__} is no block")
+                raise TypeError(f"{type(block).__name__} is not a block")
 
     def sublayer(self, part: Sublayer, layer: int) -> None:
         """Add outer(y + after(f(before(y)))) of y = first(x), where each norm may be absent."""
@@ -361,14 +362,14 @@ class Builder:
         self.add(MultiplyAll(2.0**-0.5, self.stream))
 
     def _sublayer_ahead(self, part: Sublayer, layer: int) -> None:
-        """The same for next tokens, where there is a stream of these; the keys that they see are in the pages now."""
+        """The same for next tokens, if there is a stream of them; the keys that they see are in the pages by now."""
         if self.ahead is not None:
             own, self.stream = self.stream, self.ahead
             self.sublayer(part, layer)
             self.stream = own
 
     def residual(self, part: Sublayer, x: Rows) -> Rows:
-        """outer(x + f(x)) of rows that stay as they are."""
+        """outer(x + f(x)) of rows that do not change."""
         assert part.outer is not None
         total, out = self.rows("total", x.width), self.rows("normed total", x.width)
         self.add(Add(x, self._inner(part.inner, x, "network", 0), total))
@@ -376,7 +377,7 @@ class Builder:
         return out
 
     def _parallel(self, block: ParallelBlock, layer: int) -> None:
-        """x + attention(norm(x)) + ffn(norm(x)), where both may read the same norm."""
+        """x + attention(norm(x)) + ffn(norm(x)), where both may use the same norm."""
         normed = self.normed(block.attention.before)
         attended = self._inner(block.attention.inner, normed, "sublayer", layer)
         if block.ffn.before is not None:
@@ -397,7 +398,7 @@ class Builder:
         self.add(Normalize(block.norm, self.normed(None), self.stream, convolved))
 
     def _bottleneck(self, block: BottleneckBlock, layer: int) -> None:
-        """norm(x + exit(f(entrance(x)))): f's sublayers have a stream of their own."""
+        """norm(x + exit(f(entrance(x)))); f's sublayers have their own stream."""
         whole, x = self.stream, self.normed(None)
         entered = queries = self._entered(block.entrance, block.entrance_norm, x, "entered")
         if block.second_entrance is not None:
@@ -425,7 +426,7 @@ class Builder:
         return pending
 
     def normed(self, norm: nn.Module | None) -> Rows:
-        """The norm of the stream, which is complete afterwards; the stream itself without one."""
+        """The norm of the stream, which is complete afterwards; without a norm, the stream itself."""
         pending = self._take_pending()
         if norm is None:
             if pending is not None:
@@ -487,12 +488,12 @@ class Builder:
                 self.add(Open(opening, out))
                 return out
             case _:
-                raise TypeError(f"{type(module).__name__} is no sublayer")
+                raise TypeError(f"{type(module).__name__} is not a sublayer")
 
     def _self_attention(
         self, module: SelfAttention, x: Rows, name: str, layer: int, values: Rows | None = None
     ) -> Rows:
-        """Attention of rows x, or of x and other rows that its values are made of."""
+        """Attention of rows x, or of x with values made from other rows."""
         heads = self.product(module.qkv, x, "heads")
         if module.values is not None:
             assert values is not None
@@ -540,7 +541,7 @@ class Builder:
         return self._reduced(module.out, attended, name)
 
     def _spans(self, module: SpanConvolution, x: Rows, queries: Rows) -> Rows:
-        """The result of heads with kernels of each token's own for rows x."""
+        """The result of heads with a separate kernel for each token, for rows x."""
         windows = self.rows("windows", module.taps * x.width)
         self.add(GatherNeighbours(x, windows, module.taps))
         weighed = self.rows("weighed", x.width)

@@ -1,4 +1,4 @@
-"""The layers that map a pooled vector, or a token's: dense layers and norms, their weights loaded strictly."""
+"""Layers that map a pooled vector or a token's vector: dense layers and norms, with strictly loaded weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.model.weight_files import FORMATS, SINGLE_FILE, Checkpoint
 
 
 class Dense(nn.Module):
-    """A dense layer [N, inputs] -> [N, outputs]; its parameters have the names of the file."""
+    """A dense layer [N, inputs] -> [N, outputs]; its parameters have the file's names."""
 
     def __init__(self, part: DenseLayer, device: torch.device):
         super().__init__()
@@ -56,10 +56,10 @@ class Unit(nn.Module):
 def load_projection(layers: Sequence[Layer], device: torch.device) -> nn.Module | None:
     """The layers with their weights, in float32 on the device; None if there are none.
 
-    float32 whatever the model's format: they are few, and the last to round what is compared.
+    They are float32 whatever the model's format, because they are few and their results are compared.
 
     Raises:
-        ModelLoadError: no safetensors, or names or shapes that do not match.
+        ModelLoadError: there are no safetensors, or names or shapes do not match.
     """
     modules: list[nn.Module] = []
     for layer in layers:
@@ -92,8 +92,8 @@ def _fill(module: nn.Module, folder: Path) -> None:
     if not (folder / SINGLE_FILE).is_file():
         found = sorted(file.name for file in folder.glob("*.bin")) if folder.is_dir() else []
         raise ModelLoadError(
-            f"{folder} holds no {SINGLE_FILE}"
-            + (f", but {', '.join(found)}, which is not read" if found else "")
+            f"{folder} contains no {SINGLE_FILE}"
+            + (f"but {', '.join(found)}, which is not supported" if found else "")
             + ". Download the checkpoint again, or convert it once: load it with sentence-transformers and call "
             "save_pretrained(folder), which writes safetensors."
         )

@@ -1,11 +1,11 @@
-"""Quantised weights made from those of a checkpoint, and their products where there are no kernels of our own.
+"""Quantises a checkpoint's weights, and computes their products where our own kernels are missing.
 
-Norms keep their format, and so do embeddings that are no output matrix. int8 has a scale for each `gemm.GROUP` inputs
-of an output, int4 a scale and a minimum, int8-fast a scale for each output. On a CPU activations become int8 in the
-product, with a scale for each group of a row, or for each row. Groups of int8 that is made here are rotated before,
-those of weights as well (`gemm.rotate`), so that a large activation takes less from its neighbours. torch computes the
-same results there as `engine.backends.native.gemm`, from the same numbers: sums of integers are exact, so that a row's
-result depends on nothing but that row here as well. On a GPU, where there is no int8-fast, activations keep their
+Norms keep their format, and so do embeddings that are not an output matrix. int8 has a scale for each `gemm.GROUP`
+inputs of an output, int4 a scale and a minimum, int8-fast a scale for each output. On a CPU, activations become int8 in
+the product, with a scale for each group of a row, or for each row. Groups of int8 weights that are quantised here, and
+of their activations, are rotated first (`gemm.rotate`), so that a large activation costs its neighbours less precision.
+On a CPU torch computes the same results as `engine.backends.native.gemm` from the same numbers: sums of integers are
+exact, so a row's result depends only on that row here too. On a GPU, which has no int8-fast, activations keep their
 format and weights are widened (`device_product`).
 """
 
@@ -31,26 +31,26 @@ logger = logging.getLogger("octavo.model")
 
 Quantization = Literal["int8", "int8-fast", "int4"]
 Wanted = Quantization | Literal["stored"]
-"""What matrices become; "stored": what is nearest to how the checkpoint stores each."""
+"""The format of matrices; "stored": the nearest to the checkpoint's format, for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Kinds of matrices that are multiplied as one, and how many outputs each has."""
+    """Kinds of matrices that are multiplied as one, with the number of outputs of each."""
 
     kinds: tuple[Quantization | BlockKind, ...]
     lengths: tuple[int, ...]
 
 
 Held = Quantization | BlockKind | Parts
-"""The form in which a matrix is held: a kind of our own, GGUF's blocks as they are, or parts of several kinds."""
+"""The form in which a matrix is kept: one of our own kinds, GGUF's blocks unchanged, or parts of several kinds."""
 ON_GPUS: tuple[Quantization, ...] = ("int8", "int4")
 
-_EXACT = 1024  # sums of so many products of two int8 are below 2^24: exact in float32, in any order
-_TINY8, _TINY4 = 2.0**-100, 1e-17  # what no product would notice: largest weights of 8 bits, differences of 4
-_MOST = 255  # times what scales of rotated groups are multiples of
-_TRIED = 4  # scales on either side of the plain one
-_ROWS = 4096  # of groups, quantised at a time
+_EXACT = 1024  # sums of this many products of two int8 are below 2^24: exact in float32, in any order
+_TINY8, _TINY4 = 2.0**-100, 1e-17  # too small to affect a product: largest weights for 8 bits, differences for 4
+_MOST = 255  # times the unit of the scales of rotated groups
+_TRIED = 4  # candidates on either side of the plain scale
+_ROWS = 4096  # groups quantised at a time
 
 
 _PACKERS: dict[Quantization, Callable[..., gemm.Packed]] = {
@@ -61,7 +61,7 @@ _PACKERS: dict[Quantization, Callable[..., gemm.Packed]] = {
 
 
 def size_of(outputs: int, inputs: int, kind: Held) -> int:
-    """Bytes of a weight [outputs, inputs]; of int8 in plain groups. Rotated ones take about as much."""
+    """Bytes of a weight [outputs, inputs]; for int8, in plain groups. Rotated groups take about as much."""
     if isinstance(kind, Parts):
         return sum(size_of(length, inputs, part) for part, length in zip(kind.kinds, kind.lengths, strict=True))
     if kind == "int8-fast":
@@ -74,7 +74,7 @@ def size_of(outputs: int, inputs: int, kind: Held) -> int:
 
 
 def warn_if_slow(device: torch.device) -> None:
-    """Log the cost of quantised weights without kernels of our own."""
+    """Log the cost of quantised weights without our own kernels."""
     if not (native.available() if device.type == "cpu" else gpu.serves(device)):
         logger.warning(
             "Octavo's own kernels are missing (see octavo doctor), so torch expands the quantized weights in every "
@@ -83,12 +83,12 @@ def warn_if_slow(device: torch.device) -> None:
 
 
 def quantiser() -> str:
-    """The name of the code that quantises: another may round otherwise."""
+    """The name of the code that quantises, because other code may round differently."""
     return "native" if native.available() else f"torch {torch.__version__}"
 
 
 def form_on(device: torch.device, kind: Quantization) -> Form:
-    """The form of a quantised weight for products on that device."""
+    """The form of a quantised weight for products on a device."""
     return "rotated" if kind == "int8" and device.type == "cpu" and not gpu.serves(device) else "plain"
 
 
@@ -96,7 +96,7 @@ def quantise(weight: Tensor, kind: Quantization, form: Form = "plain") -> Quanti
     """The weight [outputs, inputs], quantised, on the CPU.
 
     Args:
-        form: int8 alone can be rotated; int8-fast is plain in any form.
+        form: only int8 can be rotated; int8-fast is plain in any form.
     """
     weight = weight.detach().cpu()
     if weight.dtype not in (torch.float32, torch.bfloat16):
@@ -111,10 +111,10 @@ def quantise(weight: Tensor, kind: Quantization, form: Form = "plain") -> Quanti
 
 
 def made_of(weight: Tensor | gemm.Weight, kind: Held) -> gemm.Weight:
-    """The weight, quantised here if it is plain."""
+    """The weight, quantised if it is plain."""
     if not isinstance(weight, Tensor):
         return weight
-    assert kind in _PACKERS, "nothing plain becomes blocks of a file"
+    assert kind in _PACKERS, "plain weights cannot become blocks of a file"
     return quantise(weight, kind, form_on(weight.device, kind))
 
 
@@ -129,11 +129,11 @@ def rows(made: gemm.Weight, ids: Tensor, dtype: torch.dtype) -> Tensor:
 def product(
     weight: Tensor | gemm.Weight, bias: Tensor | None, kind: Held
 ) -> tuple[Callable[[Tensor], Tensor], gemm.Packed | None]:
-    """x [..., inputs] to x @ weight.T + bias with a quantised weight, in x's format; and the weight as our own kernels
-    read it, if those compute that.
+    """x [..., inputs] to x @ weight.T + bias with a quantised weight, in x's format; and the weight in the form of our
+    own kernels, if they compute the product.
 
     Args:
-        weight: quantised here if it is plain; it is not needed any more.
+        weight: quantised here if it is plain; not needed afterwards.
     """
     made = made_of(weight, kind)
     if not native.available():
@@ -143,12 +143,12 @@ def product(
 
 
 def pack_parts(parts: Iterator[Any], outputs: int, bias: Tensor | None, kind: Held) -> gemm.Packed:
-    """A weight in the form that our own kernels read. It is quantised some rows at a time (see `gemm.pack_parts`)."""
+    """A weight in the form of our own kernels. It is quantised some rows at a time (see `gemm.pack_parts`)."""
     return gemm.pack_parts(parts, outputs, bias, lambda part, into: _pack(part, None, kind, into))
 
 
 def native_product(packed: gemm.Packed) -> Callable[[Tensor], Tensor]:
-    """The product with it, of activations in any format."""
+    """The product with such a weight, for activations of any format."""
     return lambda x: _as_float32(packed, x) if x.dtype == torch.float16 else gemm.matmul(packed, x)
 
 
@@ -164,10 +164,10 @@ def _pack(weight: gemm.Weight, bias: Tensor | None, kind: Held, into: Tensor | N
 
 
 def on_device(weight: Tensor | gemm.Weight | gemm.Packed, kind: Held, device: torch.device) -> Quantised:
-    """A quantised weight on a device other than a CPU; a plain one is quantised on the CPU.
+    """A quantised weight on a device other than a CPU; a plain one is quantised on the CPU first.
 
     Raises:
-        ConfigError: no device but a CPU multiplies with this kind.
+        ConfigError: only a CPU multiplies with this kind.
     """
     if kind not in ("int8", "int4"):
         raise ConfigError(f"weights of {kind} are for CPUs; on {device} there are {' and '.join(ON_GPUS)}.")
@@ -178,8 +178,8 @@ def on_device(weight: Tensor | gemm.Weight | gemm.Packed, kind: Held, device: to
 
 
 def device_product(made: Quantised, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """x [..., inputs] to x @ weight.T + bias on the weight's device, in x's format. Activations keep it, too: the
-    weight is widened, by our own kernels where they serve, else whole by torch at every product."""
+    """x [..., inputs] to x @ weight.T + bias on the weight's device, in x's format. Activations keep their format too:
+    the weight is widened, by our own kernels if available, otherwise as a whole by torch for every product."""
     if not gpu.serves(made.values.device):
         return lambda x: F.linear(x, made.dense().to(x.dtype), bias)
     from engine.backends.triton import few_bits
@@ -192,7 +192,7 @@ def _as_float32(packed: gemm.Packed, x: Tensor) -> Tensor:
 
 
 def quantise_by_torch(weight: Tensor, kind: Quantization, form: Form = "plain") -> Quantised:
-    """The result of the quantisers of `gemm`, but for ties that round otherwise."""
+    """The result of the quantisers of `gemm`, except for ties that round differently."""
     outputs, inputs = weight.shape
     if kind == "int8-fast":
         steps, scales = _steps(weight)
@@ -226,8 +226,8 @@ def _quantise_rotated(groups: Tensor, outputs: int, inputs: int) -> Quantised:
 
 
 def _quantise_groups(weights: Tensor, portable: bool) -> tuple[Tensor, Tensor]:
-    """Integers from 0 to 15 of groups [N, GROUP], and float16 scales and minima [N, 2]: of several lines the one of
-    least squared error."""
+    """Integers from 0 to 15 of groups [N, GROUP], and float16 scales and minima [N, 2]: of several candidates, the ones
+    with the least squared error."""
     finite = weights.isfinite().all(1)
     weights = torch.where(finite[:, None], weights, 0)
     found = _best_symmetric(weights) if portable else _best_lines(weights)
@@ -240,8 +240,8 @@ def _quantise_groups(weights: Tensor, portable: bool) -> tuple[Tensor, Tensor]:
 
 
 def _best_lines(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minima [N]. For the integers that a scale near the plain one gives, the line through the weights is
-    that of linear regression. Weights are counted from the lowest, so that nothing cancels."""
+    """Scales and minima [N]. For the integers that a scale near the plain one gives, linear regression determines the
+    line through the weights. Weights are measured from the lowest, so that nothing cancels."""
     lowest, highest = weights.aminmax(dim=1)
     spread = highest - lowest
     counted = weights - lowest[:, None]
@@ -252,7 +252,7 @@ def _best_lines(weights: Tensor) -> tuple[Tensor, Tensor]:
         integers, squares, products = levels.sum(1), levels.square().sum(1), (levels * counted).sum(1)
         scale = (GROUP * products - integers * total) / (GROUP * squares - integers.square())
         least = (total - scale * integers) / GROUP
-        explained = scale * products + least * total  # the squared error is that of 0 less this
+        explained = scale * products + least * total  # the squared error is that of 0 minus this
         better = explained > most
         best_scale, best_least, most = (
             torch.where(better, new, old) for new, old in ((scale, best_scale), (least, best_least), (explained, most))
@@ -262,8 +262,8 @@ def _best_lines(weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _best_symmetric(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales [N], in the bits of bfloat16, and -8 times these: near that integer comes the weight of the largest
-    magnitude."""
+    """Scales [N] that bfloat16 represents exactly, and -8 times these: the weight of the largest magnitude is near that
+    integer."""
     lowest, highest = weights.aminmax(dim=1)
     extreme = torch.where(-lowest >= highest, lowest, highest)
     best, most = torch.zeros_like(extreme), torch.zeros_like(extreme)
@@ -284,7 +284,7 @@ def _levels(weights: Tensor, minima: Tensor, reciprocals: Tensor) -> Tensor:
 
 
 def _kept_scales(scales: Tensor) -> Tensor:
-    """The halves that are nearest; of scales so small that halves are far apart the next larger ones."""
+    """The nearest float16 numbers; for scales so small that float16 numbers are far apart, the next larger ones."""
     near = scales.half()
     near[near.isinf()] = torch.nan
     larger = (near.view(torch.int16) + 1).view(torch.float16)
@@ -292,22 +292,22 @@ def _kept_scales(scales: Tensor) -> Tensor:
 
 
 def _portable_scales(scales: Tensor) -> Tensor:
-    """The same of the nearest bfloat16."""
+    """The same with the nearest bfloat16."""
     return _kept_scales(scales.bfloat16().float())
 
 
 def _steps(x: Tensor, keep: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """Integers -127 to 127 (float32) and scales of rows [N, size]; NaN is the scale of a row that is not finite.
+    """Integers -127 to 127 (float32) and scales of rows [N, size]; a row that is not finite has a NaN scale.
 
     Args:
-        keep: gives the scales as they are kept. The integers count steps of these.
+        keep: rounds scales to their stored form. The integers count steps of the rounded scales.
     """
     x = x.float()
     peak = x.abs().amax(1) if x.shape[1] else x.new_zeros(len(x))
     finite = peak.isfinite()
     some = finite & (peak >= _TINY8)
     scales = peak / 127 if keep is None else keep(peak / 127)
-    # 127 / peak, a Python number, rounds twice.
+    # 127 / peak, with a Python number, rounds twice.
     reciprocal = torch.full_like(peak, 127) / peak if keep is None else 1 / scales.float()
     some &= reciprocal.isfinite()
     steps = torch.where(some[:, None], (x * torch.where(some, reciprocal, 0)[:, None]).round(), 0)
@@ -315,7 +315,7 @@ def _steps(x: Tensor, keep: Callable[[Tensor], Tensor] | None = None) -> tuple[T
 
 
 def torch_product(made: gemm.Weight, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """The product with a quantised weight by torch: the integers are widened each time, which is slow."""
+    """The product with a quantised weight in torch, which widens the integers each time and is slow."""
     added = None if bias is None else bias.detach().float()
     if isinstance(made, Joined):
         parts = [torch_product(part, None) for part in made.parts]
@@ -367,7 +367,7 @@ def _sums_of_groups(made: Quantised | Blocks, x: Tensor) -> Tensor:
 
 
 def _groups_of(made: Quantised) -> Grouped:
-    """Those of rotated groups have scales in steps of `Quantised.counted`."""
+    """Scales of rotated groups are multiples of `Quantised.counted`."""
     if made.has_minima:
         lines = made.scales.float()
         return made.integers(), lines[..., 0], lines[..., 1]

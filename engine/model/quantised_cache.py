@@ -1,13 +1,12 @@
-"""Matrices kept on disk as they are served, so that a later start takes them instead of the checkpoint's.
+"""Stores matrices on disk in their final form, so that a later start reads them instead of the checkpoint's.
 
-Our own kernels of a CPU multiply by matrices that they have laid out (`gemm.Packed`): an entry holds these, and is
-mapped, so that all processes that serve a model share its pages. Elsewhere it holds quantised matrices
-(`gemm.Quantised`).
+On a CPU with our own kernels, an entry contains packed matrices (`gemm.Packed`) and is mapped, so that all processes
+that serve a model share its pages. Otherwise it contains quantised matrices (`gemm.Quantised`).
 
-An entry is a safetensors file, named by a hash of all that decides its bytes: the checkpoint's files, what each
-matrix is filled with, how that is stored, the format that it was read in, what quantised it, and the library that laid
-it out. It is written beside its place and renamed into it, so that no reader sees half of one, and two processes may
-write the same. Its checksums are verified before it is used.
+An entry is a safetensors file, named by a hash of everything that determines its bytes: the checkpoint's files, the
+sources of each matrix, their storage and formats, the code that quantised it, and the library that packed it. It is
+written under a temporary name and renamed, so that no reader sees an incomplete one, and two processes may write the
+same. Its checksums are verified before use.
 """
 
 from __future__ import annotations
@@ -46,23 +45,23 @@ from engine.model.weight_files import ALIGNED, header, raw_bytes
 logger = logging.getLogger("octavo.model")
 
 FORMAT = 6
-"""Changes with the numbers that are read of a checkpoint or that a quantiser makes, and with how they lie in a file."""
+"""Changes whenever the numbers from a checkpoint or a quantiser change, or their layout in a file."""
 
 _KEPT_SECONDS = 30 * 24 * 3600
 _ABANDONED_SECONDS = 24 * 3600
 _UNFINISHED = ".octavo-writing-"
 _OURS = re.compile(r"(int4|int8|int8-fast|stored|plain)-[0-9a-f]{32}\.safetensors")
-_DISK_SHARE = 4  # all entries together take at most this part of the disk
+_DISK_SHARE = 4  # all entries together take at most this share of the disk
 _CHECKSUMS = "checksums"
 _STORED = {
     torch.int64: "I64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8",
     torch.int8: "I8",
 }  # fmt: skip
-_THREADS = 4  # checksums are made as fast as memory is read, by few threads
+_THREADS = 4  # checksums are computed as fast as memory is read, by few threads
 
 
 def find_folder(setting: str | None) -> Path | None:
-    """The folder that quantised matrices are kept in, which need not be there; None for none.
+    """The folder for quantised matrices, which need not exist; None for none.
 
     Args:
         setting: a folder or "off"; None for one in the user's cache.
@@ -73,21 +72,23 @@ def find_folder(setting: str | None) -> Path | None:
     if setting is None:
         try:
             return cache_folder("quantization")
-        except RuntimeError:  # there is no home
+        except RuntimeError:  # there is no home folder
             return None
     if setting == "off":
         return None
     try:
         return Path(setting).expanduser().absolute()
     except RuntimeError:
-        raise ConfigError(f"quantization_cache is {setting}, but there is no such home folder. Name another.") from None
+        raise ConfigError(
+            f"quantization_cache is {setting}, but there is no such home folder. Choose another."
+        ) from None
 
 
 def kept_files(folder: Path) -> list[Path]:
-    """The entries in a folder. Nothing else is ever removed, whatever folder it is.
+    """The entries in a folder. Other files are never removed, whatever folder it is.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the folder cannot be read.
     """
     return [path for path in folder.iterdir() if _OURS.fullmatch(path.name)]
 
@@ -97,11 +98,11 @@ class Matrix:
     """A matrix of the model, or those of its experts.
 
     Attributes:
-        name: in the model.
-        kind: what it becomes; None: it stays plain.
-        count: 1, or how many experts.
-        sources: what it is filled with, in words.
-        pieces: how our own kernels lay it out; empty if they do not.
+        name: its name in the model.
+        kind: its quantised kind; None: it stays plain.
+        count: 1, or the number of experts.
+        sources: a description of the tensors that fill it.
+        pieces: the layout for our own kernels; empty if they do not use it.
     """
 
     name: str
@@ -115,7 +116,7 @@ class Matrix:
 
     @property
     def stored(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """The tensors of a file that hold it."""
+        """The tensors of a file that contain it."""
         if not self.pieces:
             return {f"{self.name}.values": self._values, f"{self.name}.scales": self._scales}
         sizes = (gemm.size_of(kind, outputs, self.inputs) for kind, outputs in self.pieces)
@@ -125,7 +126,7 @@ class Matrix:
         }
 
     def tensors_of(self, made: Quantised | Packed) -> list[Tensor]:
-        """The tensors to write for a quantised matrix, in the order of their names."""
+        """The tensors to write for a quantised matrix, in order of their names."""
         if isinstance(made, Quantised):
             return [made.values, made.scales]
         parts = made.parts or (made,)
@@ -133,7 +134,7 @@ class Matrix:
         return [part.data for part in parts]
 
     def made_of(self, tensors: list[Tensor]) -> Quantised | Packed:
-        """The matrix that was put into these tensors."""
+        """The matrix stored in these tensors."""
         if not self.pieces:
             values, scales = tensors
             return Quantised(values, scales, self.inputs, self.form == "rotated")
@@ -164,17 +165,17 @@ class Cache:
     """The folder that keeps one model's matrices.
 
     Args:
-        folder: of all entries; it is made if it is not there.
-        files: the checkpoint's.
-        dtype: that its weights are read in.
-        matrices: of the model.
-        kind: what they become, for the name of the file.
+        folder: the folder of all entries; created if missing.
+        files: the checkpoint's files.
+        dtype: the format in which its weights are read.
+        matrices: the model's matrices.
+        kind: their quantised kind, for the file's name.
 
     Attributes:
-        path: of the entry.
+        path: path of the entry.
 
     Raises:
-        OSError: the folder cannot be made, others can write to it, or the checkpoint's files are not there.
+        OSError: the folder cannot be created, others can write to it, or the checkpoint's files do not exist.
     """
 
     def __init__(self, folder: Path, files: Sequence[Path], dtype: torch.dtype, matrices: Sequence[Matrix], kind: str):
@@ -190,30 +191,30 @@ class Cache:
         self.layout = _Layout(matrices)
 
     def open(self, verified: Callable[[str], object]) -> Entry | None:
-        """The entry, verified; None if there is none. A damaged entry is removed.
+        """The verified entry; None if there is none. A damaged entry is removed.
 
         Args:
-            verified: is told the name of each tensor of an entry whose checksum is right.
+            verified: called with the name of each tensor whose checksum is right.
         """
         try:
             entry = Entry(self, verified)
         except FileNotFoundError:
             return None
         except (OSError, SafetensorError, ValueError) as error:
-            logger.warning("Quantized weights in %s cannot be used and are made again: %s.", self.path, error)
+            logger.warning("Quantized weights in %s cannot be used and are computed again: %s.", self.path, error)
             if not isinstance(error, OSError):
                 with contextlib.suppress(OSError):
                     self.path.unlink()
             return None
-        with contextlib.suppress(OSError):  # it may be another's
+        with contextlib.suppress(OSError):  # it may be another user's
             os.utime(self.path)
         return entry
 
     def write(self) -> Writer:
-        """A new entry, to be filled.
+        """A new entry to fill.
 
         Raises:
-            OSError: there is no room, or nothing can be written there.
+            OSError: there is no room, or the folder is not writable.
         """
         self._tidy()
         size, disk = self.layout.size, shutil.disk_usage(self.folder)
@@ -226,7 +227,7 @@ class Cache:
         return Writer(self)
 
     def _make_room(self, most: int) -> None:
-        """Remove the entries that were not used for the longest time, until the others take no more than this."""
+        """Remove the least recently used entries until the others take no more than this."""
         found: list[tuple[os.stat_result, Path]] = []
         for path in kept_files(self.folder):
             with contextlib.suppress(OSError):  # another process may have removed it
@@ -238,8 +239,8 @@ class Cache:
                     path.unlink()
 
     def _tidy(self) -> None:
-        """Remove entries that were not used for long, entries whose checkpoint has changed or is gone, and files of
-        killed processes."""
+        """Remove entries that were not used for long or whose checkpoint has changed or is gone, and files of killed
+        processes."""
         now = time.time()
         for path in kept_files(self.folder):
             with contextlib.suppress(OSError):
@@ -251,7 +252,7 @@ class Cache:
                     path.unlink()
 
     def unchanged(self) -> bool:
-        """The checkpoint's files are those that they were when this was made."""
+        """Whether the checkpoint's files have not changed since this was made."""
         try:
             return _identities(self._files) == self.origin
         except OSError:
@@ -262,16 +263,16 @@ class Entry:
     """The matrices of a file.
 
     Raises:
-        OSError: it cannot be read.
-        SafetensorError, ValueError: it is damaged, or not what its name says.
+        OSError: the file cannot be read.
+        SafetensorError, ValueError: the file is damaged, or does not match its name.
     """
 
     def __init__(self, cache: Cache, verified: Callable[[str], object]):
-        with cache.path.open("rb"):  # safetensors says "no such file" of one that may not be read
+        with cache.path.open("rb"):  # safetensors says "no such file" about an unreadable file
             pass
         with safe_open(str(cache.path), framework="pt", device="cpu") as handle:
             if (handle.metadata() or {}).get("key") != cache.key:
-                raise ValueError("it was not made of this checkpoint")
+                raise ValueError("it was not made from this checkpoint")
             cache.layout.check(handle)
             # Views of the file: nothing is read yet.
             self._tensors: dict[str, Tensor] = {name: handle.get_tensor(name) for name in cache.layout.places}
@@ -287,18 +288,19 @@ class Entry:
     def take(self, matrix: Matrix, index: int) -> Quantised | Packed:
         """A matrix, or the matrix of an expert. A packed one is a view of the mapped file."""
         tensors = [self._tensors[name][index] for name in matrix.stored]
-        if not native.available():  # torch computes with what it is given: it shall not be a file's pages
+        if not native.available():  # torch keeps the tensors that it gets: they must not be pages of a file
             tensors = [tensor.clone() for tensor in tensors]
         return matrix.made_of(tensors)
 
 
 class Writer:
-    """A file that matrices are written to as they are made; a context manager, which removes it unless it was kept.
+    """A file to which matrices are written as they are made; a context manager that removes the file unless it was
+    kept.
 
-    If the system can do that, the file has no name until it is complete, and is gone when the process is killed.
+    If the system supports it, the file has no name until it is complete, and disappears if the process is killed.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
 
     def __init__(self, cache: Cache):
@@ -307,7 +309,7 @@ class Writer:
         self._path: Path | None = None
         try:
             descriptor = os.open(cache.folder, os.O_TMPFILE | os.O_WRONLY, 0o600)
-        except (AttributeError, OSError):  # a system, or a file system, without such files
+        except (AttributeError, OSError):  # a system or file system without such files
             descriptor, path = tempfile.mkstemp(prefix=_UNFINISHED, dir=cache.folder)
             self._path = Path(path)
         self._file = os.fdopen(descriptor, "wb")
@@ -323,17 +325,17 @@ class Writer:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with contextlib.suppress(OSError):  # what could not be written cannot be on closing either
+        with contextlib.suppress(OSError):  # an error here follows from an earlier write error
             self._file.close()
         if self._path is not None:
             with contextlib.suppress(OSError):
                 self._path.unlink()
 
     def put(self, matrix: Matrix, index: int, made: Quantised | Packed) -> None:
-        """Write a matrix; those of experts come in their order.
+        """Write a matrix; those of experts are written in order.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         for name, tensor in zip(matrix.stored, matrix.tensors_of(made), strict=True):
             place = self._cache.layout.places[name]
@@ -344,10 +346,10 @@ class Writer:
                 self._file.write(data)
 
     def keep(self) -> None:
-        """Put the file in its place, unless the checkpoint has changed meanwhile.
+        """Move the file to its final name, unless the checkpoint has changed meanwhile.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         self._file.seek(self._start + self._cache.layout.places[_CHECKSUMS].begin)
         for number in self._sums.values():
@@ -358,7 +360,7 @@ class Writer:
         if self._path is None:
             path = self._cache.folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
             number = self._file.fileno()
-            os.link(f"/proc/self/fd/{number}", path, src_dir_fd=number)  # without a folder Python follows no links
+            os.link(f"/proc/self/fd/{number}", path, src_dir_fd=number)  # links need a folder descriptor
             self._path = path
         self._file.close()
         self._path.replace(self._cache.path)
@@ -366,7 +368,7 @@ class Writer:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A tensor in a file: bytes [begin, end) after the header."""
+    """The position of a tensor in a file: bytes [begin, end) after the header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -379,7 +381,7 @@ class _Layout:
 
     def __init__(self, matrices: Sequence[Matrix]):
         tensors = [(name, *stored) for matrix in matrices for name, stored in matrix.stored.items()]
-        sums = -(-len(tensors) * 8 // ALIGNED) * ALIGNED // 8  # what follows is aligned
+        sums = -(-len(tensors) * 8 // ALIGNED) * ALIGNED // 8  # the data after it is aligned
         tensors.append((_CHECKSUMS, torch.int64, (sums,)))
         self.places: dict[str, _Place] = {}
         end = 0
@@ -394,9 +396,9 @@ class _Layout:
         return header(stored, metadata)[0]
 
     def check(self, handle: Any) -> None:
-        """Raise ValueError for a file that holds other tensors."""
+        """Raise ValueError for a file with other tensors."""
         if set(handle.keys()) != set(self.places):
-            raise ValueError("it holds other matrices")
+            raise ValueError("it contains other matrices")
         for name, place in self.places.items():
             stored = handle.get_slice(name)
             if stored.get_dtype() != _STORED[place.dtype] or tuple(stored.get_shape()) != place.shape:
@@ -404,18 +406,18 @@ class _Layout:
 
 
 def _identities(files: Sequence[Path]) -> list[list[Any]]:
-    """The facts that change when a file does. Change times, which no program can set, tell copies of equal size
-    apart."""
+    """Facts that change when a file changes. Change times, which no program can set, distinguish copies of equal
+    size."""
     found = []
     for file in files:
-        path = Path(os.path.realpath(file))  # which, unlike `resolve`, raises nothing for links in a circle
+        path = Path(os.path.realpath(file))  # unlike `resolve`, this raises nothing for circular links
         status = path.stat()
         found.append([str(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns])
     return found
 
 
 def _is_stale(path: Path) -> bool:
-    """The checkpoint that this entry was made of has changed or is gone, or it cannot be read."""
+    """Whether the checkpoint of this entry has changed or is gone, or the entry cannot be read."""
     try:
         with safe_open(str(path), framework="pt", device="cpu") as handle:
             files = json.loads((handle.metadata() or {})["files"])

@@ -1,4 +1,4 @@
-"""Matrices while a checkpoint loads: packed as they come, and quantised before, or taken from where they were kept."""
+"""Packs matrices while a checkpoint loads: it may quantise them first, or read them from the cache instead."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from engine.model.weight_files import Checkpoint
 
 logger = logging.getLogger("octavo.model")
 
-_PART_BYTES = 1 << 24  # of a matrix in 16 bits, read at a time
+_PART_BYTES = 1 << 24  # bytes of a matrix in 16 bits that are read at a time
 
 
 class MatrixLoading:
-    """Packs each matrix when the last of its tensors has been read, so that the memory never holds the whole model in
-    its plain format: what is not filled yet takes none. A context manager.
+    """Packs each matrix when the last of its tensors has been read, so that memory never contains the whole model in
+    its plain format: parameters that are not filled yet take none. A context manager.
 
-    Where matrices were kept, the checkpoint's are not read. Else they are kept now, as they are made; where that
-    fails, the load goes on without. Matrices that a checkpoint stores in the wanted format are taken as they are, and
-    kept again only if all are `shared`.
+    Matrices in the cache are not read from the checkpoint. Other matrices are written to the cache as they are made; if
+    that fails, loading continues without it. Matrices that the checkpoint stores in the wanted format are used
+    unchanged, and are written to the cache only if `shared`.
 
     Args:
-        quantization: None: matrices keep their format.
-        destinations: where each stored tensor goes; what need not be read is taken out.
-        folder: of the cache; None for none.
-        shared: keep all matrices that our own kernels lay out, those too that are quickly made of the checkpoint.
-        advance: is told how many of `kept_bytes` are done: one half of a kept matrix' when it is verified, the other
-            when it is packed; a negative number where what was verified is not used after all.
+        quantization: None keeps the matrices' format.
+        destinations: the destination of each stored tensor; tensors that need not be read are removed.
+        folder: the cache's folder; None for none.
+        shared: cache all matrices that our own kernels pack, even those that are quickly made from the checkpoint.
+        advance: called with the number of `kept_bytes` that are done: half of a cached matrix when it is verified and
+            half when it is packed; a negative number if a verified matrix is not used after all.
 
     Attributes:
-        kept_bytes: that matrices which were kept would take in the model's format.
+        kept_bytes: bytes that the cached matrices would take in the model's format.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class MatrixLoading:
             kept = all(keeps_rows(destination.transform) for _, destination in filling)
             own = _is_own(kind) or (kind is not None and stored == {kind} and alone and kept)
             form: Form = "plain"
-            # Rotated, stored 8 bits in these groups would be rounded a second time.
+            # If rotated, stored 8 bits in these groups would be rounded a second time.
             if kind in ("int8", "int8-fast", "int4") and not own and not (kept and stored == {"int8"}):
                 form = form_on(module.device, kind)
             pieces = self._pieces(module, kind, form)
@@ -119,7 +119,7 @@ class MatrixLoading:
         self._sizes = {
             next(iter(matrix.stored)): module.weight.nbytes
             for module, matrix in self._matrices.items()
-            if not _stays_plain(module)  # which is read as well
+            if not _stays_plain(module)  # it is read too
         }
         if folder is not None and self._matrices:
             self._open(folder, checkpoint, model)
@@ -138,7 +138,7 @@ class MatrixLoading:
                 self._waiting[parameter.data_ptr()].append(module)
 
     def _pieces(self, module: Linear | ExpertMatrices, kind: Held | None, form: Form) -> Pieces:
-        """The form that a CPU's own kernels give the matrix, if they do."""
+        """The form that a CPU's own kernels give the matrix, if they use it."""
         if on_gpu(module.device):
             return ()
         amx, table = False, False
@@ -159,7 +159,7 @@ class MatrixLoading:
             self._problem = error
 
     def _verified(self, name: str) -> None:
-        """A tensor of the cache is as it was written."""
+        """A tensor of the cache has a valid checksum."""
         half = self._sizes.get(name, 0) // 2
         self._half_done += half
         self._advance(half)
@@ -171,7 +171,8 @@ class MatrixLoading:
         self._stack.close()
 
     def keeps_table(self, name: str, destination: Destination) -> bool:
-        """Whether this tensor is a token table that stays as it is stored: its rows are looked up there from now on."""
+        """Whether this tensor is a token table that keeps its stored format: its rows are looked up there from now
+        on."""
         table = self._tables.get(destination.parameter.data_ptr())
         if table is None:
             return False
@@ -179,19 +180,19 @@ class MatrixLoading:
         return True
 
     def reads_itself(self, name: str) -> bool:
-        """This tensor of the checkpoint is not to be read: the matrix is packed from the file."""
+        """Whether this tensor of the checkpoint need not be read, because the matrix is packed from the file."""
         return name in self._read_later
 
     def stores(self, name: str) -> bool:
-        """This tensor of the checkpoint is to be `take`n, instead of filled into its parameter."""
+        """Whether this tensor of the checkpoint must be passed to `take` instead of being copied to its parameter."""
         return name in self._stored
 
     def keeps_own(self, name: str) -> bool:
-        """This tensor, which is to be `take`n, is wanted as it is stored, and not as what it is of ours."""
+        """Whether this tensor, which is passed to `take`, is wanted in its stored format, not in one of ours."""
         return _is_own(self._modules[self._stored[name]])
 
     def take(self, name: str, stored: Quantised | Blocks, destination: Destination) -> None:
-        """Put a matrix that a checkpoint stores as it is needed where a plain one would go."""
+        """Put a matrix that is already in the wanted format where a plain one would go."""
         module = self._stored[name]
         if isinstance(self._modules[module], Parts):
             assert isinstance(destination.transform, JoinedRows)
@@ -200,7 +201,7 @@ class MatrixLoading:
         if isinstance(module, Linear) and destination.transform == Same():
             self._assembled[module] = stored
             return
-        axes = len(self._checkpoint.shape(name)) - 1  # all but the inputs
+        axes = len(self._checkpoint.shape(name)) - 1  # all axes except the inputs
         if module not in self._assembled:
             self._assembled[module] = _room_for(module, stored, axes)
         whole, place = self._assembled[module], destination.place
@@ -209,7 +210,7 @@ class MatrixLoading:
             destination.transform.fill(to.view(*lead, -1), place, part.reshape(*part.shape[:axes], -1))
 
     def filled(self, pointer: int) -> None:
-        """A tensor has gone to the parameter at this address."""
+        """A tensor has been copied to the parameter at this address."""
         self._missing[pointer] -= 1
         if self._missing[pointer] == 0:
             for module in self._waiting.pop(pointer, ()):
@@ -217,7 +218,7 @@ class MatrixLoading:
                     self._pack(module)
 
     def finish(self) -> None:
-        """All that is stored has been read: pack the matrices that wait for nothing, and keep the results."""
+        """All tensors have been read: pack the remaining matrices, and store the results."""
         for module in self._modules:
             if not module.is_packed and module in self._matrices:
                 self._pack(module)
@@ -250,7 +251,7 @@ class MatrixLoading:
                     self._keep(matrix, index, product.native)
 
     def _keep(self, matrix: Matrix, index: int, made: Quantised | Packed) -> None:
-        """Write a matrix to the cache, if it is not there and can be."""
+        """Write a matrix to the cache, if it is missing there and the cache is usable."""
         if self._writer is None:
             return
         try:
@@ -260,7 +261,7 @@ class MatrixLoading:
             self._stack.close()
 
     def _rows(self, module: Linear, kind: Held | None) -> Iterator[Tensor | Weight]:
-        """A matrix, some rows at a time, so that no other copy of all of it is made."""
+        """A matrix, some rows at a time, so that no second copy of it is made."""
         name, start = self._direct[module], 0
         step = max(_PART_BYTES // (module.inputs * 2 * PART_ROWS), 1) * PART_ROWS
         while start < module.outputs:
@@ -291,7 +292,7 @@ class MatrixLoading:
         """Log a summary."""
         what = "Packed weights" if self._shared else f"Quantized weights ({self._kind})"
         if self._count and not self._shared:
-            logger.debug("%s of %d matrices are used as they are stored", what, self._count)
+            logger.debug("%s of %d matrices are used in their stored format", what, self._count)
         if not self._matrices:
             if self._shared:
                 logger.warning("--share-weights has no effect: it needs a CPU and Octavo's own kernels.")
@@ -312,12 +313,12 @@ class MatrixLoading:
 
 
 def mark_stored(model: Transformer, checkpoint: Checkpoint, table: WeightTable, device: torch.device) -> None:
-    """Note for each matrix the kind that is nearest to how it is stored: its own if it can be taken as it is, int8 if
-    it is quantised otherwise, none if it is plain. The log names formats that become larger.
+    """Record for each matrix the kind nearest to its stored format: its own if it can be used unchanged, int8 if it is
+    quantised in another way, none if it is plain. The log names formats that become larger.
 
     Args:
-        checkpoint: under the table's names.
-        device: of the model to be, which may not multiply with every kind.
+        checkpoint: the checkpoint, with the table's names.
+        device: the future model's device, which may not support every kind.
     """
     entries = {entry.target: entry for entry in table.chosen(checkpoint.names)}
     uses = Counter(name for entry in entries.values() for name in entry.sources)
@@ -360,10 +361,10 @@ def _held_as(
     kinds: Sequence[Quantization | BlockKind | None],
     lengths: tuple[int, ...] | None = None,
 ) -> Held | None:
-    """The form in which a matrix with these stored parts is held; None if it cannot keep them.
+    """The form for a matrix with these stored parts; None if their format cannot be kept.
 
     Args:
-        lengths: outputs of each, where they come one after the other.
+        lengths: outputs of each, if they follow each other.
     """
     known = [kind for kind in kinds if kind is not None]
     if len(known) < len(kinds):
@@ -381,24 +382,24 @@ def _goes_directly(module: Linear, kind: Held | None, own: bool) -> bool:
     """Pack a matrix from the file's bytes, row by row.
 
     Args:
-        own: it is stored as its kind.
+        own: whether it is stored in its own kind.
     """
     return not on_gpu(module.device) and (kind is None or own) and takes_parts(module.weight.dtype, kind, module.shared)
 
 
 def _stays_plain(module: Linear | ExpertMatrices) -> bool:
-    """A token table that is looked up as it is, beside its packed form."""
+    """Whether this is a token table that is also looked up unpacked, beside its packed form."""
     return isinstance(module, Linear) and module.shared and on_gpu(module.device)
 
 
 def _room_for(module: Linear | ExpertMatrices, part: Quantised | Blocks, axes: int) -> Quantised | Blocks:
-    """A module's matrix, or those of its experts, to be filled; `part` is some of its rows, which have so many axes."""
+    """Memory for a module's matrix or its experts' matrices; `part` is some of its rows, with this many axes."""
     lead = (*module.weight.shape[:-2], module.outputs)
     return part.changed(lambda tensor: tensor.new_empty(*lead, *tensor.shape[axes:]))
 
 
 def _arranged(part: Quantised | Blocks, transform: Transform) -> Quantised | Blocks:
-    """The rows in their order."""
+    """The rows in order."""
 
     def arrange(tensor: Tensor) -> Tensor:
         filled = torch.empty_like(tensor)

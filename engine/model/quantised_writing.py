@@ -1,9 +1,8 @@
-"""A checkpoint written anew with quantised matrices, in a format that other servers read as well.
+"""Writes a copy of a checkpoint with quantised matrices, in a format that other servers read too.
 
-compressed-tensors' `pack-quantized` holds int8 and int4 with scales of bfloat16, in groups that are not rotated and
-without minima, its `int-quantized` holds int8-fast exactly as it is made at load. A server of the new folder computes
-with these numbers. A matrix that the format has no place for stays as it is, and is made smaller when the folder is
-loaded.
+compressed-tensors' `pack-quantized` contains int8 and int4 with bfloat16 scales, in groups without rotation and without
+minima; its `int-quantized` contains int8-fast exactly as it would be made at load time. A server of the new folder uses
+these numbers. A matrix that the format does not support stays unquantised, and is quantised when the folder is loaded.
 """
 
 from __future__ import annotations
@@ -54,13 +53,13 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """The results of writing. Sizes in bytes.
+    """The results of the writing. Sizes in bytes.
 
     Attributes:
-        quantised: how many stored matrices are quantised now.
-        plain: names of those that will be made smaller at each load.
-        before, after: size of all weights.
-        files: how many hold them.
+        quantised: the number of quantised matrices.
+        plain: names of matrices that will be quantised at each load.
+        before, after: total size of the weights.
+        files: the number of files with weights.
     """
 
     folder: Path
@@ -73,7 +72,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A tensor of a new file: its format in safetensors' words, and where it lies in which file."""
+    """A tensor of a new file: its format under safetensors' name, its file and its position there."""
 
     format: str
     shape: tuple[int, ...]
@@ -94,17 +93,17 @@ def quantise_checkpoint(
     shard_bytes: int = SHARD_BYTES,
     show_progress: bool = True,
 ) -> Written:
-    """Write a checkpoint anew, tensor by tensor, so that memory never holds more than one of them.
+    """Write a copy of a checkpoint, tensor by tensor, so that memory never contains more than one of them.
 
     Args:
-        model: local folder, GGUF file of plain numbers, or hub id.
-        folder: that is made; it appears when all is written.
-        shard_bytes: how large a file of weights may become, unless it holds a single tensor.
+        model: local folder, GGUF file with plain numbers, or hub id.
+        folder: the new folder, which appears only when it is complete.
+        shard_bytes: maximum size of a file of weights, unless it contains a single tensor.
 
     Raises:
-        ConfigError: the folder is a file, holds something already, or cannot be written.
-        ModelLoadError, UnsupportedModelError: the checkpoint cannot be loaded, is quantised already, or no matrix that
-            the format has a place for.
+        ConfigError: the folder is a file, is not empty, or is not writable.
+        ModelLoadError, UnsupportedModelError: the checkpoint cannot be loaded, is already quantised, or has no matrix
+            that the format supports.
     """
     folder = folder.expanduser().absolute()
     if folder.exists() and not folder.is_dir():
@@ -166,8 +165,8 @@ def quantise_checkpoint(
 
 def _few_bits_already(model: str, title: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"The weights of {model} are already quantized ({title}). Serve it as it is (octavo serve {model}), "
-        "or choose the original checkpoint."
+        f"The weights of {model} are already quantized ({title}). Serve it unchanged (octavo serve {model}), or "
+        "choose the original checkpoint."
     )
 
 
@@ -183,8 +182,8 @@ def _nothing_fits(model: str, checkpoint: Checkpoint, names: list[str]) -> str:
 
 
 def _find_matrices(checkpoint: Checkpoint, config: Any, spec: ModelSpec, kind: Quantization) -> dict[str, bool]:
-    """Names of the tensors that become quantised matrices, in the file's order, and whether the format has a place
-    for them as what they become."""
+    """Names of the tensors that become quantised matrices, in the file's order, and whether the format supports each as
+    its kind."""
     table = families.weight_table(config, spec)
     checkpoint.rename(table)
     stored = as_stored(checkpoint, table, spec)
@@ -192,7 +191,7 @@ def _find_matrices(checkpoint: Checkpoint, config: Any, spec: ModelSpec, kind: Q
         table = families.weight_table(config, stored)
     length = min(16, stored.max_positions or 16)  # no matrix depends on it
     model = Transformer(stored, TorchReference(), length, device="meta", dtype=torch.float32)  # shapes, no memory
-    plan(checkpoint, as_linears(checkpoint, table), model)  # refuses what cannot be loaded
+    plan(checkpoint, as_linears(checkpoint, table), model)  # refuses a model that cannot be loaded
     names = {module: name for name, module in model.named_modules()}
     kinds = {f"{names[module]}.weight": becomes for module, becomes in model.matrices(kind)}
     uses: dict[str, list[Entry]] = {}
@@ -204,7 +203,7 @@ def _find_matrices(checkpoint: Checkpoint, config: Any, spec: ModelSpec, kind: Q
         entries = uses.get(name, [])
         if any(kinds.get(entry.target) for entry in entries):
             (entry, *others) = entries
-            # Other servers look for what makes logits in plain numbers.
+            # Other servers expect the output matrix in plain numbers.
             own = not others and kinds[entry.target] == kind and not entry.target.startswith("head.")
             fits[name] = own and keeps_rows(entry.transform) and _has_place(checkpoint, name)
     return fits
@@ -216,7 +215,7 @@ def _has_place(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def _ignored(checkpoint: Checkpoint, smaller: set[str], head: str | None) -> list[str]:
-    """Modules that stay plain, by name: those that other servers would expect quantised."""
+    """Names of modules that stay plain although other servers would expect them to be quantised."""
     plain = [
         stored.removesuffix(".weight")
         for name in checkpoint.names
@@ -275,7 +274,7 @@ def _write(
         places: dict[str, tuple[IO[bytes], int]] = {}
         for number, name in enumerate(names):
             own = {key: tensor for key, tensor in tensors.items() if tensor.file == number}
-            # Wider formats first: then all are aligned.
+            # Wider formats first, so that all are aligned.
             order = sorted(own, key=lambda key: -_SIZES[own[key].format])
             head, begins = header(
                 {key: (own[key].format, own[key].shape, own[key].size) for key in order}, {"format": "pt"}
@@ -309,14 +308,14 @@ def _made(checkpoint: Checkpoint, name: str, kind: Quantization | None) -> dict[
         return {stored: tensor}
     made = quantise(tensor, kind, "portable")
     if not bool(made.scales.isfinite().all()):
-        raise ModelLoadError(f"{checkpoint.path}: the tensor {stored} holds numbers that are not finite.")
+        raise ModelLoadError(f"{checkpoint.path}: the tensor {stored} contains infinite numbers or NaN.")
     module = stored.removesuffix(".weight")
     return {module + end: part for end, part in parts_of(made, kind).items()}
 
 
 @contextlib.contextmanager
 def _draft(folder: Path) -> Iterator[Path]:
-    """A folder beside this one, which is put in its place when all has gone well, and else removed."""
+    """A temporary folder beside this one, which is renamed to it on success and removed otherwise."""
     draft = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=folder.parent))
     try:
         yield draft
@@ -329,8 +328,7 @@ def _draft(folder: Path) -> Iterator[Path]:
 
 
 def _copy_others(root: Path, draft: Path, own: Path) -> None:
-    """All files of a checkpoint, in the same places, except those that are written anew: config and weights in
-    `own`."""
+    """Copy all files of a checkpoint, except those that are rewritten: config and weights in `own`."""
     for place, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for file in (Path(place) / name for name in names):

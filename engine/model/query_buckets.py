@@ -1,4 +1,4 @@
-"""Attention whose queries bring what is added to their scores by distance (ProphetNet, arXiv:2001.04063)."""
+"""Attention with a bias by distance that each query computes (ProphetNet, arXiv:2001.04063)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from engine.model.positions import QueryBuckets
 
 
 class BucketedAttention(SelfAttention):
-    """The weights of self-attention, and those that make a number for each bucket and head of a hidden state. torch
+    """The weights of self-attention, and those that make a number for each bucket and head from a hidden state. torch
     computes it, whatever computes other attentions.
 
     Attributes:
-        reference: what computes it.
-        columns: [max_distance + 1] int64 the bucket of each distance, the farthest first; `zero`: the entry of a
-            token's distance to itself.
+        reference: the backend that computes it.
+        columns: [max_distance + 1] int64 bucket of each distance, the farthest first; `zero`: the entry for a token's
+            distance to itself.
     """
 
     columns: Tensor
@@ -37,10 +37,10 @@ class BucketedAttention(SelfAttention):
 
 
 def buckets_of(part: QueryBuckets) -> Tensor:
-    """The bucket of each number of tokens between a query and an earlier key, up to the largest distance, int64.
+    """The bucket of each distance between a query and an earlier key, up to the largest distance, int64.
 
-    Rounding is that of the reference, which adds the first wide bucket before it drops what is behind the point;
-    `engine.model.bias.bucket_of` drops that first.
+    Rounding follows the reference, which adds the first wide bucket before it drops the fraction;
+    `engine.model.bias.bucket_of` drops it first.
     """
     distances, exact = torch.arange(part.max_distance + 1, device="cpu"), part.buckets // 2
     steps = torch.log(distances.clamp(min=1).float() / exact) / math.log(part.max_distance / exact)

@@ -13,10 +13,10 @@ from engine.model.place import Place
 
 
 class ReadingAttention(nn.Module):
-    """The weights of attention whose keys and values another layer has put into pages.
+    """The weights of attention whose keys and values another layer has stored in pages.
 
     Attributes:
-        own: the part without the heads of keys and values: what is prepared.
+        own: the part without heads of keys and values, which is prepared.
     """
 
     def __init__(self, part: spec.Attention, hidden_size: int, backend: AttentionBackend, place: Place):

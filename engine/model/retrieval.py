@@ -1,5 +1,5 @@
-"""Parts for retrieval that a checkpoint holds without saying so in sentence-transformers' configs: the matrices of
-bge-m3, which lie beside its weights (arXiv:2402.03216), and that of a ColBERT as its own library saves it
+"""Retrieval parts of a checkpoint that sentence-transformers' configs do not mention: the matrices of bge-m3, stored
+beside its weights (arXiv:2402.03216), and the matrix of a ColBERT model as its own library saves it
 (arXiv:2004.12832)."""
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ logger = logging.getLogger("octavo.model")
 SPARSE_FILE, TOKENS_FILE = "sparse_linear.pt", "colbert_linear.pt"
 COLBERT = "HF_ColBERT"  # the architecture's name
 _COLBERT_WEIGHT, _COLBERT_SETTINGS = "linear.weight", "artifact.metadata"
-MOST_BYTES = 64 << 20  # of a file of torch's: a matrix of 4096 x 4096 numbers in float32
+MOST_BYTES = 64 << 20  # bytes of a torch file: a matrix of 4096 x 4096 numbers in float32
 
 
 def read_folder(root: Path) -> Pipeline:
-    """All that a checkpoint's folder says of its embeddings: sentence-transformers' configs, and what lies beside them.
+    """All settings for embeddings in a checkpoint's folder: sentence-transformers' configs, and the files beside them.
 
     Raises:
-        ModelLoadError: a file is missing or damaged, or its values are impossible.
+        ModelLoadError: a file is missing or damaged, or has invalid values.
         UnsupportedModelError: a module, a setting or a tensor is not implemented.
     """
     pipeline = read_pipeline(root)
@@ -50,11 +50,11 @@ def read_folder(root: Path) -> Pipeline:
         layer = _torch_layer(path, SPARSE_FILE)
         if layer.outputs != 1:
             raise UnsupportedModelError(
-                f"{path / SPARSE_FILE} makes {layer.outputs} numbers of a token, not one weight."
+                f"{path / SPARSE_FILE} computes {layer.outputs} numbers per token, not one weight."
             )
         pipeline = replace(pipeline, sparse=InputWeights(layer))
     if pipeline.tokens is None and (path / TOKENS_FILE).is_file():
-        # The first token's state makes the vector of the whole input, and none of its own.
+        # The first token's state becomes the vector of the whole input, and has no vector of its own.
         pipeline = replace(pipeline, tokens=TokenVectors(layers=(_torch_layer(path, TOKENS_FILE),), first=1))
     if pipeline.tokens is None and not (root / MODULES).is_file() and is_colbert(path):
         tokens = TokenVectors(layers=(_colbert_layer(path),), sides=_sides(path / _COLBERT_SETTINGS))
@@ -63,11 +63,11 @@ def read_folder(root: Path) -> Pipeline:
 
 
 def is_colbert(path: Path) -> bool:
-    """The folder's config names ColBERT's own class."""
+    """Whether the folder's config names ColBERT's own class."""
     try:
         named = read_values(path / "config.json").get("architectures")
     except (ModelLoadError, PermissionError):
-        return False  # which is said where the config is read
+        return False  # logged where the config is read
     return isinstance(named, list) and named[:1] == [COLBERT]
 
 
@@ -94,16 +94,16 @@ def _colbert_layer(path: Path) -> DenseLayer:
 
 def _sides(file: Path) -> dict[str, SideInfo]:
     """How ColBERT's own library reads queries and documents (`QueryTokenizer`, `DocTokenizer` and `ColBERT.mask` of its
-    colbert/modeling/), by the settings that it saves and the defaults of its colbert/infra/config/settings.py."""
+    colbert/modeling/), from the settings that it saves and the defaults of its colbert/infra/config/settings.py."""
     if not file.is_file():
         logger.warning(
-            "%s is missing. Queries and documents are read like any text: without "
-            "markers, and queries are not padded with masks.",
+            "%s is missing. Queries and documents are read like any other text, without markers, and queries are "
+            "not padded with masks.",
             file,
         )
         return {}
     settings = read_values(file)
-    if isinstance(settings.get("config"), dict):  # as the settings of whole runs are saved
+    if isinstance(settings.get("config"), dict):  # the form in which settings of whole runs are saved
         settings = settings["config"]
     known = {name: value for name, value in settings.items() if value is not None}
     marks = known.get("query_token_id", "[unused0]"), known.get("doc_token_id", "[unused1]")
@@ -141,11 +141,11 @@ def _torch_layer(folder: Path, name: str) -> DenseLayer:
 
 
 def read_state(file: Path) -> dict[str, Tensor]:
-    """The matrix of a linear layer, "weight", and its "bias", if it has one, from a file of torch's. Nothing but
-    tensors is read, and no more than `MOST_BYTES`.
+    """The matrix of a linear layer, "weight", and its "bias", if it has one, from a torch file. Only tensors are read,
+    and no more than `MOST_BYTES`.
 
     Raises:
-        ModelLoadError: it is larger, damaged, or holds something else.
+        ModelLoadError: the file is larger, damaged, or contains something else.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -153,7 +153,7 @@ def read_state(file: Path) -> dict[str, Tensor]:
     except zipfile.BadZipFile as error:
         raise ModelLoadError(f"{file} was not written by torch 1.6 or newer ({error}).") from error
     if size > MOST_BYTES:
-        raise ModelLoadError(f"{file} holds {size} bytes; of a linear layer at most {MOST_BYTES} are read.")
+        raise ModelLoadError(f"{file} has {size} bytes; a linear layer may have at most {MOST_BYTES}.")
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError) as error:
@@ -168,5 +168,5 @@ def _is_linear(state: dict[object, object]) -> bool:
     if not isinstance(weight, Tensor) or weight.dim() != 2 or not set(state) <= {"weight", "bias"}:
         return False
     if weight.dtype not in FORMATS.values() or weight.numel() * weight.element_size() > MOST_BYTES:
-        return False  # a view may claim more than the file holds
+        return False  # a view may claim more than the file contains
     return "bias" not in state or (isinstance(bias, Tensor) and bias.shape == weight.shape[:1])

@@ -23,11 +23,11 @@ from engine.model.positions import (
 def rotary_frequencies(part: Rotary, length: int) -> Tensor:
     """[dim / 2] float32 radians per position, scaling applied.
 
-    The operations are those of transformers, in its order: at position 100,000, a frequency that differs in its last
-    bit gives an angle that differs by 0.01.
+    The operations are those of transformers, in the same order: at position 100,000, a frequency that differs in its
+    last bit gives an angle that differs by 0.01.
 
     Args:
-        length: what a sequence can reach, in tokens: scalings that depend on length are fixed for it.
+        length: maximum length of a sequence, by which scalings that depend on length are chosen.
     """
     theta, dim = part.theta, part.dim
     if isinstance(part.scaling, DynamicScaling):
@@ -47,7 +47,7 @@ def rotary_frequencies(part: Rotary, length: int) -> Tensor:
             return turned
         case BandScaling(factor, low, high, original):
             wavelengths = 2 * math.pi / frequencies
-            # 0 if the wave is so long that it is stretched, 1 where it is kept, blended between.
+            # 0 for a wave so long that it is stretched, 1 if it is kept, blended between.
             kept = ((original / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
             return (1 - kept) * frequencies / factor + kept * frequencies
         case YarnScaling(factor):
@@ -62,7 +62,7 @@ def _yarn_kept(scaling: YarnScaling, theta: float, dim: int) -> Tensor:
     """[dim / 2] how much of each frequency is kept: 1 for fast ones, 0 for slow ones (arXiv:2309.00071, 3.2)."""
 
     def feature(turns: float) -> float:
-        """The (fractional) feature that turns so often over the original length."""
+        """The (fractional) feature that rotates this many times over the original length."""
         return dim * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = feature(scaling.fast), feature(scaling.slow)
@@ -74,23 +74,23 @@ def _yarn_kept(scaling: YarnScaling, theta: float, dim: int) -> Tensor:
 
 
 def attention_factor(part: Rotary) -> float:
-    """The factor of the rotated features, which some scalings ask for."""
+    """The factor of the rotated features in some scalings."""
     return part.scaling.attention_factor if isinstance(part.scaling, YarnScaling | LongScaling) else 1.0
 
 
 _FILLED = 4096
-"""Rows that are computed at a time: float32 of all of them would take twice the memory that they keep."""
+"""Rows computed at a time: float32 for all of them would take twice their final memory."""
 
 
 class RotaryTable(nn.Module):
-    """Cosines and sines of positions, a row each.
+    """Cosines and sines of positions, one row each.
 
     `cos` [rows, head_dim] is 1 for features that do not rotate; `sin` is [rows, dim / 2].
 
     Args:
-        length: the first rows are of all positions in [0, length), in sequences that can reach that length.
-        limits: after them, for each of these, come those of [0, limit), in sequences that do not exceed it.
-        dtype: the format of rows, unless rotation happens in float32.
+        length: the first rows are for all positions in [0, length), in sequences up to that length.
+        limits: then, for each limit, rows for [0, limit) follow, in sequences that do not exceed it.
+        dtype: the format of rows, unless the rotation is in float32.
     """
 
     cos: Tensor
@@ -117,7 +117,7 @@ class RotaryTable(nn.Module):
             start += reach
 
     def extend(self, length: int, positions: Tensor) -> None:
-        """Append rows of these positions [n], in sequences that can reach a length."""
+        """Append rows for these positions [n], in sequences up to a length."""
         rows = len(self.cos)
         self.cos, self.sin = (
             torch.cat((table, table.new_empty(len(positions), table.shape[1]))) for table in (self.cos, self.sin)
@@ -140,12 +140,12 @@ class RotaryTable(nn.Module):
             start += len(block)
 
     def whole(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(cos [rows, head_dim], sin [rows, dim / 2]), in the format that heads of `dtype` are rotated in."""
+        """(cos [rows, head_dim], sin [rows, dim / 2]), in the format of the rotation for heads of `dtype`."""
         dtype = torch.float32 if self.in_float32 else dtype
         return self.cos.to(dtype), self.sin.to(dtype)
 
     def forward(self, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(cos [T, 1, head_dim], sin [T, 1, dim / 2]) in these rows [T], in the format that rotation happens in."""
+        """(cos [T, 1, head_dim], sin [T, 1, dim / 2]) in these rows [T], in the format of the rotation."""
         cos, sin = F.embedding(rows, self.cos), F.embedding(rows, self.sin)
         dtype = torch.float32 if self.in_float32 else dtype
         return cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1)

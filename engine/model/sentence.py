@@ -1,8 +1,8 @@
-"""The module configs of sentence-transformers: what a checkpoint's folder says of its embeddings.
+"""Reads sentence-transformers' module configs: a checkpoint's settings for embeddings.
 
-`modules.json` lists the parts of a pipeline in the order they run: the transformer, the pooling, and what maps the
-pooled vector. Each has a config in a folder of its own. Types are Python classes; only their names are read, and
-nothing is ever imported by them. (https://sbert.net/docs/sentence_transformer/usage/custom_models.html)
+`modules.json` lists the parts of a pipeline in order: the transformer, the pooling, and the layers that map the pooled
+vector. Each has a config in its own folder. Types are Python classes; only their names are read, and nothing is
+imported. (https://sbert.net/docs/sentence_transformer/usage/custom_models.html)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger("octavo.model")
 
 MODULES = "modules.json"
 SETTINGS = "config_sentence_transformers.json"
-# The transformer's own settings; the others are names that old versions wrote.
+# The transformer's own settings; the others are names from old versions.
 _TRANSFORMER_CONFIGS = (
     "sentence_bert_config.json",
     "sentence_roberta_config.json",
@@ -32,7 +32,7 @@ _TRANSFORMER_CONFIGS = (
     "sentence_xlm-roberta_config.json",
     "sentence_xlnet_config.json",
 )
-# Old configs have a switch for each kind of pooling; the order is that of the vectors side by side.
+# Old configs have a switch for each kind of pooling; the order is that of the concatenated vectors.
 _SWITCHES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -49,18 +49,18 @@ _MODES: dict[str, PoolingMode] = {
     "weightedmean": "weighted_mean",
     "lasttoken": "last",
 }
-# Classes of torch.nn that a dense layer may name: elementwise, and without weights or settings.
+# Classes of torch.nn that a dense layer may name: elementwise, without weights or settings.
 ACTIVATIONS = (
     "Identity", "Tanh", "ReLU", "GELU", "Sigmoid", "SiLU", "LeakyReLU", "ELU", "SELU", "CELU", "ReLU6", "Mish",
     "Softplus", "Softsign", "Tanhshrink", "Hardtanh", "Hardswish", "Hardsigmoid", "LogSigmoid",
 )  # fmt: skip
 _TORCH_MODULES = ("torch.nn.modules.activation", "torch.nn.modules.linear", "torch.nn")
 _VECTOR, _TOKENS = "sentence_embedding", "token_embeddings"
-# What a Transformer's settings may ask for: its task, the part of its output that is read, and the name of that part.
+# Supported settings of a Transformer: its task, the part of its output that is used, and the name of that part.
 _ENCODER = ("feature-extraction", "last_hidden_state", _TOKENS)
 _CROSS_ENCODER = ("sequence-classification", "logits", "scores")
 _SPLADE = ("fill-mask", "logits", _TOKENS)
-_UNLIMITED = 10**9  # transformers writes 1e30 where a tokenizer has no limit
+_UNLIMITED = 10**9  # transformers writes 1e30 if a tokenizer has no limit
 # PyLate's defaults.
 _PYLATE_MARKS = {"query": "[Q] ", "document": "[D] "}
 _PYLATE_LENGTHS = {"query": 32, "document": 180}
@@ -68,7 +68,7 @@ _PYLATE_LENGTHS = {"query": 32, "document": 180}
 
 @dataclass(frozen=True, slots=True)
 class OwnFile:
-    """Weights in a safetensors file of their own."""
+    """Weights in a separate safetensors file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +78,16 @@ class AmongModel:
 
 @dataclass(frozen=True, slots=True)
 class TorchFile:
-    """Weights in a file that torch wrote: a layer's state."""
+    """Weights in a torch file: a layer's state."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseLayer:
-    """activation(x @ weight.T + bias), plus x itself, or a matrix of it, where it is residual.
+    """activation(x @ weight.T + bias), plus x itself or a matrix of it if the layer is residual.
 
-    `activation` is the name of a class of torch.nn; `folder` holds the weights, `source` says how.
+    `activation` is the name of a torch.nn class; `folder` contains the weights, and `source` says in which form.
     """
 
     inputs: int
@@ -101,7 +101,7 @@ class DenseLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormLayer:
-    """A layer norm of the vector; `folder` holds the weights."""
+    """A layer norm of the vector; `folder` contains the weights."""
 
     size: int
     folder: Path
@@ -117,7 +117,7 @@ Layer = DenseLayer | NormLayer | UnitLayer
 
 @dataclass(frozen=True, slots=True)
 class VocabularyWeights:
-    """A weight for each token of the vocabulary, made of a masked-language-model head's numbers of all tokens of an
+    """A weight for each token of the vocabulary, from a masked-language-model head's logits over all tokens of an
     input: the largest, or the sum, of log(1 + relu(x)) (SPLADE, arXiv:2107.05720, arXiv:2109.10086).
 
     Attributes:
@@ -131,7 +131,7 @@ class VocabularyWeights:
 
 @dataclass(frozen=True, slots=True)
 class InputWeights:
-    """A weight for each distinct token of an input: the largest of relu(layer(x)) where it stands (arXiv:2402.03216,
+    """A weight for each distinct token of an input: the largest relu(layer(x)) over its occurrences (arXiv:2402.03216,
     3.2). Special tokens have none."""
 
     layer: DenseLayer
@@ -145,9 +145,9 @@ class TokenVectors:
     """A vector of norm 1 for each token (ColBERT, arXiv:2004.12832; arXiv:2402.03216, 3.2).
 
     Attributes:
-        layers: what makes vectors of hidden states.
-        first: tokens at the beginning of an input that have none.
-        sides: how a "query" and a "document" are read; {}: like any text.
+        layers: the layers that make vectors from hidden states.
+        first: tokens at the beginning of an input without a vector.
+        sides: the rules for a "query" and a "document"; {} if they are read like any text.
     """
 
     layers: tuple[Layer, ...]
@@ -160,20 +160,20 @@ class Pipeline:
     """The settings of the folder; for a folder without modules.json, the defaults.
 
     Attributes:
-        transformer: the folder that holds the transformer's config.json, weights and tokenizer.
-        modes: kinds of pooling whose vectors are laid side by side; empty if the pipeline has no pooling, None where
-            nothing is said.
-        width: features of the hidden states that are pooled, where it says so.
-        layers: what maps the pooled vector, in order.
-        normalize: the last thing is to divide by the norm.
-        include_prompt: the tokens of a prompt count in the pooling.
-        max_seq_length: the longest input in tokens, where it says so.
-        lower_case: texts are lower-cased before they are tokenised.
-        prompts: texts to put in front of inputs, by their names.
-        default_prompt: the name of the prompt that is used unless another is asked for.
-        activation: of a cross-encoder: dotted path of the class that makes scores of its numbers.
-        sparse: how sparse vectors are made, where the folder says so.
-        tokens: the same of vectors of tokens.
+        transformer: the folder with the transformer's config.json, weights and tokenizer.
+        modes: kinds of pooling whose vectors are concatenated; empty if the pipeline has no pooling, None if the folder
+            does not say.
+        width: features of the pooled hidden states, if the folder says so.
+        layers: the layers that map the pooled vector, in order.
+        normalize: whether the last step divides by the norm.
+        include_prompt: whether the tokens of a prompt count in the pooling.
+        max_seq_length: maximum tokens of an input, if the folder says so.
+        lower_case: whether texts are lower-cased before they are tokenised.
+        prompts: texts to put before inputs, by name.
+        default_prompt: the name of the default prompt.
+        activation: for a cross-encoder, the dotted path of the class that turns its outputs into scores.
+        sparse: the rule for sparse vectors, if the folder has one.
+        tokens: the rule for token vectors, if the folder has one.
     """
 
     transformer: Path
@@ -191,10 +191,10 @@ class Pipeline:
     tokens: TokenVectors | None = None
 
     def embedding_size(self, hidden_size: int) -> int:
-        """Features of the vectors that the pipeline makes of hidden states of this size.
+        """Features of the pipeline's vectors for hidden states of this size.
 
         Raises:
-            ModelLoadError: it is made for another size, or the sizes of two layers do not fit each other.
+            ModelLoadError: it is made for another size, or the sizes of two layers do not match.
         """
         if self.width not in (None, hidden_size):
             raise ModelLoadError(
@@ -205,10 +205,10 @@ class Pipeline:
 
 
 def size_after(layers: Sequence[Layer], size: int) -> int:
-    """Features of the vectors that these layers make of vectors of `size` features.
+    """Features of the vectors after these layers, from vectors with `size` features.
 
     Raises:
-        ModelLoadError: a layer is made for another size than comes to it.
+        ModelLoadError: a layer is made for another size than it gets.
     """
     for layer in layers:
         if isinstance(layer, UnitLayer):
@@ -218,7 +218,7 @@ def size_after(layers: Sequence[Layer], size: int) -> int:
             source = layer.source if isinstance(layer, DenseLayer) else OwnFile()
             file = source.name if isinstance(source, TorchFile) else "config.json"
             raise ModelLoadError(
-                f"{layer.folder / file} is made for vectors of {wanted} features, but what comes before it gives "
+                f"{layer.folder / file} is made for vectors of {wanted} features, but the module before it returns "
                 f"{size}."
             )
         size = layer.outputs if isinstance(layer, DenseLayer) else size
@@ -229,7 +229,7 @@ def read_pipeline(root: Path) -> Pipeline:
     """Read sentence-transformers' configs in a checkpoint's folder.
 
     Raises:
-        ModelLoadError: a file is missing or damaged, or its values are impossible.
+        ModelLoadError: a file is missing or damaged, or has invalid values.
         UnsupportedModelError: a module, or a setting of one, is not implemented.
     """
     if not (root / MODULES).is_file():
@@ -237,7 +237,7 @@ def read_pipeline(root: Path) -> Pipeline:
     modules = [_Module.of(root, entry) for entry in _modules(root / MODULES)]
     first = modules[0]
     if first.kind not in ("Transformer", "MLMTransformer"):
-        raise first.refusal(f"a pipeline must begin with a Transformer, and this one with {first.kind}")
+        raise first.refusal(f"a pipeline must begin with a Transformer, but this one begins with {first.kind}")
     settings = _settings(root / SETTINGS)
     kind = settings.get("model_type")
     splade = len(modules) > 1 and modules[1].kind == "SpladePooling"
@@ -248,17 +248,17 @@ def read_pipeline(root: Path) -> Pipeline:
         sparse, prompts = _splade(modules[1]), _prompts(root / SETTINGS, settings)
         return Pipeline(transformer=first.folder, modes=(), sparse=sparse, **limits, **prompts)
     if kind == "SparseEncoder" or first.kind == "MLMTransformer":
-        raise first.refusal("of sparse encoders, only a masked language model with SpladePooling is served")
+        raise first.refusal("the only supported sparse encoder is a masked language model with SpladePooling")
     if kind == "ColBERT" or any(module.is_pylate for module in modules):
         tokens = TokenVectors(layers=_token_layers(modules[1:]), sides=_sides(root / SETTINGS, settings))
         prompts = _prompts(root / SETTINGS, settings)
         prompts["prompts"] = dict.fromkeys(tokens.sides, "") | prompts["prompts"]
-        # PyLate leaves the length of what it tokenised last there, and reads each side at the side's own.
+        # PyLate leaves the length of its last tokenisation there, and reads each side at the side's own length.
         limits["max_seq_length"] = None
         return Pipeline(transformer=first.folder, modes=(), tokens=tokens, **limits, **prompts)
     if kind == "CrossEncoder":
         if len(modules) > 1:
-            raise modules[1].refusal("of cross-encoders, only a Transformer with a head that classifies is served")
+            raise modules[1].refusal("the only supported cross-encoder is a Transformer with a classification head")
         name = settings.get("activation_fn")
         named = name if isinstance(name, str) else None
         return Pipeline(transformer=first.folder, modes=(), activation=named, **limits)
@@ -267,7 +267,7 @@ def read_pipeline(root: Path) -> Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """An entry of modules.json: the class's name, and the folder of its files."""
+    """An entry of modules.json: the class's name, and the folder with its files."""
 
     file: Path
     name: str
@@ -308,11 +308,12 @@ class _Module:
         return value
 
     def on_vector(self, config: dict[str, Any]) -> None:
-        """Refuse a module that reads or writes something else than the pooled vector, or, of PyLate's, than tokens'."""
+        """Refuse a module that reads or writes anything other than the pooled vector or, for PyLate's, token
+        vectors."""
         works_on = _TOKENS if self.is_pylate else _VECTOR
         for name in ("module_input_name", "module_output_name"):
             if config.get(name) not in (None, works_on):
-                raise self.refusal(f"{name} is {config[name]!r}, and only {works_on} is implemented")
+                raise self.refusal(f"{name} is {config[name]!r}, but only {works_on} is implemented")
 
 
 def _read(file: Path) -> Any:
@@ -325,17 +326,17 @@ def _read(file: Path) -> Any:
 
 
 def _object(file: Path, *, needed: bool = False) -> dict[str, Any]:
-    """A JSON object; an empty one where there is no file and none is needed."""
+    """A JSON object; an empty one if an optional file is missing."""
     found = _read(file) if needed or file.is_file() else {}
     if not isinstance(found, dict):
-        raise ModelLoadError(f"{file} is damaged: it holds no JSON object.")
+        raise ModelLoadError(f"{file} is damaged: it contains no JSON object.")
     return found
 
 
 def _modules(file: Path) -> list[Any]:
     found = _read(file)
     if not isinstance(found, list) or not found:
-        raise ModelLoadError(f"{file} is damaged: it holds no list of modules.")
+        raise ModelLoadError(f"{file} is damaged: it contains no list of modules.")
     return found
 
 
@@ -354,20 +355,20 @@ def _settings(file: Path) -> dict[str, Any]:
 def _prompts(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
     prompts, default = settings.get("prompts") or {}, settings.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
-        raise ModelLoadError(f"{file}: prompts must be an object of names and texts.")
+        raise ModelLoadError(f"{file}: prompts must be an object that maps names to texts.")
     if default is not None and default not in prompts:
         raise ModelLoadError(f"{file}: default_prompt_name is {default!r}, but must be one of {', '.join(prompts)}.")
     return {"prompts": {name: text or "" for name, text in prompts.items()}, "default_prompt": default}
 
 
 def _transformer(module: _Module, wanted: tuple[str, str, str]) -> dict[str, Any]:
-    """The transformer's settings about its inputs.
+    """The transformer's settings for its inputs.
 
     Args:
-        wanted: its task, the part of its output that is read, and the name of that part.
+        wanted: its task, the part of its output that is used, and the name of that part.
 
     Raises:
-        UnsupportedModelError: it reads texts, or answers, in another way than its hidden states.
+        UnsupportedModelError: it reads texts, or answers, in a way other than by its hidden states.
     """
     if not (module.folder / "config.json").is_file():
         raise ModelLoadError(f"{module.file}: {module.folder} has no config.json, so it is not a transformer.")
@@ -379,18 +380,18 @@ def _transformer(module: _Module, wanted: tuple[str, str, str]) -> dict[str, Any
         raise module.refusal(f"transformer_task is {config['transformer_task']!r} in {file.name}, not {task!r}")
     ways = config.get("modality_config") or {"text": {"method_output_name": states}}
     if not isinstance(ways, dict) or not isinstance(ways.get("text", {}), dict):
-        raise ModelLoadError(f"{file}: modality_config must be an object of objects.")
+        raise ModelLoadError(f"{file}: modality_config must be an object whose values are objects.")
     if "message" in ways:
         raise module.refusal(f"{file.name} has texts rendered as chat messages, which is not implemented")
     if ways.get("text", {}).get("method_output_name") != states or config.get("module_output_name", output) != output:
-        raise module.refusal(f"{file.name} asks for another output than {states}, which is not implemented")
+        raise module.refusal(f"{file.name} asks for an output other than {states}, which is not implemented")
     for name in ("model_args", "model_kwargs", "config_args", "config_kwargs", "processing_kwargs", "query_expansion"):
         if config.get(name):
             logger.warning("%s: %s is ignored: %s", file, name, config[name])
     length = config.get("max_seq_length")
     if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
         raise ModelLoadError(f"{file}: max_seq_length must be a whole number, got {length!r}.")
-    if length is None:  # then today's versions let the tokenizer say it
+    if length is None:  # current versions then leave it to the tokenizer
         most = _object(module.folder / "tokenizer_config.json").get("model_max_length")
         length = int(most) if isinstance(most, int | float) and 1 <= most < _UNLIMITED else None
     return {"max_seq_length": length, "lower_case": config.get("do_lower_case") is True}
@@ -433,7 +434,7 @@ def token_length(file: Path, settings: Mapping[str, Any], name: str, default: in
     """A number of tokens in a file's settings.
 
     Raises:
-        ModelLoadError: it is none.
+        ModelLoadError: it is not a number of tokens.
     """
     value = settings.get(name, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -442,7 +443,7 @@ def token_length(file: Path, settings: Mapping[str, Any], name: str, default: in
 
 
 def _token_layers(modules: list[_Module]) -> tuple[Layer, ...]:
-    """The layers by which PyLate makes vectors of tokens."""
+    """The layers with which PyLate makes token vectors."""
     layers = []
     for module in modules:
         if module.kind not in ("Dense", "Normalize", "Dropout"):
@@ -526,7 +527,7 @@ def _second(module: _Module) -> Layer:
     raise module.refusal(f"there is more than one {module.kind}")
 
 
-# What follows the pooling. The transformer and the pooling themselves are read where the pipeline is.
+# The layers after the pooling. The transformer and the pooling themselves are read with the pipeline.
 _READERS: dict[str, Callable[[_Module], Layer | None]] = {
     "Transformer": _second,
     "MLMTransformer": _second,
@@ -540,6 +541,6 @@ _READERS: dict[str, Callable[[_Module], Layer | None]] = {
 
 
 def torch_class(path: str) -> str | None:
-    """The class of torch.nn that a dotted path names; None for anything else."""
+    """The torch.nn class that a dotted path names; None for anything else."""
     package, _, name = path.rpartition(".")
     return name if package in _TORCH_MODULES else None

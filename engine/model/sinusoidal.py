@@ -13,7 +13,7 @@ from engine.model.positions import Positions, Sinusoidal, SpannedSinusoidal
 
 
 def fixed_vectors(part: Positions) -> Callable[[Tensor], None] | None:
-    """The table of positions that are not learned; None for those that are."""
+    """The table of fixed positions; None for learned ones."""
     match part:
         case Sinusoidal():
             return fill_sinusoids
@@ -24,20 +24,21 @@ def fixed_vectors(part: Positions) -> Callable[[Tensor], None] | None:
 
 
 def fill_sinusoids(table: Tensor) -> None:
-    """Give a table [positions, features] the vectors that a checkpoint without one means: sines in the first half of
-    the features, cosines in the second."""
+    """Fill a table [positions, features] that the checkpoint does not store: sines in the first half of the features,
+    cosines in the second."""
     length, width = table.shape
-    # In float64, as the tables were made that models were trained with.
+    # In float64, like the tables used in training.
     waves = 10_000.0 ** (torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width)
     angles = torch.arange(length, dtype=torch.float64, device="cpu")[:, None] / waves
     table.copy_(torch.cat((angles.sin(), angles.cos()[:, : width // 2]), dim=1))
 
 
 def fill_spanned_sinusoids(part: SpannedSinusoidal, table: Tensor) -> None:
-    """Give a table [positions, features] the vectors of the part; of an odd number of features the last is 0."""
+    """Fill a table [positions, features] with the vectors of the part; with an odd number of features, the last is
+    0."""
     length, width = table.shape
     half = width // 2
-    # In float32, as the tables were made that models were trained with.
+    # In float32, like the tables used in training.
     waves = torch.exp(torch.arange(half, dtype=torch.float32, device="cpu") * -(math.log(10_000) / (half - 1)))
     angles = torch.arange(length, dtype=torch.float32, device="cpu")[:, None] * waves
     table.zero_()

@@ -1,4 +1,4 @@
-"""The places of a step's new tokens in the pages, worked out on the device."""
+"""Computes the slots of a step's new tokens in the pages, on the device."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from engine.backends.attention.base import AttentionMetadata, Paged
 
 
 def find_slots(cache: Paged, metadata: AttentionMetadata, positions: Tensor, tokens: int) -> Tensor:
-    """[T] int64 block * block_size + offset of the first T = tokens of the positions, by their rows' block tables.
+    """[T] int64 block * block_size + offset of the first T = tokens of the positions, from their rows' block tables.
 
-    Nothing waits for the device, so that this can be recorded (`engine.execution.cuda_graphs`).
+    Nothing waits for the device, so this can be recorded (`engine.execution.cuda_graphs`).
     """
     positions, size = positions[:tokens], cache.keys.shape[1]
     if gpu.serves(positions.device):

@@ -1,4 +1,4 @@
-"""An encoder or a decoder: embedding, blocks, final norm, projection, and the tables of positions that they share."""
+"""An encoder or a decoder: embedding, blocks, final norm, projection, and their shared position tables."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class TransformerStack(nn.Module):
 
     Args:
         length: positions are below this.
-        limits: lengths up to which sequences have rows of their own in rotary tables.
+        limits: lengths up to which sequences have separate rows in rotary tables.
         memory_size: features of the encoder's hidden states, for a decoder that attends to them.
-        paged: keys and values are kept in pages.
-        readers: the attentions of a decoder's layers that read what this stack, an encoder, gives.
+        paged: whether keys and values are in pages.
+        readers: the attentions of a decoder's layers that attend to the result of this stack, an encoder.
         tokens: a token table that another stack owns.
     """
 
@@ -112,14 +112,14 @@ class TransformerStack(nn.Module):
         self.executor: Executor = TorchExecutor(self.program, self.tables)
 
     def make_ready(self) -> None:
-        """Let the fastest executor for the device run the program from now on. Weights have been filled and laid out,
-        and stay as they are."""
+        """Let the fastest executor of the device run the program from now on. The weights are loaded, laid out, and do
+        not change."""
         first = self.first_parameter
         self.executor = fastest(self.program, self.tables, first.dtype, first.device)
 
     @property
     def first_parameter(self) -> nn.Parameter:
-        """A module of the embedding: all have its format and its device."""
+        """A parameter of the embedding: all have its format and device."""
         return next(self.embedding.parameters())
 
     @property

@@ -10,7 +10,8 @@ from engine.model.place import Place
 
 
 class CausalConvolution(nn.Module):
-    """The weights of a convolution in which each feature sees itself in the last tokens, its own included.
+    """The weights of a convolution in which each feature sees its own values at the last tokens, including the current
+    one.
 
     The state is the inputs of the last `kernel - 1` tokens, oldest first.
 

@@ -1,8 +1,8 @@
 """The operations of a layer program that carry a state from token to token.
 
 They read the state of each row before its first token and write the state after its last one
-(`engine.model.inputs.States`). The result of a token depends on its own row's tokens alone, and not on how they are
-divided into steps.
+(`engine.model.inputs.States`). A token's result depends only on its row's tokens, not on how they are divided into
+steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Convolve(HasRows):
     """out = b * convolution(a * x) of [a | b | x].
 
     Attributes:
-        layer: whose state, among the layers that have one.
+        layer: the layer's number among those with a state.
     """
 
     READS = ("x",)

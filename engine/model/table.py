@@ -1,7 +1,7 @@
 """Weight tables: which tensors of a checkpoint fill which parameter, and how.
 
-A transformation says what shape each source tensor is stored in, so that shapes are checked before any data
-is read, and where a source goes in its parameter, so that nothing is assembled in memory first.
+A transform says in what shape each source tensor is stored, so that shapes are checked before any data is read, and
+where a source goes in its parameter, so that nothing is assembled in memory first.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Transform(Protocol):
     """The layout of source tensors in a parameter."""
 
     def shapes(self, target: Size) -> list[Size]:
-        """The shape that each source is stored in, for a parameter of this shape."""
+        """The stored shape of each source, for a parameter with this shape."""
 
     def fill(self, target: Tensor, place: int, source: Tensor) -> None:
-        """Copy source number `place` to where it belongs in the parameter."""
+        """Copy source `place` to its part of the parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,14 @@ class Transposed:
 
 @dataclass(frozen=True, slots=True)
 class Conv1d(Transposed):
-    """The matrix of transformers' Conv1D: stored [in, out] where it is plain, but [out, in] if quantised, since
-    libraries that quantise make a linear layer of it, and in GGUF files."""
+    """The matrix of transformers' Conv1D: stored [in, out] if it is plain, but [out, in] if quantised (because
+    quantisation libraries turn it into a linear layer) and in GGUF files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """The result of `inner`, times `factor`, plus `offset`: constants by which a model multiplies a matrix's results,
-    or which it adds to a norm's weight."""
+    """The result of `inner`, times `factor`, plus `offset`: constants that multiply a matrix's results or are added to
+    a norm's weight."""
 
     factor: float = 1.0
     offset: float = 0.0
@@ -75,7 +75,7 @@ class Affine:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A vector stored as a matrix of one row."""
+    """A vector stored as a matrix with one row."""
 
     def shapes(self, target: Size) -> list[Size]:
         return [Size((1, *target))]
@@ -86,7 +86,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Reshaped:
-    """Tensors of these shapes, whose elements follow each other as in the parameter: kernels, or single vectors."""
+    """Tensors of these shapes, whose elements have the same order as in the parameter: kernels, or single vectors."""
 
     stored: tuple[tuple[int, ...], ...]
 
@@ -100,7 +100,7 @@ class Reshaped:
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """Several tensors of these lengths, one after the other along the first axis. Those that are not `stored` are
+    """Several tensors of these lengths, one after the other along the first axis. Tensors that are not `stored` are
     zeros."""
 
     lengths: tuple[int, ...]
@@ -119,8 +119,8 @@ class Sparse:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """A matrix whose groups of outputs see one group of inputs each, stored [groups, in / groups, out / groups]; zeros
-    stand where they see none."""
+    """A matrix whose groups of outputs each see one group of inputs, stored [groups, in / groups, out / groups]; other
+    elements are zeros."""
 
     groups: int
 
@@ -136,7 +136,7 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class Reversed:
-    """`parts` parts of the second axis in the other order."""
+    """`parts` parts of the second axis in reverse order."""
 
     parts: int
 
@@ -152,7 +152,7 @@ class Joined:
     """Several tensors, one after the other along the first axis, of these lengths.
 
     Attributes:
-        inner: how each of them lies in its part; empty: as stored.
+        inner: the layout of each in its part; empty: as stored.
     """
 
     lengths: tuple[int, ...]
@@ -172,7 +172,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """The two halves of each of `pieces` along the first axis in the other order."""
+    """The two halves of each of `pieces` along the first axis in reverse order."""
 
     pieces: int = 1
 
@@ -186,7 +186,7 @@ class Swapped:
 
 @dataclass(frozen=True, slots=True)
 class Alternating:
-    """Two halves of the second axis, whose parts are stored in turns."""
+    """Two halves of the second axis, whose elements are stored alternately."""
 
     def shapes(self, target: Size) -> list[Size]:
         return [target]
@@ -199,7 +199,7 @@ class Alternating:
 
 @dataclass(frozen=True, slots=True)
 class Turned:
-    """The result of `inner`, each of a stack's matrices being stored [in, out]."""
+    """The result of `inner`, where each matrix of a stack is stored [in, out]."""
 
     inner: Transform = Same()
 
@@ -217,7 +217,7 @@ class Interleaved:
     In the parameter all queries come first, then all keys, then all values.
 
     Attributes:
-        order: which of the three is stored first in a group, second and third.
+        order: the order of the three in a stored group.
     """
 
     groups: int
@@ -241,8 +241,8 @@ class Interleaved:
 
 @dataclass(frozen=True, slots=True)
 class OfHeads:
-    """A matrix [n, in] for each head, where a head's `rows` rows are stored one head after the other, and these n begin
-    at row `begin` of each; of the parameter they are the axis `axis`, 1 or, if each matrix is turned, 2."""
+    """A matrix [n, in] for each head: the `rows` rows of each head are stored head by head, and these n begin at row
+    `begin` of each. In the parameter, they are axis `axis`: 1 or, if each matrix is transposed, 2."""
 
     rows: int
     begin: int
@@ -273,11 +273,11 @@ class Stacked:
 
 @dataclass(frozen=True, slots=True)
 class Flattened:
-    """A stack's matrices stored as one, each one's rows after those before it.
+    """A stack's matrices stored as one, with the rows of each after those of the previous one.
 
     Attributes:
         inner: how each matrix is stored.
-        parts: so many tensors hold a share of each matrix's rows, the first rows first.
+        parts: this many tensors contain a share of each matrix's rows, the first rows first.
     """
 
     inner: Transform = Same()
@@ -297,8 +297,8 @@ class Flattened:
 class Taps:
     """A convolution's kernel, stored [out, in / groups, taps].
 
-    The parameter is a matrix [out, taps * in], the first tap's features first; zeros stand where a feature does not see
-    another group's.
+    The parameter is a matrix [out, taps * in], the first tap's features first; elements between different groups are
+    zeros.
     """
 
     taps: int
@@ -318,8 +318,8 @@ class Taps:
 
 
 def keeps_rows(transform: Transform) -> bool:
-    """Whether all that a transformation does is to put whole rows elsewhere: then it does the same with what is stored
-    of each row, integers and scales."""
+    """Whether a transform only moves whole rows, so that it can be applied to stored integers and scales of each row
+    too."""
     match transform:
         case Same() | Swapped() | Interleaved() | Alternating():
             return True
@@ -332,7 +332,7 @@ def keeps_rows(transform: Transform) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """The destination of a stored tensor of this shape: source number `place` of a parameter."""
+    """The destination of a stored tensor with this shape: source `place` of a parameter."""
 
     parameter: Tensor
     transform: Transform
@@ -345,13 +345,13 @@ class Entry:
     """One parameter.
 
     Attributes:
-        target: its name in the Transformer.
-        sources: names in the checkpoint, in the order that the transformation counts them in.
-        transform: how they lie in the parameter.
+        target: the parameter's name in the Transformer.
+        sources: names in the checkpoint, in the transform's order.
+        transform: their layout in the parameter.
         shard_axis: axis of the parameter (of each part, if joined) that tensor parallelism would divide;
             None to repeat it everywhere.
-        default: value of all elements where the checkpoint has none of the sources, or what fills the parameter then;
-            None if it must have them.
+        default: value of all elements if the checkpoint has none of the sources, or a function that fills the
+            parameter; None if they are required.
     """
 
     target: str
@@ -361,7 +361,7 @@ class Entry:
     default: float | Callable[[Tensor], None] | None = None
 
     def fill_by_default(self, parameter: Tensor) -> None:
-        """Fill a parameter none of whose sources is stored, and which has a default."""
+        """Fill a parameter that has a default and no stored source."""
         assert self.default is not None
         if callable(self.default):
             self.default(parameter)
@@ -374,14 +374,14 @@ class WeightTable:
     """All parameters of a model.
 
     Attributes:
-        entries: one per parameter; several for the same one are the forms that it may be stored in, the usual one
-            first.
-        prefix: of the sources that a checkpoint of the headless model stores without it.
-        ignored: patterns of whole names that a checkpoint may hold and that no answer depends on, by the reference as
+        entries: one per parameter; several for the same one are alternative stored forms, the usual one first.
+        prefix: a prefix that a checkpoint of the headless model omits.
+        ignored: patterns of whole names that a checkpoint may contain and no answer depends on, according to the
+            reference as
             well: buffers that it makes itself, heads of other tasks.
-        renamed: (pattern, replacement) of names that older checkpoints have, applied before all else.
+        renamed: (pattern, replacement) of names in older checkpoints, applied first.
         head: name under which an output matrix may be stored although it is tied to the embedding.
-        expects_head: that it is stored with values of its own is nothing to warn of.
+        expects_head: whether a separately stored output matrix with its own values needs no warning.
         copies: names under which encoder and decoder may each store a token table although they share one.
     """
 
@@ -394,13 +394,13 @@ class WeightTable:
     copies: tuple[str, ...] = ()
 
     def current(self, name: str) -> str:
-        """Today's name of a checkpoint tensor of this name."""
+        """The current name of a checkpoint tensor with this name."""
         for pattern, replacement in self.renamed:
             name = re.sub(pattern, replacement, name, count=1)
         return name
 
     def chosen(self, stored: Container[str]) -> list[Entry]:
-        """One entry per parameter: the first whose sources are all stored, or the first where none is."""
+        """One entry per parameter: the first whose sources are all stored, or else the first."""
         found: dict[str, Entry] = {}
         complete: set[str] = set()
         for entry in self.entries:
@@ -411,7 +411,7 @@ class WeightTable:
         return list(found.values())
 
     def ignores(self, name: str) -> bool:
-        """Whether a checkpoint tensor of this name may be left unused."""
+        """Whether a checkpoint tensor with this name may stay unused."""
         return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
 
@@ -420,17 +420,17 @@ class Family:
     """The facts about one family of checkpoints.
 
     Attributes:
-        name: for messages and for the table of families.
+        name: the name in messages and in the table of families.
         architectures: names in a config under which its models are stored.
-        headless: those of them that have no head of their own: such a model can generate where the head is the
-            embedding's table.
-        brings: the parts that tell it from others, in a few words.
-        spec: a transformers config to the parts; raises UnsupportedModelError for what has no part.
-        weights: the parts to the table of weight names; None for a family whose parts are described but
-            not implemented yet (`engine.model.missing` names them).
+        headless: those of them without a head: such a model can generate if the embedding's table is the head.
+        brings: its characteristic parts, in a few words.
+        spec: makes the parts from a transformers config; raises UnsupportedModelError for settings that no part
+            expresses.
+        weights: makes the table of weight names from the parts; None for a family whose parts are described but not
+            implemented yet (`engine.model.missing` names them).
         reads_mxfp4: whether its table has entries for the blocks of MXFP4.
-        repeats: of an encoder-decoder family that has classifiers of texts, a config to what their decoders read;
-            raises UnsupportedModelError where that is not known.
+        repeats: for an encoder-decoder family with text classifiers, how their decoders read the input, from a config;
+            raises UnsupportedModelError if that is unknown.
     """
 
     name: str

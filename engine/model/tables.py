@@ -1,4 +1,4 @@
-"""The tables of positions that the layers of a stack share."""
+"""The position tables that the layers of a stack share."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Tables:
     """Layers with the same position part share one table.
 
     Attributes:
-        rotary: cosines and sines by rotary part.
-        slopes: biases by the part that has a slope for each head.
-        shared_bias: the bias that all self-attentions without a part of their own add.
-        block_bias: what they add to the scores of sums of blocks.
-        distances: the vectors that disentangled attentions read.
+        rotary: cosines and sines, by rotary part.
+        slopes: biases, by the part with a slope for each head.
+        shared_bias: the bias of all self-attentions without their own part.
+        block_bias: the bias of the scores of sums of blocks.
+        distances: the vectors of disentangled attentions.
     """
 
     rotary: Mapping[Rotary, RotaryTable]
@@ -42,7 +42,7 @@ class Tables:
         return self.rotary[part](rows, dtype)  # type: ignore[no-any-return]
 
     def bias(self, module: SelfAttention | CrossAttention | LatentAttention | ReadingAttention) -> Bias | None:
-        """The bias that an attention adds to its scores."""
+        """The bias of an attention's scores."""
         if isinstance(module, CrossAttention):
             return None
         if isinstance(module, DisentangledAttention):

@@ -1,7 +1,7 @@
 """The one transformer: modules composed from a `ModelSpec`.
 
-Nothing here knows a family. A part that has no module yet is named by `engine.model.missing`, which the loader
-asks before it reads any weight.
+Nothing here depends on a family. `engine.model.missing` names parts without a module; the loader asks it before it
+reads any weight.
 """
 
 from __future__ import annotations
@@ -43,15 +43,16 @@ class Transformer(nn.Module):
     Args:
         model: the parts.
         backend: computes attention.
-        max_model_len: positions that will be asked for are below this.
-        max_encoder_len: those of an encoder beside a decoder are below this; None: they are like the others.
-        device, dtype: of the parameters; the CPU and float32 by default. Parameters are uninitialised.
-        filled_on: where matrices are until they are packed; None: on the device.
+        max_model_len: positions are below this.
+        max_encoder_len: positions of an encoder beside a decoder are below this; None: the same as for others.
+        device, dtype: device and format of the parameters; the CPU and float32 by default. Parameters are
+            uninitialised.
+        filled_on: device of matrices until they are packed; None for the final device.
 
     Attributes:
-        rotary_shifts: (limit, shift) pairs, limits ascending: a sequence that reaches no more tokens than a limit reads
-            rotary tables as many rows further on; those that exceed all, at their positions.
-        table: the names of the weights in the checkpoint that filled the model; None until then.
+        rotary_shifts: (limit, shift) pairs, limits ascending: a sequence up to a limit reads rotary tables this many
+            rows further on; a sequence that exceeds all limits reads them at its positions.
+        table: the names of the weights in the model's checkpoint; None until it is loaded.
 
     Raises:
         UnsupportedModelError: a part is not implemented.
@@ -97,7 +98,7 @@ class Transformer(nn.Module):
             shared = self.decoder.tokens if self.decoder is not None and model.shared_tokens else None
             blocks = () if self.decoder is None else self.decoder.blocks
             found = ((m for m in block.modules() if isinstance(m, CrossAttention)) for block in blocks)
-            readers = [next(each, None) for each in found]  # one per layer, None if it attends to itself alone
+            readers = [next(each, None) for each in found]  # one per layer, None for self-attention only
             signal = None if isinstance(model.encoder.embedding, spec.Tokens) else model.encoder.embedding.signal
             if signal is not None:
                 self.encoder_length = signal.positions
@@ -124,12 +125,12 @@ class Transformer(nn.Module):
         return stack
 
     def pack(self, quantization: Wanted | None = None) -> None:
-        """Prepare the filled parameters: all matrices are laid out for their kernels, one after the other, and stacks
-        get the executors that run them from then on."""
+        """Prepare the loaded parameters: all matrices are laid out for their kernels, one after the other, and stacks
+        get their executors."""
         if quantization is not None:
             quantisation.warn_if_slow(self.device)
         for module, kind in self.matrices(quantization):
-            if not module.is_packed:  # else it was while it loaded
+            if not module.is_packed:  # otherwise it was done while loading
                 self.pack_matrix(module, kind)
         self._make_ready()
 
@@ -140,8 +141,8 @@ class Transformer(nn.Module):
         quantised: Callable[[int], Weight | Packed] | None = None,
         parts: Iterator[Tensor | Weight] | None = None,
     ) -> None:
-        """Lay one matrix out, see `Linear.pack`. A head's matrix that is the token table, too, is kept once: tokens are
-        looked up in its packed form from then on."""
+        """Lay one matrix out, see `Linear.pack`. A head's matrix that is also the token table is kept once: tokens are
+        then looked up in its packed form."""
         if not isinstance(module, Linear):
             module.pack(kind, quantised)
             return
@@ -152,15 +153,15 @@ class Transformer(nn.Module):
             self.look_up_elsewhere(table, module.packed.look_up)
 
     def reads_many(self, module: Linear) -> bool:
-        """A matrix mostly multiplies many rows. Those of a decoder, or of a head, are few, which vectors serve as
-        well as matrix tiles."""
+        """Whether a matrix mostly multiplies many rows. Decoders and heads have few rows, for which vectors are as good
+        as matrix tiles."""
         encoder = self.encoder if self.decoder is None else None
         if self.tower is not None:
             encoder = self.tower.encoder
         return encoder is not None and module in set(encoder.modules())
 
     def look_up_elsewhere(self, table: nn.Parameter, look_up: LookUp) -> None:
-        """Read a token table's rows from where else they are kept."""
+        """Read a token table's rows from elsewhere."""
         for embedding in self.modules():
             if isinstance(embedding, TokenEmbedding) and embedding.tokens is table:
                 embedding.give_up_table(look_up)
@@ -169,7 +170,7 @@ class Transformer(nn.Module):
         """Give the products of all stacks slots for adapters, before executors are made.
 
         Args:
-            max_rank: the largest rank of an adapter to one matrix of a checkpoint; a product may be made of several.
+            max_rank: maximum rank of an adapter to one matrix of a checkpoint; a product may consist of several.
         """
         self._sides.add("adapter_slots")
         for stack in (self.encoder, self.decoder):
@@ -190,11 +191,11 @@ class Transformer(nn.Module):
             self.tower._make_ready()
 
     def weight_bytes(self, quantization: Wanted | None = None, device: torch.device | None = None) -> int:
-        """Size of the parameters. Quantised ones are included if they are on a GPU, or not made yet.
+        """Size of the parameters. Quantised ones are included if they are on a GPU or not made yet.
 
         Args:
-            quantization: what matrices that are not packed yet will become.
-            device: where they will be; None: the model's.
+            quantization: the future format of matrices that are not packed yet.
+            device: their future device; None for the model's.
         """
         size = sum(tensor.nbytes for tensor in self.parameters())
         matrices = (module for module in self.modules() if isinstance(module, Linear | ExpertMatrices))
@@ -219,14 +220,15 @@ class Transformer(nn.Module):
 
     @property
     def buffer_bytes(self) -> int:
-        """Size of the tables of positions on a CPU."""
+        """Size of the position tables on a CPU."""
         return sum(buffer.nbytes for buffer in self.buffers())
 
     def loading_bytes(self, quantization: Wanted | None) -> int:
-        """The most that a matrix takes on a CPU beside its packed form while that is made. Most are assembled first.
+        """Maximum memory that a matrix takes on a CPU in addition to its packed form while that is made. Most matrices
+        are assembled first.
 
         Args:
-            quantization: as for `weight_bytes`.
+            quantization: as in `weight_bytes`.
         """
         sizes = [0]
         for module, kind in self.matrices(quantization):
@@ -239,12 +241,11 @@ class Transformer(nn.Module):
         return max(sizes)
 
     def matrices(self, quantization: Wanted | None) -> Iterator[tuple[Linear | ExpertMatrices, Held | None]]:
-        """All matrices, each with the format that it gets. The few numbers that choose an expert, open a network or
-        choose a class keep their format; a vocabulary's, on which every choice of a token hangs, have at least 8
-        bits."""
+        """All matrices, each with its future format. The few numbers that choose an expert, open a network or choose a
+        class keep their format; a vocabulary's, on which every choice of a token depends, have at least 8 bits."""
         kept: list[nn.Module] = [module.router for module in self.modules() if isinstance(module, ExpertsFeedForward)]
         kept += [module.opening for module in self.modules() if isinstance(module, OpenedFeedForward)]
-        if on_gpu(self.device):  # one product for all heads there, of plain matrices, which are small
+        if on_gpu(self.device):  # one product for all heads there, with plain matrices, which are small
             latents = [module for module in self.modules() if isinstance(module, LatentAttention)]
             kept += [each for module in latents for each in (module.keys, module.values)]
         heads = [model.head for model in (self, self.twin) if model is not None and model.head is not None]
@@ -268,7 +269,7 @@ class Transformer(nn.Module):
 
     @property
     def sides(self) -> tuple[TokenSide, ...]:
-        """The sides of its tokens that it reads, in a recorded step whether they are the default or not."""
+        """The token sides that it reads; in a recorded step they are present even if they are the default."""
         return tuple(side for name, side in SIDES.items() if name in self._sides)
 
     @property
@@ -282,12 +283,12 @@ class Transformer(nn.Module):
 
     @property
     def max_encoder_len(self) -> int | None:
-        """Most tokens of an encoder's input that a decoder goes on from; None for other models."""
+        """Maximum tokens of an encoder's input that a decoder attends to; None for other models."""
         return None if self.encoder is None or self.decoder is None else self.encoder_length
 
     def kv_shapes(self) -> list[PageShape]:
-        """The shapes of the values that a decoder's layers keep of a token, in the order of the layers that keep some;
-        empty for a model without a decoder."""
+        """The shapes of the values that each decoder layer stores per token, for the layers that store some; empty for
+        a model without a decoder."""
         if self.spec.decoder is None:
             return []
         parts = [part for part in self.spec.decoder.attentions if part.reads is None]
@@ -295,7 +296,7 @@ class Transformer(nn.Module):
 
     def encode(self, inputs: Inputs) -> Tensor:
         """The encoder's hidden states [Tp, features] of whole inputs. If a decoder attends to them, the keys and values
-        of its layers are stored in the pages of `inputs`."""
+        of its layers are written to the pages of `inputs`."""
         assert self.encoder is not None
         embedding = self.encoder.embedding
         unplaced = embedding.unplaced if isinstance(embedding, TokenEmbedding) else None
@@ -306,14 +307,13 @@ class Transformer(nn.Module):
     def forward(self, inputs: Inputs) -> Tensor:
         """Hidden states [Tp, features] of the stack that the head reads, after its final norm.
 
-        Rows of `inputs` without slots that are padding, whose table is zeros and whose position is 0, may write into
-        block 0.
+        Rows of `inputs` without slots that are padding, with a table of zeros and position 0, may write to block 0.
         """
         return self.encode(inputs) if self.decoder is None else self.decoder(inputs)
 
     def logits(self, hidden: Tensor, form: RowForm = LIBRARY, head: nn.Module | None = None) -> Tensor:
-        """The head's result for hidden states [N, hidden]: float32 [N, vocabulary], or [N, classes]; `form`: the
-        form in which a GPU computes one row; `head`: another than the model's, of an adapter."""
+        """The head's result for hidden states [N, hidden]: float32 [N, vocabulary], or [N, classes]. `form` says how a
+        GPU computes one row; `head` replaces the model's head by an adapter's."""
         head = head or self.head
         assert head is not None
         part = self.spec.head

@@ -30,7 +30,7 @@ class VersionEnds(nn.Module):
         self.leave = nn.ModuleList(Linear(hidden_size, hidden_size, False, place) for _ in others)
 
     def expand(self, x: Tensor) -> Tensor:
-        """[Tp, count * hidden] of an embedding [Tp, hidden]: it comes first, the others have its magnitude."""
+        """[Tp, count * hidden] versions of an embedding [Tp, hidden]: it comes first, the others have its magnitude."""
         return torch.cat([x, *(_as_large(matrix(x), x) for matrix in self.enter)], dim=1)
 
     def merge(self, versions: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class VersionEnds(nn.Module):
 
 
 def _as_large(x: Tensor, like: Tensor) -> Tensor:
-    """Rows x of the mean square that the rows of another tensor have."""
+    """Rows x with the mean square of another tensor's rows."""
     target = like.square().mean(dim=-1, keepdim=True).sqrt()
     return x * target / x.square().mean(dim=-1, keepdim=True).clamp(min=_LEAST).sqrt()
 
@@ -83,7 +83,7 @@ class LayerVersions(nn.Module):
         return versions.view_as(predicted), read
 
     def add(self, versions: Tensor, x: Tensor) -> Tensor:
-        """Versions plus rows x [Tp, hidden], but for the first one."""
+        """Versions plus rows x [Tp, hidden], except for the first one."""
         apart = versions.view(len(versions), self.part.count, self.hidden_size)
         return torch.cat((apart[:, :1], apart[:, 1:] + x[:, None]), dim=1).view_as(versions)
 

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint's safetensors files, or its GGUF file: which files there are, and what they hold."""
+"""The tensors of a checkpoint's safetensors files, or of its GGUF file: the files and their contents."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ FORMATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _OTHER_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx")
 _SHOWN = 5
 ALIGNED = 64
-"""Bytes that what follows a `header` is aligned to in its file."""
+"""Alignment in bytes of the data after a `header` in its file."""
 MAPPED = 1 << 24
-"""Bytes of files that are in memory because they were read, before they are released."""
+"""Bytes of read files that may stay in memory before they are released."""
 
 
 class Checkpoint:
@@ -49,10 +49,10 @@ class Checkpoint:
         self.scheme = scheme
         self.files: list[Path] = []
         self.names: dict[str, tuple[Path, str]] = {}
-        self._packed: dict[tuple[Path, str], tuple[Packed, list[tuple[Path, str]]]] = {}  # with where the parts are
+        self._packed: dict[tuple[Path, str], tuple[Packed, list[tuple[Path, str]]]] = {}  # with its parts
         self._handles: dict[Path, Any] = {}
-        self._seen: dict[Path, tuple[int, int, int]] = {}  # what each file was when it was opened
-        self._read_since: Counter[Path] = Counter()  # bytes that were read since files were mapped
+        self._seen: dict[Path, tuple[int, int, int]] = {}  # facts about each file when it was opened
+        self._read_since: Counter[Path] = Counter()  # bytes read since files were mapped
 
     def __enter__(self) -> Self:
         self.files = weight_files(self.path)
@@ -63,7 +63,7 @@ class Checkpoint:
                 self._handles[file] = handle
                 keys = list(handle.keys())
             if isinstance(handle, GgufWeights):
-                self.path = file.resolve()  # for messages: the folder is our own
+                self.path = file.resolve()  # for messages, because the folder is our own
             for key in keys:
                 if key in self.names:
                     raise ModelLoadError(
@@ -75,10 +75,10 @@ class Checkpoint:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._handles.clear()  # which closes the files
+        self._handles.clear()  # closes the files
 
     def _unite(self, scheme: Scheme) -> None:
-        """Give tensors that are one matrix its name, in place of the first of them."""
+        """Replace tensors that form one matrix by the matrix, at the position of the first."""
         found = {packed.parts[0]: packed for packed in scheme.find(self)}
         others = {part for packed in found.values() for part in packed.parts[1:]}
         names: dict[str, tuple[Path, str]] = {}
@@ -96,7 +96,7 @@ class Checkpoint:
 
     @property
     def title(self) -> str | None:
-        """The way in which weights other than plain tensors are stored, for messages: `4-bit GPTQ`."""
+        """The storage format of weights that are not plain tensors, for messages: `4-bit GPTQ`."""
         if self.scheme is not None:
             return self.scheme.title
         if any(isinstance(handle, GgufWeights) for handle in self._handles.values()):
@@ -105,8 +105,8 @@ class Checkpoint:
 
     @property
     def stored_bytes(self) -> dict[str, int]:
-        """The bytes in each stored format, the largest first: ggml's formats of a GGUF file; of others the scheme's
-        title, and for plain tensors safetensors' words."""
+        """The bytes in each stored format, largest first: ggml's formats for a GGUF file; otherwise the scheme's title,
+        and safetensors' names for plain tensors."""
         if self.files[0].suffix == SUFFIX:
             return stored_formats(self.files[0])
         sizes: Counter[str] = Counter()
@@ -121,11 +121,11 @@ class Checkpoint:
 
     @property
     def num_elements(self) -> int:
-        """Numbers in all tensors together."""
+        """The total number of elements in all tensors."""
         return sum(self.shape(name).numel() for name in self.names)
 
     def rename(self, table: WeightTable) -> None:
-        """Give the tensors the table's names where the file has older ones, or leaves the prefix out."""
+        """Give the tensors the table's names if the file has older ones or omits the prefix."""
         wanted = {source for entry in table.entries for source in entry.sources}
         renamed: dict[str, tuple[Path, str]] = {}
         for stored, place in self.names.items():
@@ -141,12 +141,13 @@ class Checkpoint:
         self.names = renamed
 
     def shape(self, name: str) -> torch.Size:
-        """The shape of a tensor; of a quantised matrix, that of the numbers that it holds."""
+        """The shape of a tensor; for a quantised matrix, that of its numbers."""
         packed = self._packed.get(self.names[name])
         return torch.Size(self._slice(name).get_shape()) if packed is None else packed[0].shape
 
     def format(self, name: str) -> str:
-        """The stored format, in safetensors' words: F32, BF16 …; that in which a quantised matrix is read."""
+        """The stored format under safetensors' name (F32, BF16 …); for a quantised matrix, the format in which it is
+        read."""
         packed = self._packed.get(self.names[name])
         return str(self._slice(name).get_dtype()) if packed is None else packed[0].format
 
@@ -157,8 +158,8 @@ class Checkpoint:
         return part
 
     def release(self) -> None:
-        """Map the files anew once much of them has been read: what was read is no longer counted as memory of this
-        process. Tensors that are still held stay valid."""
+        """Map the files anew once much of them has been read, so that read data no longer counts as this process's
+        memory. Tensors still in use stay valid."""
         if self._read_since.total() < MAPPED:
             return
         self.check_unchanged()
@@ -168,10 +169,10 @@ class Checkpoint:
         self._read_since.clear()
 
     def check_unchanged(self) -> None:
-        """Refuse files that were written to since they were opened: weights would be partly old and partly new.
+        """Refuse files that were written to since they were opened, because weights would be partly old and partly new.
 
         Raises:
-            ModelLoadError: one was, or is gone.
+            ModelLoadError: a file was, or is gone.
         """
         for file, seen in self._seen.items():
             if not file.exists() or _identity(file) != seen:
@@ -181,10 +182,10 @@ class Checkpoint:
                 )
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor as it is stored, or the numbers of a quantised matrix.
+        """A tensor as stored, or the numbers of a quantised matrix.
 
         Args:
-            dtype: what the tensor will be rounded to, which saves memory where it is done at once.
+            dtype: the format to which the tensor will be rounded; rounding at once saves memory.
         """
         place = self.names[name]
         if place not in self._packed:
@@ -193,7 +194,7 @@ class Checkpoint:
         return packed.decode(*self._read_parts(parts))
 
     def kind(self, name: str) -> Quantization | None:
-        """The kind of our own that a quantised matrix is, but for the rounding of minima; None for none."""
+        """Our own kind that equals a quantised matrix, except for the rounding of minima; None for none."""
         place = self.names[name]
         if place in self._packed:
             return self._packed[place][0].kind
@@ -201,7 +202,7 @@ class Checkpoint:
         return handle.kind(place[1]) if isinstance(handle, GgufWeights) else None
 
     def own_kind(self, name: str) -> Quantization | BlockKind | None:
-        """The kind that keeps a quantised matrix in its stored bits; our own nearest kind if there is none."""
+        """The kind that keeps a quantised matrix in its stored format; if there is none, our own nearest kind."""
         place = self.names[name]
         handle = self._handles[place[0]]
         if place in self._packed:
@@ -209,7 +210,7 @@ class Checkpoint:
         return handle.own_kind(place[1]) if isinstance(handle, GgufWeights) else None
 
     def few_bits(self, name: str) -> bool:
-        """Whether a tensor is stored quantised, of whatever kind."""
+        """Whether a tensor is quantised, in any format."""
         place = self.names[name]
         handle = self._handles[place[0]]
         return place in self._packed or (isinstance(handle, GgufWeights) and handle.few_bits(place[1]))
@@ -221,7 +222,7 @@ class Checkpoint:
         return place not in self._packed and (not isinstance(handle, GgufWeights) or handle.has_rows(place[1]))
 
     def table_bytes(self, name: str) -> int | None:
-        """Bytes of a token table whose rows are looked up as they are stored (`stored_rows`)."""
+        """Bytes of a token table whose rows are looked up in the stored format (`stored_rows`)."""
         place = self.names[name]
         handle = self._handles[place[0]]
         if not isinstance(handle, GgufWeights) or not self.few_bits(name) or not handle.has_rows(place[1]):
@@ -229,7 +230,7 @@ class Checkpoint:
         return handle.stored_bytes(place[1])
 
     def stored_rows(self, name: str) -> StoredRows:
-        """A token table that has `table_bytes`, as it is stored."""
+        """A token table with `table_bytes`, in its stored format."""
         file, key = self.names[name]
         with _readable(file):
             found: StoredRows = self._handles[file].stored_rows(key)
@@ -237,16 +238,16 @@ class Checkpoint:
         return found
 
     def by_outputs(self, name: str) -> bool:
-        """Whether the weight of a Conv1D of transformers, [in, out], is stored [out, in]: quantised, or in GGUF."""
+        """Whether the weight of a transformers Conv1D, [in, out], is stored [out, in]: if quantised, or in GGUF."""
         return self.few_bits(name) or isinstance(self._handles[self.names[name][0]], GgufWeights)
 
     @property
     def has_few_bits(self) -> bool:
-        """Whether any tensor is stored quantised."""
+        """Whether any tensor is quantised."""
         return any(map(self.few_bits, self.names))
 
     def quantised(self, name: str, own: bool = False, start: int = 0, stop: int | None = None) -> Quantised | Blocks:
-        """A matrix that has a `kind`, or an `own_kind`, as that; of one that `has_rows` rows [start, stop)."""
+        """A matrix with a `kind` or an `own_kind`, in that kind; with `has_rows`, its rows [start, stop)."""
         place = self.names[name]
         if place not in self._packed:
             with _readable(place[0]):
@@ -274,16 +275,16 @@ class Checkpoint:
         return tensor
 
     def _read_parts(self, places: list[tuple[Path, str]]) -> Iterator[Tensor]:
-        """The tensors that store a matrix: its numbers first, then scales and what else belongs to them.
+        """The tensors that store a matrix: its numbers first, then scales and other data.
 
         Raises:
-            ModelLoadError: scales are not finite, which would be noticed in answers alone.
+            ModelLoadError: scales are not finite, which would otherwise show only in answers.
         """
         for number, (file, key) in enumerate(places):
             tensor = self._read((file, key))
             if number and tensor.is_floating_point() and tensor.numel():
-                wide = tensor if tensor.element_size() > 1 else tensor.float()  # torch has no aminmax of 8 bits
-                if not all(bool(end.isfinite()) for end in wide.aminmax()):  # which a NaN is both of
+                wide = tensor if tensor.element_size() > 1 else tensor.float()  # torch has no aminmax for 8 bits
+                if not all(bool(end.isfinite()) for end in wide.aminmax()):  # NaN is both
                     raise ModelLoadError(
                         f"{file}: {key} of a quantised matrix holds numbers that are not finite. Download it again."
                     )
@@ -296,7 +297,7 @@ class Checkpoint:
 
 
 def _bits(format: str) -> int:
-    """The bits of a number in a format, in safetensors' words: 8 of F8_E4M3, 16 of BF16."""
+    """The bits of a number in a format under safetensors' name: 8 for F8_E4M3, 16 for BF16."""
     found = re.search(r"\d+", format)
     return 8 if found is None else int(found[0])  # BOOL
 
@@ -313,7 +314,7 @@ def _identity(file: Path) -> tuple[int, int, int]:
 @contextmanager
 def _readable(file: Path) -> Iterator[None]:
     try:
-        with file.open("rb"):  # safetensors says "no such file" of one that may not be read
+        with file.open("rb"):  # safetensors says "no such file" about an unreadable file
             pass
         yield
     except PermissionError:
@@ -327,11 +328,11 @@ def _readable(file: Path) -> Iterator[None]:
 def header(
     tensors: Mapping[str, tuple[str, Sequence[int], int]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, int]]:
-    """The beginning of a safetensors file, and where each tensor begins behind it.
+    """The beginning of a safetensors file, and the position of each tensor after it.
 
     Args:
-        tensors: by name, in the order in which they lie: format in safetensors' words, shape, bytes. Where wider
-            formats come first, all are aligned; the first one to `ALIGNED` bytes.
+        tensors: by name, in file order: format under safetensors' name, shape, bytes. If wider formats come first, all
+            are aligned; the first one to `ALIGNED` bytes.
     """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     begins, end = {}, 0
@@ -349,11 +350,10 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder, or the GGUF file that it stands for.
+    """The safetensors files of a checkpoint folder, or the GGUF file that it represents.
 
     Raises:
-        ModelLoadError: there are none, the index is damaged, or it names a file that is missing or lies
-            outside the folder.
+        ModelLoadError: there are none, the index is damaged, or it names a file that is missing or outside the folder.
     """
     if (path / SINGLE_FILE).is_file():
         return [path / SINGLE_FILE]

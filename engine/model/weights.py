@@ -1,7 +1,7 @@
 """Strict loading of weights.
 
-Every parameter is filled and every tensor of the checkpoint is used or known to be needless; names and
-shapes are checked before any data is read. Each tensor is read once and copied into its place.
+Every parameter is filled, and every tensor of the checkpoint is used or known to be unnecessary; names and shapes are
+checked before any data is read. Each tensor is read once and copied to its parameter.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SHOWN = 5
 
 
 class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
-    """A progress bar whose updates `LOADING` counts, too, even where the bar is not shown."""
+    """A progress bar whose updates also go to `LOADING`, even if the bar is not shown."""
 
     def update(self, n: float | None = 1) -> bool | None:
         LOADING.add(int(n or 0))
@@ -57,20 +57,21 @@ def load_model(
     share_weights: bool = False,
     pack: bool = False,
 ) -> Transformer:
-    """The model of a checkpoint folder, its weights converted to `dtype` on `device`.
+    """The model of a checkpoint folder, with its weights converted to `dtype` on `device`.
 
     Args:
-        config: of the checkpoint (`engine.model.checkpoint.read_config`).
+        config: the checkpoint's config (`engine.model.checkpoint.read_config`).
         model_spec: its parts (`engine.model.families.build_spec`).
-        max_model_len, max_encoder_len: as for `Transformer`.
-        quantization: matrices are packed so as soon as they are filled; None leaves all as they are.
-        quantization_cache: folder that quantised matrices are kept in and taken from, or "off"; None: the usual one.
-        share_weights: all matrices that a CPU's own kernels multiply by are kept there.
-        pack: a CPU's plain matrices, too, are packed as soon as they are filled; `Transformer.pack` does the rest.
+        max_model_len, max_encoder_len: as in `Transformer`.
+        quantization: format in which matrices are packed as soon as they are filled; None keeps all formats.
+        quantization_cache: folder for quantised matrices, or "off"; None for the default folder.
+        share_weights: whether all matrices for a CPU's own kernels are stored there.
+        pack: whether a CPU's plain matrices are also packed as soon as they are filled; `Transformer.pack` packs the
+            rest.
 
     Raises:
-        ModelLoadError: no safetensors, a file that cannot be read, names or shapes that do not match,
-            memory that does not suffice.
+        ModelLoadError: there are no safetensors, a file cannot be read, names or shapes do not match, or memory is
+            insufficient.
         UnsupportedModelError: a part is not implemented.
         ConfigError: max_model_len exceeds the positions of the checkpoint.
     """
@@ -90,7 +91,7 @@ def load_model(
                 max_encoder_len=max_encoder_len,
                 device=device,
                 dtype=dtype,
-                # A GPU gets no matrix that is to become smaller: what is not filled yet takes no memory on the host.
+                # A GPU gets no matrix that will be quantised: unfilled parameters take no memory on the host.
                 filled_on=None if quantization is None else torch.device("cpu"),
             )
         except RuntimeError as error:
@@ -104,7 +105,7 @@ def load_model(
         table = as_linears(checkpoint, table)
         model.table = table
         destinations = plan(checkpoint, table, model)
-        title = checkpoint.title  # of a GGUF file it takes reading
+        title = checkpoint.title  # for a GGUF file this includes reading
         if quantization == "stored":
             mark_stored(model, checkpoint, table, device)
         if title is not None:
@@ -123,7 +124,7 @@ def load_model(
             logger.info("The weights of %s are %s. They %s.", checkpoint.path, title, fate)
         bar = _Bar(
             total=_size_of(destinations), unit="B", unit_scale=True, unit_divisor=1024, desc="Loading weights",
-            disable=None if show_progress is None else not show_progress,  # None: unless in a terminal
+            disable=None if show_progress is None else not show_progress,  # None: only in a terminal
         )  # fmt: skip
         if quantization is None and not (pack and device.type == "cpu"):
             LOADING.begin(_size_of(destinations))
@@ -146,9 +147,9 @@ def load_model(
 
 
 def stored_dtype(path: Path, config: Any) -> torch.dtype:
-    """The format of a checkpoint's weights: what its config says, else that of its largest tensor.
+    """The format of a checkpoint's weights: from its config, else that of its largest tensor.
 
-    float32 if the format is none of float32, float16 and bfloat16.
+    float32 if the format is not float32, float16 or bfloat16.
     """
     named = getattr(config, "dtype", None)
     if isinstance(named, str):
@@ -162,16 +163,16 @@ def stored_dtype(path: Path, config: Any) -> torch.dtype:
 
 
 def as_stored(checkpoint: Checkpoint, table: WeightTable, model: ModelSpec) -> ModelSpec:
-    """The model, with an output matrix and token tables of their own where the checkpoint has such although they are
-    said to be one: then they are used, as in transformers; and without a head where an encoder's config names one that
-    is not stored.
+    """The model as stored: with a separate output matrix and separate token tables if the checkpoint has them although
+    they should be shared (they are then used, as in transformers), and without a head if an encoder's config names one
+    that is not stored.
 
     Raises:
-        UnsupportedModelError: it is not clear which table the output matrix is tied to.
+        UnsupportedModelError: it is unclear to which table the output matrix is tied.
     """
     heads = [name for entry in table.entries if entry.target.startswith("head.") for name in entry.sources]
     if isinstance(model.head, MaskedLm) and not any(name in checkpoint.names for name in heads):
-        # Sentence encoders often keep the name of the class that they were pretrained as.
+        # Sentence encoders often keep the class name of their pretraining.
         logger.info("%s has no masked-language-model head, so /v1/fill-mask is not served.", checkpoint.path)
         return replace(model, head=Pool())
     target = EMBEDDING if model.decoder is not None else ENCODER_EMBEDDING
@@ -181,7 +182,7 @@ def as_stored(checkpoint: Checkpoint, table: WeightTable, model: ModelSpec) -> M
         return model
     if isinstance(model.head, Lm | MaskedLm) and model.head.tied and _differs(checkpoint, table.head, embedding):
         level = logging.INFO if table.expects_head else logging.WARNING
-        message = "%s: tie_word_embeddings is true, but %s is stored with values of its own, which are used."
+        message = "%s: tie_word_embeddings is true, but %s is stored with different values, which are used."
         logger.log(level, message, checkpoint.path, table.head)
         model = replace(model, head=replace(model.head, tied=False))
     own = [name for name in table.copies if _differs(checkpoint, name, embedding)]
@@ -190,17 +191,17 @@ def as_stored(checkpoint: Checkpoint, table: WeightTable, model: ModelSpec) -> M
     if isinstance(model.head, Lm) and model.head.tied:
         raise UnsupportedModelError(
             f"{checkpoint.path}: tie_word_embeddings is true, but {_some(own)} and {embedding} have different "
-            "values, so it is not clear which of them is the output matrix. Store it as a tensor of its own "
-            f"({table.head}), or drop the tables that are not used."
+            "values, so it is not clear which of them is the output matrix. Store it as a separate tensor "
+            f"({table.head}), or drop the unused tables."
         )
     return replace(model, shared_tokens=False)
 
 
 def as_linears(checkpoint: Checkpoint, table: WeightTable) -> WeightTable:
-    """The table, where a Conv1D's matrix that the checkpoint has by outputs is one of a linear layer.
+    """The table, with a linear layer's layout for Conv1D matrices that the checkpoint stores by outputs.
 
     Args:
-        checkpoint: under the table's names.
+        checkpoint: the checkpoint, with the table's names.
     """
 
     def is_linear(entry: Entry) -> bool:
@@ -212,7 +213,7 @@ def as_linears(checkpoint: Checkpoint, table: WeightTable) -> WeightTable:
 
 
 def _differs(checkpoint: Checkpoint, name: str | None, original: str) -> bool:
-    """Whether this tensor is stored with other values than the original; one that equals it is dropped from the
+    """Whether this tensor is stored with other values than the original; an equal one is dropped from the
     checkpoint."""
     if name is None or name == original or name not in checkpoint.names or original not in checkpoint.names:
         return False
@@ -227,7 +228,7 @@ def _differs(checkpoint: Checkpoint, name: str | None, original: str) -> bool:
 
 
 def plan(checkpoint: Checkpoint, table: WeightTable, model: Transformer) -> dict[str, list[Destination]]:
-    """The destination of each stored tensor, by its name; parts of one may go to several parameters.
+    """The destination of each stored tensor, by name; its parts may go to several parameters.
 
     Raises:
         ModelLoadError: names or shapes do not match.
@@ -243,7 +244,7 @@ def plan(checkpoint: Checkpoint, table: WeightTable, model: Transformer) -> dict
         for place, (name, shape) in enumerate(zip(entry.sources, shapes, strict=True)):
             destinations.setdefault(name, []).append(Destination(parameter, entry.transform, place, shape))
     if parameters:
-        raise ModelLoadError(f"The table of weight names fills no {_some(list(parameters))}.")
+        raise ModelLoadError(f"The table of weight names does not fill {_some(list(parameters))}.")
     if missing := [name for name in destinations if name not in checkpoint.names]:
         raise ModelLoadError(f"{checkpoint.path} lacks tensors that its config requires: {_some(missing)}.")
     unexpected = [name for name in checkpoint.names if name not in destinations and not table.ignores(name)]
@@ -252,7 +253,7 @@ def plan(checkpoint: Checkpoint, table: WeightTable, model: Transformer) -> dict
     for name, found in destinations.items():
         if wrong := [each.shape for each in found if each.shape != checkpoint.shape(name)]:
             raise ModelLoadError(
-                f"{checkpoint.path}: the tensor {name} should have shape {list(wrong[0])} by the config, "
+                f"{checkpoint.path}: the tensor {name} should have shape {list(wrong[0])} according to the config, "
                 f"but is stored as {list(checkpoint.shape(name))}."
             )
         if checkpoint.format(name) not in FORMATS:
@@ -269,7 +270,7 @@ def _some(names: list[str]) -> str:
 
 
 def _size_of(destinations: dict[str, list[Destination]]) -> int:
-    """Bytes of the tensors that are read, in the model's format."""
+    """Bytes of the tensors to read, in the model's format."""
     return sum(d.shape.numel() * d.parameter.element_size() for found in destinations.values() for d in found[:1])
 
 
@@ -279,11 +280,11 @@ def _fill(
     bar: tqdm[Any],
     matrices: MatrixLoading | None = None,
 ) -> None:
-    """Read all tensors; `matrices` is told the address of the parameter that each has gone to."""
+    """Read all tensors; `matrices` is notified with the address of each filled parameter."""
     # File order, so that a file is read from front to back.
     order = [name for name in checkpoint.names if name in destinations]
     for name in order:
-        left = destinations.pop(name)  # which would keep what packing gives up
+        left = destinations.pop(name)  # it would keep memory that packing releases
         bar.update(left[0].shape.numel() * left[0].parameter.element_size())
         checkpoint.release()
         if matrices is not None and len(left) == 1 and matrices.keeps_table(name, left[0]):

@@ -1,5 +1,5 @@
-"""The answers to pooling requests: from the engine's matrices to vectors, scores, classes, spans and tokens by name.
-Both `LLM` and the server use them."""
+"""The answers to pooling requests: from the engine's matrices to vectors, scores, classes, spans and named tokens. Both
+`LLM` and the server use them."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ class LabelScore:
 
 @dataclass(frozen=True, slots=True)
 class MaskedToken:
-    """A token that may stand where a mask stands.
+    """A possible token at the position of a mask.
 
     Attributes:
-        token: its text, as it stands within a text.
+        token: its text within a text.
         token_id: its id.
         score: its probability there.
-        sequence: the whole input read back with the token in the mask's place. Special tokens are shown in it only
-            where the input has other masks.
+        sequence: the whole input, decoded with the token in place of the mask. Special tokens are shown only if the
+            input has other masks.
     """
 
     token: str
@@ -83,7 +83,7 @@ class PoolingOutput:
 
     @property
     def outputs(self) -> Self:
-        """The answer itself: vLLM's stands one step further down."""
+        """The answer itself, for vLLM's attribute path."""
         return self
 
 
@@ -101,12 +101,11 @@ class EmbeddingOutput(PoolingOutput):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreOutput(PoolingOutput):
-    """A score of how well two texts go together: a cross-encoder's score, or the cosine of their vectors.
+    """A score of how well two texts match: a cross-encoder's score, or the cosine of their vectors.
 
     Attributes:
-        score: of a cross-encoder after its activation.
-        prompt_token_ids: a cross-encoder's input; the tokens of both texts, one after the other, where they were
-            embedded.
+        score: for a cross-encoder, the value after its activation.
+        prompt_token_ids: a cross-encoder's input; for embeddings, the tokens of both texts, one after the other.
     """
 
     score: float
@@ -117,9 +116,9 @@ class ClassificationOutput(PoolingOutput):
     """One input's classes.
 
     Attributes:
-        probs: a score per class, in the model's order; probabilities unless the model's config, or the caller, wants
-            something else.
-        labels: the same with the names of the classes.
+        probs: a score per class, in the model's order; usually probabilities, unless the model's config or the caller
+            sets otherwise.
+        labels: the names of the classes.
     """
 
     probs: list[float]
@@ -141,8 +140,8 @@ class TokenClassificationOutput(PoolingOutput):
     """The classes of one input's tokens.
 
     Attributes:
-        spans: what was found in the text; of an input that came as ids the places in the text are not known.
-        probs: a score per token, special ones included, and class.
+        spans: the spans found in the text; for an input of ids, without positions in the text.
+        probs: a score per token (including special ones) and class.
     """
 
     spans: list[Span]
@@ -158,10 +157,10 @@ class FillMaskOutput(PoolingOutput):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntitiesOutput:
-    """The entities of one text, in the order in which they begin.
+    """The entities of one text, in the order of their beginnings.
 
     Attributes:
-        num_windows: in how many windows the text was read.
+        num_windows: number of windows in which the text was read.
     """
 
     entities: list[Entity]
@@ -173,7 +172,7 @@ class AnswerOutput:
     """The answers to one question, best first.
 
     Attributes:
-        num_windows: in how many windows the context was read.
+        num_windows: number of windows in which the context was read.
     """
 
     answers: list[Answer]
@@ -192,8 +191,8 @@ def labels_of(pooled: Pooled, info: EngineInfo) -> list[LabelScore]:
 
 
 def masks_of(pooled: Pooled, encoding: Encoding, tokenizer: Tokenizer) -> list[list[MaskedToken]]:
-    """The tokens in the answer to a request with the task "fill_mask", as transformers' FillMaskPipeline reads them
-    back: for each mask, in their order, the most probable ones first."""
+    """The tokens in the answer to a request with the task "fill_mask", decoded as in transformers' FillMaskPipeline:
+    for each mask, in order, the most probable ones first."""
     places = mask_positions(encoding, tokenizer)
     answers = []
     for place, scores, tokens in zip(places, pooled.values().tolist(), pooled.token_ids().tolist(), strict=True):
@@ -211,7 +210,7 @@ def mask_positions(encoding: Encoding, tokenizer: Tokenizer) -> list[int]:
     """The positions of an input's masks.
 
     Raises:
-        InvalidRequestError: it has none, or the tokenizer knows no mask.
+        InvalidRequestError: there are none, or the tokenizer has no mask token.
     """
     if tokenizer.mask_token_id is None:
         raise InvalidRequestError(
@@ -221,7 +220,7 @@ def mask_positions(encoding: Encoding, tokenizer: Tokenizer) -> list[int]:
         )
     places = [at for at, token in enumerate(encoding.ids) if token == tokenizer.mask_token_id]
     if not places:
-        cut = " in the part that truncate_prompt_tokens leaves of it" if encoding.truncated else ""
+        cut = " in the part that truncate_prompt_tokens keeps" if encoding.truncated else ""
         raise InvalidRequestError(
             f"the input has no {tokenizer.mask_token}{cut}: write {tokenizer.mask_token} (token id "
             f"{tokenizer.mask_token_id}) in place of each token to predict.",
@@ -232,22 +231,22 @@ def mask_positions(encoding: Encoding, tokenizer: Tokenizer) -> list[int]:
 
 
 def is_cross_encoder(info: EngineInfo) -> bool:
-    """The model reads two texts together and gives them one score."""
+    """Whether the model reads two texts together and gives them one score."""
     return "classify" in info.tasks and len(info.labels) == 1
 
 
 def check_scores(info: EngineInfo) -> None:
-    """Refuse to compare texts with a model that cannot.
+    """Refuse to compare texts with a model that does not support it.
 
     Raises:
-        InvalidRequestError: says why, and which tasks it can serve.
+        InvalidRequestError: gives the reason, and the supported tasks.
     """
     if is_cross_encoder(info) or comparison_of(info) is not None:
         return
     lacks = (
-        f"its head tells {len(info.labels)} classes apart, and a cross-encoder's gives a single score"
+        f"its head has {len(info.labels)} classes, but a cross-encoder's returns a single score"
         if "classify" in info.tasks
-        else "it gives neither vectors to compare nor one score for a pair"
+        else "it returns neither vectors to compare nor one score for a pair"
     )
     raise InvalidRequestError(
         f"this model cannot serve score: {lacks}. It serves {', '.join(info.tasks)}.",
@@ -257,10 +256,10 @@ def check_scores(info: EngineInfo) -> None:
 
 
 def longest(truncate_prompt_tokens: int | None, info: EngineInfo) -> int | None:
-    """To how many tokens inputs are cut; None for not at all. -1 means the model's limit, as in vLLM.
+    """The number of tokens to cut inputs to; None for not at all. -1 means the model's limit, as in vLLM.
 
     Raises:
-        InvalidRequestError: no such number, or more than the model takes.
+        InvalidRequestError: the number is invalid, or exceeds the model's limit.
     """
     name, limit = "truncate_prompt_tokens", info.max_model_len
     check_number(name, truncate_prompt_tokens, NumberRange(low=-1, integer=True))
@@ -279,10 +278,10 @@ def longest(truncate_prompt_tokens: int | None, info: EngineInfo) -> int | None:
 def sides_of(
     sides: Mapping[str, Any], count: int, info: EngineInfo, max_length: int | None, side: Side
 ) -> dict[str, Sequence[Any]]:
-    """The sides of an input of so many tokens, cut as these are.
+    """The sides of an input with this many tokens, cut like these.
 
     Raises:
-        InvalidRequestError: they are not sides of so many tokens, or not the model's.
+        InvalidRequestError: the number of entries differs, or a side is not one of the model's.
     """
     read_sides(sides, count, info.sides)
     if max_length is None:
@@ -291,9 +290,8 @@ def sides_of(
 
 
 def token_input(encoding: Encoding, info: EngineInfo, text: str | None = None) -> TokenInput:
-    """An input for the engine. Segments are left out for models that tell none apart, whatever the tokenizer says, and
-    where it says nothing of them; a text is filled up for a model that reads texts of one length, and what came as ids
-    is not."""
+    """An input for the engine. Segments are left out if the model has none, or if the tokenizer does not give them. A
+    text is padded for a model that reads texts of one length; an input of ids is not."""
     ids = encoding.ids
     if text is not None and info.filler is not None:
         ids = ids + [info.filler] * (info.max_model_len - len(ids))

@@ -1,5 +1,5 @@
-"""Extractive question answering: from the ends of answers to spans of a context, as transformers' pipeline of
-version 4 did it (version 5 has none). A context that is too long is read in windows which overlap."""
+"""Extractive question answering: from scores of beginnings and ends to spans of a context, as in transformers' pipeline
+of version 4 (version 5 has none). A context that is too long is read in overlapping windows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.text.tokenizer import Tokenizer
 DEFAULT_ANSWERS, MAX_ANSWERS = 1, 1000
 DEFAULT_ANSWER_LENGTH, MAX_ANSWER_LENGTH = 15, 512
 DEFAULT_WINDOW, DEFAULT_OVERLAP = 384, 128
-MAX_WINDOWS = 4096  # that one request may ask for
+MAX_WINDOWS = 4096  # maximum windows of one request
 
 _CONTEXT = 1  # the second text of the pair
 
@@ -31,8 +31,8 @@ class Answer:
 
     Attributes:
         answer: its text; "" if the text has no answer.
-        score: the product of the probabilities that an answer begins and ends there, among the places of its window.
-            Places in the text with the same words count together.
+        score: the product of the probabilities that an answer begins and ends there, within its window. Scores of equal
+            texts are added up.
         start, end: characters [start, end) of the context.
     """
 
@@ -44,17 +44,17 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerTerms:
-    """The terms of a question; the names are those of transformers' pipeline.
+    """The parameters of a question; the names are those of transformers' pipeline.
 
     Attributes:
-        top_k: how many answers, best first; there may be fewer.
-        max_answer_len: tokens of an answer at most.
-        max_seq_len: tokens of a window, question and special tokens included; None: 384, or the model's limit if that
+        top_k: maximum number of answers, best first.
+        max_answer_len: maximum tokens of an answer.
+        max_seq_len: tokens of a window, including question and special tokens; None: 384, or the model's limit if that
             is less.
         doc_stride: tokens of the context that a window shares with the next one; None: 128, or half a window if that
             is less.
-        handle_impossible_answer: that there is no answer may be one, too.
-        align_to_words: answers begin and end with whole words.
+        handle_impossible_answer: whether "no answer" may be an answer.
+        align_to_words: whether answers are extended to whole words.
     """
 
     top_k: int = DEFAULT_ANSWERS
@@ -72,10 +72,10 @@ class AnswerTerms:
         check_number("doc_stride", self.doc_stride, NumberRange(low=0, integer=True))
 
     def window(self, info: EngineInfo) -> tuple[int, int]:
-        """Tokens of a window, and those that two windows share.
+        """Tokens of a window, and tokens that two windows share.
 
         Raises:
-            InvalidRequestError: the model takes no such window, or there would be nothing new in it.
+            InvalidRequestError: the window exceeds the model's limit, or contains nothing new.
         """
         size = min(DEFAULT_WINDOW, info.max_model_len) if self.max_seq_len is None else self.max_seq_len
         if size > info.max_model_len:
@@ -97,10 +97,10 @@ class AnswerTerms:
 
 
 def read_question(tokenizer: Tokenizer, question: str, context: str) -> Encoding:
-    """A question and its context as one pair, however long.
+    """A question and its context as one pair, of any length.
 
     Raises:
-        InvalidRequestError: one of them is empty or no valid text, or the tokenizer does not say where tokens stand.
+        InvalidRequestError: one of them is empty or invalid, or the tokenizer does not report positions.
     """
     for name, text in (("question", question), ("context", context)):
         if not text:
@@ -124,7 +124,7 @@ def windows_of(encoding: Encoding, size: int, overlap: int, side: Side) -> list[
 
     Args:
         encoding: see `read_question`.
-        side: where the tokenizer leaves out tokens: "left" begins with the context's end.
+        side: the side at which the tokenizer cuts: with "left", windows begin at the context's end.
 
     Raises:
         InvalidRequestError: the question leaves no room for a context, or there are too many windows.
@@ -190,7 +190,7 @@ def answers_of(
     """The answers in the results of the task "answer" for each window, best first.
 
     Args:
-        cls_token_id: a token that says that there is no answer; None for models without one.
+        cls_token_id: the token that means "no answer"; None for models without one.
     """
     found: dict[str, Answer] = {}
     null = np.inf
@@ -212,8 +212,8 @@ def answers_of(
 
 
 def _probabilities(values: Matrix, window: Encoding, cls_token_id: int | None) -> tuple[Row, Row]:
-    """The probabilities that an answer begins and ends with each token: [tokens] each, 0 outside the context, where
-    only the token that says that there is none counts."""
+    """The probabilities that an answer begins and ends with each token: [tokens] each, 0 outside the context except for
+    the token that means "no answer"."""
     counts = np.array([owner == _CONTEXT for owner in window.sequence])
     counts |= np.array([token == cls_token_id for token in window.ids])
     numbers = np.where(counts[:, None], values.astype(np.float64), -np.inf)
@@ -228,7 +228,7 @@ def _best(starts: Row, ends: Row, terms: AnswerTerms) -> Iterator[tuple[float, i
     padded = np.concatenate((ends, np.zeros(length - 1)))
     scores = starts[:, None] * np.lib.stride_tricks.sliding_window_view(padded, length)
     flat = scores.ravel()
-    # Some spans become the same when they are stretched to whole words.
+    # Some spans become equal when they are extended to whole words.
     count = min(2 * terms.top_k + 10 if terms.align_to_words else terms.top_k, len(flat))
     some = np.argpartition(-flat, count - 1)[:count]
     for place in some[np.lexsort((some, -flat[some]))].tolist():
@@ -238,7 +238,7 @@ def _best(starts: Row, ends: Row, terms: AnswerTerms) -> Iterator[tuple[float, i
 
 
 def _place(window: Encoding, first: int, last: int, align_to_words: bool) -> tuple[int, int]:
-    """Characters [start, end) of the context from one token to another, or of the words that these are of."""
+    """Characters [start, end) of the context from one token to another, or of the words that contain them."""
     assert window.offsets is not None
     words = window.words
     if align_to_words and words is not None and words[first] is not None and words[last] is not None:

@@ -1,5 +1,4 @@
-"""The comparison of texts that were read apart: by one vector each, by vectors of their tokens, or by sparse
-vectors."""
+"""Compares texts that were read separately: by one vector each, by token vectors, or by sparse vectors."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ class WeighedToken:
 
 
 def sparse_of(pooled: Pooled, info: EngineInfo, tokenizer: Tokenizer | None) -> list[WeighedToken]:
-    """The tokens in the answer to a request with the task "sparse_embed", in the order of their ids. For an input's own
-    tokens, special ones are left out (FlagEmbedding)."""
+    """The tokens in the answer to a request with the task "sparse_embed", in ascending order of ids. If they are an
+    input's own tokens, special ones are left out (FlagEmbedding)."""
     special: set[int | None] = set()
     if info.sparse == "input" and tokenizer is not None:
         special = {*tokenizer.frame_ids, tokenizer.unk_token_id}
@@ -45,13 +44,13 @@ def _vector(of: Pooled | Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.
 
 
 def sparse_product(one: Pooled, other: Pooled) -> float:
-    """The sum of the products of the weights that two sparse vectors give the same tokens."""
+    """The sum, over common tokens, of the products of their weights in two sparse vectors."""
     _, here, there = np.intersect1d(one.token_ids()[0], other.token_ids()[0], assume_unique=True, return_indices=True)
     return float(one.values()[0][here].astype(np.float64) @ other.values()[0][there].astype(np.float64))
 
 
 def max_sim(query: Pooled, document: Pooled) -> float:
-    """The sum over a query's tokens of the largest product with a document's token (MaxSim, arXiv:2004.12832, 3.3).
+    """The sum, over a query's tokens, of the largest product with a document's token (MaxSim, arXiv:2004.12832, 3.3).
 
     Args:
         query, document: answers to requests with the task "token_embed".
@@ -66,7 +65,7 @@ Comparison = Literal["cosine", "max_sim", "sparse_product"]
 
 
 def comparison_of(info: EngineInfo) -> Comparison | None:
-    """The way in which a model that reads texts apart compares them; None if it cannot."""
+    """How a model that reads texts separately compares them; None if it cannot."""
     if "embed" in info.tasks:
         return "cosine"
     if info.token_vectors is not None:
@@ -74,19 +73,19 @@ def comparison_of(info: EngineInfo) -> Comparison | None:
     return None if info.sparse is None else "sparse_product"
 
 
-# What a model is asked for each text that is compared.
+# The task for each compared text.
 COMPARED: dict[Comparison, Task] = {"cosine": "embed", "max_sim": "token_embed", "sparse_product": "sparse_embed"}
 
 
 def side_prompt(info: EngineInfo, side: Side) -> str:
-    """The prompt in front of a compared text: for vectors of tokens that of queries or documents, if there is one,
-    else the model's default prompt."""
+    """The prompt for a compared text: for token vectors, the prompt of queries or documents if there is one, else the
+    model's default prompt."""
     own = comparison_of(info) == "max_sim" and info.prompts.get(side)
     return find_prompt(info, side if own else None)
 
 
 def compared_side(info: EngineInfo, tokenizer: Tokenizer | None, side: Side) -> SideReading:
-    """The side by whose rules a compared text is read."""
+    """The side whose rules apply to a compared text."""
     return read_side(info, tokenizer, side) if comparison_of(info) == "max_sim" else PLAIN
 
 
@@ -94,7 +93,7 @@ class Comparer:
     """Scores of pairs, for a model that reads the two texts separately (`comparison_of` must not be None).
 
     Attributes:
-        task: what each text is asked for.
+        task: the task for each text.
     """
 
     def __init__(self, info: EngineInfo):

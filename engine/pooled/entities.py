@@ -1,5 +1,5 @@
-"""Entities of a text from scores of spans, for labels that come with the request (GLiNER, arXiv:2311.08526). A text
-that is too long is read in windows which overlap."""
+"""Entities of a text from scores of spans, for labels in the request (GLiNER, arXiv:2311.08526). A text that is too
+long is read in overlapping windows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engine.text.tokenizer import Tokenizer
 
 DEFAULT_OVERLAP = 64  # words
 
-_WORDS = re.compile(r"\w+(?:[-_]\w+)*|\S")  # those that GLiNER was trained with
+_WORDS = re.compile(r"\w+(?:[-_]\w+)*|\S")  # maximum labels, as in GLiNER's training
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class Entity:
     """A part of a text, with its label.
 
     Attributes:
-        text: what stands there.
-        label: one of those that were asked for.
+        text: its text.
+        label: one of the requested labels.
         start, end: characters [start, end) of the text.
         score: from 0 to 1.
     """
@@ -43,13 +43,13 @@ class Entity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntityTerms:
-    """The terms of a request for entities; the names are those of GLiNER's library, which has no `stride`.
+    """The parameters of a request for entities; the names are those of GLiNER's library, which has no `stride`.
 
     Attributes:
-        labels: what entities there may be, in words; one that stands twice counts once.
+        labels: the kinds of entities, in words; repeated ones count once.
         threshold: an entity's score is above this.
-        flat_ner: entities do not overlap. False: one may lie within another.
-        multi_label: an entity may have several labels, as one entry each.
+        flat_ner: whether entities do not overlap. False: one may lie within another.
+        multi_label: whether an entity may have several labels, as one entry each.
         stride: words that a window of a long text shares with the next one; None: 64, or half a window if that is
             less.
     """
@@ -63,7 +63,7 @@ class EntityTerms:
     def __post_init__(self) -> None:
         for label in self.labels:
             if not isinstance(label, str) or not label.strip():
-                fail("labels", f"labels must hold texts that are not blank, got {brief(label)}.")
+                fail("labels", f"labels must be texts that are not blank, got {brief(label)}.")
         object.__setattr__(self, "labels", tuple(dict.fromkeys(self.labels)))
         if not 1 <= len(self.labels) <= MAX_LABELS:
             fail("labels", f"labels must hold 1 to {MAX_LABELS} different texts, got {len(self.labels)}.")
@@ -80,8 +80,8 @@ class EntityWindow:
 
     Attributes:
         encoding: its tokens.
-        labels, words: the tokens that stand for each label and word.
-        first: its first word, counted from the text's.
+        labels, words: the token for each label and word.
+        first: index of its first word in the text.
     """
 
     encoding: Encoding
@@ -100,7 +100,7 @@ class EntityReading:
 
     Attributes:
         places: the characters [start, end) of each word.
-        windows: one after the other; none of a text without words.
+        windows: the windows in order; none for a text without words.
     """
 
     text: str
@@ -109,13 +109,13 @@ class EntityReading:
 
 
 def read_entities(tokenizer: Tokenizer, text: str, terms: EntityTerms, info: EngineInfo) -> EntityReading:
-    """A text with the labels before it, in as many windows as it takes.
+    """A text with the labels before it, in as many windows as necessary.
 
     Words without tokens do not count.
 
     Raises:
-        InvalidRequestError: the text is not valid Unicode, the labels leave no room for it, or there are too many
-            windows; or the tokenizer is not the one that the model was saved with.
+        InvalidRequestError: the text is not valid Unicode, the labels leave no room for it, there are too many windows,
+            or the tokenizer is not the one that the model was saved with.
     """
     reading = info.entities
     assert reading is not None  # the task was checked
@@ -141,7 +141,7 @@ def _check_labels(terms: EntityTerms, reading: EntitiesInfo) -> None:
     for label in terms.labels:
         for mark in (reading.label_mark, reading.text_mark):
             if mark in label:
-                fail("labels", f"labels must not hold {mark}, which is for the model alone; got {brief(label)}.")
+                fail("labels", f"labels must not hold {mark}, which is reserved for the model; got {brief(label)}.")
 
 
 def _first_tokens(words: Sequence[int | None]) -> dict[int, int]:
@@ -154,7 +154,7 @@ def _first_tokens(words: Sequence[int | None]) -> dict[int, int]:
 
 
 def _marks(whole: Encoding, firsts: dict[int, int], count: int, reading: EntitiesInfo) -> list[int]:
-    """The tokens that stand for the labels."""
+    """The tokens for the labels."""
     marks = [firsts.get(2 * number, -1) for number in range(count)]
     if any(at < 0 or whole.ids[at] != reading.label_token_id for at in marks) or 2 * count not in firsts:
         raise InvalidRequestError(
@@ -165,19 +165,19 @@ def _marks(whole: Encoding, firsts: dict[int, int], count: int, reading: Entitie
         )
     for number in range(count):
         if 2 * number + 1 not in firsts:
-            fail("labels", f"the tokenizer makes nothing of label {number}. Describe it with other words.")
+            fail("labels", f"label {number} has no tokens. Use other words.")
     return marks
 
 
 def _cuts(
     begins: Sequence[int], room: int, terms: EntityTerms, reading: EntitiesInfo, limit: int
 ) -> Iterator[tuple[int, int]]:
-    """First word of each window and the one after its last, of words that begin with these tokens.
+    """The first word of each window and the word after its last, for words that begin with these tokens.
 
     Args:
-        begins: the last one is where the last word ends.
-        room: tokens of a window that words may have.
-        limit: tokens of a window in all.
+        begins: the first token of each word; the last entry is the end of the last word.
+        room: tokens of a window for words.
+        limit: total tokens of a window.
     """
     count, first, number = len(begins) - 1, 0, 0
     while True:
@@ -210,7 +210,7 @@ def _cuts(
 
 
 def _window(whole: Encoding, labels: list[int], begins: Sequence[int], first: int, last: int) -> EntityWindow:
-    """The words from one to another with the labels before them."""
+    """A window: a range of words with the labels before them."""
     prompt, end = begins[0], begins[-1]
     skipped = begins[first] - prompt
     kept = [*range(prompt), *range(begins[first], begins[last]), *range(end, len(whole.ids))]
@@ -222,10 +222,10 @@ def _window(whole: Encoding, labels: list[int], begins: Sequence[int], first: in
 def entities_of(
     pooled: Sequence[Pooled], reading: EntityReading, terms: EntityTerms, info: EntitiesInfo
 ) -> list[Entity]:
-    """The entities in the results of the task "entities" for each window, in the order in which they begin.
+    """The entities in the results of the task "entities" for each window, in the order of their beginnings.
 
-    The likeliest spans are taken first, and those left out that overlap them. A span that stands in several windows has
-    the highest of its scores.
+    The likeliest spans are taken first, and spans that overlap them are left out. A span in several windows has the
+    highest of its scores.
     """
     parts = [_candidates(answer, window, terms, info) for answer, window in zip(pooled, reading.windows, strict=True)]
     if not parts:
@@ -234,7 +234,7 @@ def entities_of(
     ids, scores = np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
     order = np.lexsort((ids, -scores))
     ids, scores = ids[order], scores[order]
-    # Whether a span is taken does not depend on its label, so its highest score decides for all that it has.
+    # Whether a span is taken does not depend on its label, so its highest score decides for all its labels.
     best = _first_of_each(ids // count)
     taken = _Taken(len(reading.places), width)
     spans = (ids[best] // count).tolist()
@@ -253,7 +253,7 @@ def entities_of(
 
 
 def _first_of_each(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The places where each value stands for the first time, ascending."""
+    """The index of the first occurrence of each value, ascending."""
     return np.sort(np.unique(values, return_index=True)[1])
 
 
@@ -270,11 +270,10 @@ class _Taken:
 
     def __init__(self, words: int, width: int) -> None:
         self._width = width
-        self._spans = np.zeros((words, width), dtype=bool)  # by first word, and words beyond it
+        self._spans = np.zeros((words, width), dtype=bool)  # by first word and number of further words
 
     def add(self, first: int, more: int, *, flat: bool) -> bool:
-        """Take a span unless it overlaps one that has been taken: at all, or, if not `flat`, without that one lies
-        within the other."""
+        """Take a span unless it overlaps a taken one: at all, or, if not `flat`, without one lying within the other."""
         last = first + more
         lowest = max(first - self._width + 1, 0)
         starts, lengths = np.nonzero(self._spans[lowest : last + 1])

@@ -1,4 +1,4 @@
-"""Prompts that a model's sentence-transformers config wants in front of texts."""
+"""Prompts that a model's sentence-transformers config puts before texts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from engine.text.tokenizer import Tokenizer
 
 
 def find_prompt(info: EngineInfo, name: str | None = None) -> str:
-    """The prompt of that name. None: the model's default; "": no prompt. The result is "" if the model has no default.
+    """The prompt with that name. None: the model's default; "": no prompt. The result is "" if the model has no
+    default.
 
     Raises:
-        InvalidRequestError: there is no such prompt.
+        InvalidRequestError: the prompt does not exist.
     """
     name = info.default_prompt if name is None else name
     if not name:
@@ -27,9 +28,9 @@ def find_prompt(info: EngineInfo, name: str | None = None) -> str:
 
 
 def prompt_tokens(tokenizer: Tokenizer, info: EngineInfo, prompt: str, *, add_special_tokens: bool = True) -> int:
-    """How many tokens at the beginning of an input that starts with this prompt are left out of its vector
-    (`PoolingParams.skip_tokens`): as sentence-transformers counts them, those of the prompt alone and the special
-    tokens before it, where inputs have such (`add_special_tokens`)."""
+    """The number of tokens at the beginning of an input with this prompt that are left out of its vector
+    (`PoolingParams.skip_tokens`). As in sentence-transformers, these are the tokens of the prompt alone and the special
+    tokens before it, if inputs have such (`add_special_tokens`)."""
     if info.include_prompt or not prompt:
         return 0
     alone = tokenizer.encode_input(prompt, add_special_tokens=add_special_tokens)

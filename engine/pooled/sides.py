@@ -1,5 +1,5 @@
-"""How queries and documents are read where they are compared token by token: with markers, cut to lengths of their own,
-queries filled up with masks, and documents without vectors of punctuation (ColBERT, arXiv:2004.12832, 3.2)."""
+"""How queries and documents are read if they are compared token by token: with markers, cut to their own lengths, with
+queries filled up with masks, and without vectors of punctuation in documents (ColBERT, arXiv:2004.12832, 3.2)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SIDES: tuple[Side, Side] = ("query", "document")
 
 @dataclass(frozen=True, slots=True)
 class SideReading:
-    """The rules by which texts of one side become inputs.
+    """The rules for turning texts of one side into inputs.
 
     Attributes:
         marker: the token after an input's first one.
-        length: tokens of an input at most, all included.
-        filler: fills inputs up to that length.
-        attended: tokens attend to the fillers.
-        ignored: tokens that have no vector.
+        length: maximum tokens of an input, including special ones.
+        filler: the token that fills inputs up to that length.
+        attended: whether tokens attend to the fillers.
+        ignored: tokens without a vector.
     """
 
     marker: int | None = None
@@ -37,7 +37,7 @@ class SideReading:
     ignored: frozenset[int] = frozenset()
 
     def limit(self, truncate: int | None) -> int | None:
-        """To how many tokens a text is cut, the marker among them, where a request asks for so many."""
+        """The number of tokens to cut a text to, including the marker, if a request asks for this number."""
         return min((most for most in (self.length, truncate) if most is not None), default=None)
 
     def complete(
@@ -53,7 +53,7 @@ class SideReading:
         return filled, params if self.attended else replace(params, attended=count)
 
     def without_ignored(self, ids: Sequence[int], params: PoolingParams) -> PoolingParams:
-        """The parameters for tokens that came as they are: the ignored ones have no vector."""
+        """The parameters for given token ids: the ignored ones have no vector."""
         places = tuple(at for at, token in enumerate(ids) if token in self.ignored) if self.ignored else ()
         return replace(params, left_out=places) if places else params
 
@@ -62,20 +62,20 @@ PLAIN = SideReading()  # like any text
 
 
 def read_side(info: EngineInfo, tokenizer: Tokenizer | None, name: str | None) -> SideReading:
-    """The rules by which the model's texts of that side are read; like any text if it has no such side.
+    """The rules for reading texts of this side; like any text if the model has no such side.
 
     Raises:
-        InvalidRequestError: its texts are filled up, and the tokenizer names no token for that.
+        InvalidRequestError: its texts are filled up, but the tokenizer has no token for that.
     """
     side = None if info.token_vectors is None or name is None else info.token_vectors.sides.get(name)
     return PLAIN if side is None or tokenizer is None else _reading(side, tokenizer, info.max_model_len)
 
 
 def check_sides(info: EngineInfo, tokenizer: Tokenizer | None) -> None:
-    """Refuse a tokenizer that lacks a marker of the model's.
+    """Refuse a tokenizer that lacks one of the model's markers.
 
     Raises:
-        ModelLoadError: says which.
+        ModelLoadError: names the marker.
     """
     if info.token_vectors is None or tokenizer is None:
         return

@@ -1,5 +1,5 @@
-"""The inputs that callers of `LLM` hand in to be pooled: texts, pairs of texts, token ids and images, and the way
-the model reads them."""
+"""The pooling inputs of `LLM`'s callers (texts, pairs of texts, token ids, images), and their conversion for the
+model."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from engine.pooled import sides_of, token_input
 from engine.text.encoding import Encoding
 from engine.text.tokenizer import Tokenizer
 
-# One input: a text, its tokens, (see `LLM.classify`) a pair of texts, or an image: of PIL's, an array of uint8 [height,
-# width, 3], or pixels as a preprocessor leaves them.
+# One input: a text, its tokens, a pair of texts (see `LLM.classify`), or an image: a PIL image, a uint8 array [height,
+# width, 3], or pixels from a preprocessor.
 Input = str | Sequence[int] | TokenInput | PixelInput | tuple[str, str] | Mapping[str, str] | Any
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One input as it came: a text, perhaps with a second one, ids, perhaps with sides, or an image."""
+    """One input as given: a text, perhaps with a second one; ids, perhaps with sides; or an image."""
 
     text: str | None = None
     pair: str | None = None
@@ -37,8 +37,8 @@ class Reading:
     """One input as the model reads it.
 
     Attributes:
-        encoding: its tokens; none of an image.
-        text: the first text as it was tokenised, None if no text came.
+        encoding: its tokens; none for an image.
+        text: the first text as it was tokenised; None if there was no text.
         input: the same for the engine.
     """
 
@@ -48,13 +48,13 @@ class Reading:
 
 
 def read_sources(inputs: Any, *, pairs: bool = False, images: bool = False) -> list[Source]:
-    """One input or a list of them; a tuple of two texts is a pair where `pairs` are taken.
+    """One input or a list of them; a tuple of two texts is a pair if `pairs` are allowed.
 
     Args:
-        images: are taken, too.
+        images: whether images are allowed too.
 
     Raises:
-        InvalidRequestError: not what can be read.
+        InvalidRequestError: the input has an unsupported type.
     """
     single = isinstance(inputs, (str, TokenInput, Mapping)) or is_image(inputs) or (pairs and _is_pair(inputs))
     if not single and not isinstance(inputs, Sequence):
@@ -97,7 +97,7 @@ def _is_id(item: Any) -> bool:
 
 def _refused(item: Any, pairs: bool) -> InvalidRequestError:
     kinds = 'a TokenInput or a pair of texts (a tuple, or {"text": ..., "text_pair": ...})' if pairs else "a TokenInput"
-    rest = "; pairs of texts are for classifiers of whole inputs" if not pairs and _is_pair(item) else ""
+    rest = "; pairs of texts are only for classifiers of whole inputs" if not pairs and _is_pair(item) else ""
     return InvalidRequestError(
         f"an input must be a text, a list of token ids{',' if pairs else ' or'} {kinds}, got {brief(item)}{rest}.",
         param="inputs",
@@ -110,9 +110,9 @@ class Reader:
 
     Args:
         tokenizer: None if the model has none; then only ids can be read.
-        max_length: cut inputs to so many tokens; None: leave them as they are.
-        prompt: stands in front of every text.
-        marker: a token that stands after the first one of every text.
+        max_length: cut inputs to this many tokens; None: do not cut them.
+        prompt: a prefix for every text.
+        marker: a token after the first one of every text.
     """
 
     def __init__(
@@ -134,8 +134,8 @@ class Reader:
         """One input as the model reads it.
 
         Raises:
-            InvalidRequestError: a text without a tokenizer, or one that cannot be read (see `Tokenizer.encode_input`);
-                sides that do not go with their tokens.
+            InvalidRequestError: a text without a tokenizer, an unreadable text (see `Tokenizer.encode_input`), or sides
+                that do not match their tokens.
         """
         tokenizer, info = self._tokenizer, self._info
         if source.image is not None:
@@ -160,7 +160,7 @@ def need_tokenizer(tokenizer: Tokenizer | None, info: EngineInfo) -> Tokenizer:
     """The model's tokenizer.
 
     Raises:
-        InvalidRequestError: it has none.
+        InvalidRequestError: the model has no tokenizer.
     """
     if tokenizer is None:
         raise InvalidRequestError(

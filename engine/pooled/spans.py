@@ -1,5 +1,4 @@
-"""The way from a token classifier's scores to the spans of the text that it found, as transformers' pipeline has
-them."""
+"""From a token classifier's scores to the spans that it found in the text, as in transformers' pipeline."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from engine.text.tokenizer import Tokenizer
 
 Aggregation = Literal["none", "simple", "first", "average", "max"]
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
-# The class of what is no entity, in the notation of CoNLL.
+# The class of tokens outside entities, in CoNLL's notation.
 OUTSIDE = ("O",)
 
 
@@ -25,9 +24,10 @@ class Span:
     """A part of a text and its class.
 
     Attributes:
-        label: the class; of joined tokens without "B-" and "I-".
-        score: of that class, the mean over joined tokens or words.
-        start, end: characters [start, end) of the text; None if the tokenizer does not say (see `Encoding.offsets`).
+        label: the class; for joined tokens without "B-" and "I-".
+        score: score of that class, the mean over joined tokens or words.
+        start, end: characters [start, end) of the text; None if the tokenizer does not report positions (see
+            `Encoding.offsets`).
         text: its text, or the text of its tokens.
     """
 
@@ -40,7 +40,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Tokens [first, last] of the input with their scores, [classes]; `follows`: they go on in a word."""
+    """Tokens [first, last] of the input with their scores, [classes]; `follows`: whether they continue a word."""
 
     scores: Matrix
     first: int
@@ -64,19 +64,19 @@ def spans_of(
 ) -> list[Span]:
     """The spans in the answer to a request with the task "token_classify".
 
-    transformers' TokenClassificationPipeline is the model, `aggregation` its aggregation_strategy. "none" gives each
-    token but the special ones on its own. "simple" joins neighbouring tokens whose labels differ in nothing but the
-    prefix, up to the next "B-". "first", "average" and "max" give all tokens of a word one class before that: the first
-    token's, that of the mean scores, or that of the token with the highest score. Words are those of WordPiece. With
-    other tokenizers, spaces separate words.
+    It follows transformers' TokenClassificationPipeline; `aggregation` is its aggregation_strategy. "none" returns each
+    token separately, except special ones. "simple" joins adjacent tokens whose labels differ only in the prefix, up to
+    the next "B-". "first", "average" and "max" first give all tokens of a word one class: that of the first token, of
+    the mean scores, or of the token with the highest score. Words are those of WordPiece. With other tokenizers, spaces
+    separate words.
 
     Args:
-        encoding, text: the input; `text` is None for one that came as ids.
-        tokenizer: None if there is none; then the spans have no text.
+        encoding, text: the input; `text` is None for an input of ids.
+        tokenizer: None if there is none; the spans then have no text.
         ignore_labels: classes that are left out.
 
     Raises:
-        InvalidRequestError: there is no such aggregation.
+        InvalidRequestError: the aggregation is unknown.
     """
     check_aggregation(aggregation)
     scores, by_word = pooled.values(), aggregation in ("first", "average", "max")
@@ -100,14 +100,14 @@ def check_aggregation(aggregation: object) -> None:
     """Refuse an unknown way to join tokens.
 
     Raises:
-        InvalidRequestError: names those that there are.
+        InvalidRequestError: the way is unknown; the message names the known ways.
     """
     if aggregation not in AGGREGATIONS:
         fail("aggregation", f"aggregation must be one of {', '.join(AGGREGATIONS)}, got {brief(aggregation)}.")
 
 
 def _follows(encoding: Encoding, text: str | None, tokenizer: Tokenizer | None, at: int) -> bool:
-    """The token goes on in the word that the token before it is of."""
+    """Whether the token continues the word of the token before it."""
     token = encoding.ids[at]
     if tokenizer is None or encoding.offsets is None or text is None or token == tokenizer.unk_token_id:
         return False
@@ -129,7 +129,7 @@ def _words(pieces: list[_Piece]) -> Iterator[list[_Piece]]:
 
 
 def _agreed(word: list[_Piece], aggregation: Aggregation) -> _Piece:
-    """A word as one piece, with scores on which its tokens agree."""
+    """A word as one piece, with scores of classes on which its tokens agree."""
     if aggregation == "first":
         scores = word[0].scores
     elif aggregation == "max":
@@ -161,7 +161,7 @@ def _group(group: list[tuple[str, float, _Piece]]) -> tuple[str, float, _Piece]:
 
 
 def _tag(label: str) -> tuple[bool, str]:
-    """Whether a label begins a span, and its class."""
+    """Whether a label begins a span, and the label's class."""
     return label.startswith("B-"), label[2:] if label.startswith(("B-", "I-")) else label
 
 

@@ -1,1 +1,1 @@
-"""The engine's own process: its client, its start, and the messages between the two."""
+"""The engine's process: its client, its start, and the messages between the two."""

@@ -1,4 +1,5 @@
-"""The client of an engine that another process runs: that one says when the engine dies, and when it serves again."""
+"""The client of an engine that another process runs: that process reports when the engine dies and when it serves
+again."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ class AttachedEngineClient(ConnectedClient):
     """Dead until `serves` is called.
 
     Args:
-        name: of this client among the engine's; one that has been dismissed is never heard again.
-        give_up: passes on why the engine should be treated as dead.
+        name: this client's name at the engine; after a client has been dismissed, its name is ignored.
+        give_up: reports why the engine should be treated as dead.
     """
 
     def __init__(self, name: bytes, give_up: Callable[[str], None]):
@@ -23,13 +24,13 @@ class AttachedEngineClient(ConnectedClient):
         self._death = "it has not been started"
 
     def serves(self, address: str, info: EngineInfo, stats: EngineStats, num_restarts: int) -> None:
-        """The engine is ready. Called on the event loop.
+        """The engine has become ready. Called on the event loop.
 
         Args:
-            address: its ZeroMQ address.
-            info: its facts.
-            stats: its counters by now.
-            num_restarts: how often it has been started again.
+            address: the engine's ZeroMQ address.
+            info: the engine's facts.
+            stats: the engine's current counters.
+            num_restarts: how often the engine has been started again.
         """
         self._attach()
         self._disconnect()
@@ -37,7 +38,7 @@ class AttachedEngineClient(ConnectedClient):
         self._connect(address, info, stats)
 
     def dies(self, cause: str) -> None:
-        """The engine has died: what it still said is delivered, and all requests end."""
+        """The engine has died: what it had sent is delivered, and all requests end."""
         while self._deliver_some():
             pass
         self._lose(cause)

@@ -1,7 +1,7 @@
-"""The server's connection to the engine: one interface, whatever the engine runs in.
+"""The server's connection to the engine: one interface, wherever the engine runs.
 
-`ProcessEngineClient` runs it in a process of its own (`engine.process.main`) and starts it again if it dies.
-`AttachedEngineClient` is a further client of an engine that another process started.
+`ProcessEngineClient` runs the engine in a separate process (`engine.process.main`) and starts it again if it dies.
+`AttachedEngineClient` is another client of an engine that another process started.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ logger = logging.getLogger("octavo.client")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """When an engine that died is started again.
+    """When to start an engine again after it died.
 
     Attributes:
-        max_failures: so many deaths in a row are the end; 1: the first.
-        healthy_seconds: an engine that has served for so long begins a new row.
-        first_delay: seconds before the first restart; doubled for each further one in the row.
-        max_delay: the longest, in seconds.
+        max_failures: after this many deaths in a row, the engine is not started again; 1 means after the first death.
+        healthy_seconds: after an engine has served this long, its next death begins a new row.
+        first_delay: seconds before the first restart; doubled for each later restart in the row.
+        max_delay: the longest delay, in seconds.
     """
 
     max_failures: int = 3
@@ -49,21 +49,21 @@ class RestartPolicy:
 
 
 class ProcessEngineClient(ConnectedClient):
-    """Loads an engine in a process of its own, and starts it again when it has died.
+    """Loads an engine in a separate process, and starts it again when it has died.
 
     Args:
         config: the engine's settings.
         policy: what happens when the engine dies.
-        log_format: of the lines that the engine's process logs on stderr; None: it sets no logging up.
-        meanwhile: called while the engine loads: other slow work of the start.
-        known: finds facts about the model for the engine, while its process imports torch.
-        tell: called with the percentage of the weights that are loaded; not when the engine is started again.
+        log_format: the format of the lines that the engine's process logs on stderr; None sets up no logging.
+        meanwhile: called while the engine loads, to do other slow work of the start.
+        known: finds facts about the model while the engine's process imports torch.
+        tell: called with the percentage of the weights that are loaded; not called when the engine is started again.
 
     Attributes:
         on_change: called when the engine has died, and when it serves again.
 
     Raises:
-        OctavoError: the engine cannot start; the error raised there.
+        OctavoError: the engine cannot start; this is the error raised in its process.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class ProcessEngineClient(ConnectedClient):
                 self._process.start(known)
                 meanwhile()
                 self._adopt(self._process.wait_ready(tell))
-            except BaseException:  # a signal's handler may raise anything
+            except BaseException:  # a signal handler may raise anything
                 self._process.stop()
                 raise
         except BaseException:
@@ -124,12 +124,12 @@ class ProcessEngineClient(ConnectedClient):
 
     @property
     def address(self) -> str:
-        """The ZeroMQ address of the engine, for further clients on this machine; another one after each restart."""
+        """The engine's ZeroMQ address for other clients on this machine; it changes with each restart."""
         return self._process.address
 
     @property
     def folder(self) -> Path:
-        """One for this user alone. The engine's process removes it if this one ends without closing the client."""
+        """A folder for this user only. The engine's process removes it if this one ends without closing the client."""
         return self._folder
 
     @property
@@ -138,7 +138,7 @@ class ProcessEngineClient(ConnectedClient):
         return self._process.pid
 
     def dismiss(self, name: bytes) -> None:
-        """Another client is gone: the engine ends its requests, and takes nothing more of it."""
+        """Another client is gone: the engine ends that client's requests, and accepts nothing more from it."""
         if self.is_alive:
             self._send(encode(Dismiss(name)))
 
@@ -155,12 +155,12 @@ class ProcessEngineClient(ConnectedClient):
         return EngineProcess(config, self._folder, self._launches, self._log_format, adapters)
 
     def _adopt(self, ready: Ready) -> None:
-        """Serve with the process that has just become ready."""
+        """Use the process that has just become ready."""
         self._served_since = time.monotonic()
         self._connect(self._process.address, ready.info, ready.stats)
 
     def _attach(self) -> None:
-        """Be driven by the running event loop from now on."""
+        """Use the running event loop from now on."""
         loop = asyncio.get_running_loop()
         if loop is self._loop:
             return
@@ -209,7 +209,7 @@ class ProcessEngineClient(ConnectedClient):
                 self._process = self._next_process()
                 self._process.start()
                 self._adopt(await asyncio.to_thread(self._process.wait_ready))
-            except Exception as error:  # descriptors that have run out, for example
+            except Exception as error:  # for example, no more file descriptors
                 known = isinstance(error, OctavoError)
                 self._death = str(error) if known else f"{type(error).__name__}: {error}"
                 logger.error("The engine could not be restarted: %s", self._death, exc_info=not known)
@@ -225,10 +225,10 @@ class ProcessEngineClient(ConnectedClient):
 def start_engine(
     config: EngineConfig, policy: RestartPolicy | None = None, log_format: LogFormat | None = None
 ) -> EngineClient:
-    """Load an engine in a process of its own and return a client for it; blocks until it can serve.
+    """Load an engine in a separate process and return a client for it; blocks until the engine can serve.
 
     Raises:
         ModelLoadError, UnsupportedModelError, ConfigError: the engine cannot start.
-        EngineDeadError: its process ended while it loaded.
+        EngineDeadError: the engine's process ended while it loaded.
     """
     return ProcessEngineClient(config, policy, log_format)

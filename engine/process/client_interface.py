@@ -1,4 +1,4 @@
-"""The interface of an engine for the server, whatever the engine runs in."""
+"""The server's interface to an engine, wherever the engine runs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from engine.interface.cache_map import CacheMap
 from engine.interface.outputs import EngineInfo, EngineStats, RequestDelta
 from engine.interface.request import EngineInput, PoolingParams, SamplingParams
 
-# Takes a request's deltas, or the error that ended it.
+# Takes a request's deltas, or the error that ended the request.
 Deliver = Callable[[RequestDelta | OctavoError], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Whether the engine has work, and for how many seconds it has shown no progress on it.
+    """Whether the engine has work, and for how many seconds it has made no progress.
 
-    An engine that is not idle and whose `seconds` grow beyond any step's duration is stuck.
+    An engine that is not idle and whose `seconds` exceed any step's duration is stuck.
     """
 
     idle: bool
@@ -33,15 +33,14 @@ class Progress:
 class EngineClient(ABC):
     """Submit requests, receive deltas.
 
-    Use from one event loop only. All methods are safe to call after the engine died: they raise
-    `EngineDeadError`.
+    Use from one event loop only. All methods may be called after the engine died: they raise `EngineDeadError`.
     """
 
     info: EngineInfo
     num_restarts: int = 0
-    # The loaded adapters, by their names.
+    # The loaded adapters by name.
     adapters: Mapping[str, AdapterInfo] = MappingProxyType({})
-    # Told of each piece of news before the requests are: of every step, and of every batch of commands.
+    # Called with each message from the engine before the requests are: one per step and per batch of commands.
     on_news: Callable[[Sequence[RequestDelta], EngineStats], None] | None = None
 
     @abstractmethod
@@ -58,28 +57,27 @@ class EngineClient(ABC):
         tenant: str | None = None,
         adapter: str | None = None,
     ) -> None:
-        """Submit a request. `deliver` is called on the event loop with each of its deltas as it comes: the
-        first, without choices, says that it was accepted, the last one has `finished` set. Or it is called with the
-        error that ended the request: `InvalidRequestError` if it is impossible, `EngineDeadError` if the engine died.
-        It must not raise.
+        """Submit a request. `deliver` is called on the event loop with each delta as it arrives: the first one, without
+        choices, says that the request was accepted; the last one has `finished` set. If the request ends with an error,
+        `deliver` is called with it: `InvalidRequestError` if the request is impossible, `EngineDeadError` if the engine
+        died. `deliver` must not raise.
 
         Raises:
-            InvalidRequestError: the id is in use, or the request cannot be said in a message.
+            InvalidRequestError: the id is in use, or the request cannot be encoded in a message.
             EngineDeadError: the engine is dead.
         """
 
     @abstractmethod
     def abandon(self, request_id: str) -> None:
-        """Deliver nothing more of a request, and end it soon; unknown or finished ids are ignored. It never
-        raises."""
+        """Deliver nothing more for a request, and end it soon; unknown or finished ids are ignored. It never raises."""
 
     async def generate(
         self, request_id: str, input: EngineInput, params: SamplingParams | PoolingParams, **terms: Any
     ) -> AsyncGenerator[RequestDelta, None]:
-        """`submit` as an iterator over the deltas; `terms` are those of `submit`.
+        """`submit` as an iterator over the deltas; takes the `terms` that `submit` takes.
 
         The request is aborted, and its pages freed, when the iterator is closed early or its task is
-        cancelled. Unread deltas are handed out one by one, none is lost.
+        cancelled. Unread deltas are returned one by one; none is lost.
 
         Raises:
             InvalidRequestError: from the first `__anext__`, if the request is impossible.
@@ -102,17 +100,17 @@ class EngineClient(ABC):
 
     @abstractmethod
     def abort(self, request_id: str, choice: int | None = None) -> None:
-        """End a request, or one of its choices, soon; unknown or finished ids are ignored."""
+        """End a request, or one of its choices, soon; unknown and finished ids are ignored."""
 
     def warm_grammars(self) -> None:
-        """Let the engine prepare for grammars in the background; nothing if it does so anyway, or is dead."""
+        """Let the engine prepare for grammars in the background; does nothing if the engine is prepared or dead."""
         return
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load an adapter; requests that run go on.
+        """Load an adapter; running requests continue.
 
         Raises:
-            AdapterError: it cannot be loaded; nothing was changed.
+            AdapterError: the adapter cannot be loaded; nothing was changed.
             EngineDeadError: the engine is dead, or died before it answered.
         """
         raise AdapterError("this engine loads no adapters.")
@@ -128,8 +126,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def settled(self) -> None:
-        """Wait until the engine has carried out all that was asked of it so far, so that `stats` show it; or
-        until it is dead."""
+        """Wait until the engine is dead or has carried out all earlier commands, so that `stats` include them."""
 
     @abstractmethod
     def stats(self) -> EngineStats:
@@ -137,31 +134,31 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def cache_map(self) -> CacheMap:
-        """The contents of the pages, and the requests that use them, at a moment between steps after the call.
+        """The contents of the pages and the requests that use them, taken between two steps after the call.
 
         Raises:
             EngineDeadError: the engine is dead, or died before it answered.
-            RequestFailedError: by a fault of ours it cannot be told.
+            RequestFailedError: a bug of ours prevents the answer.
         """
 
     @property
     @abstractmethod
     def is_alive(self) -> bool:
-        """The engine can serve."""
+        """Whether the engine can serve."""
 
     @property
     @abstractmethod
     def progress(self) -> Progress:
-        """Whether work gets done; an engine that is dead (see `is_alive`) counts as idle."""
+        """Whether the engine makes progress; a dead engine (see `is_alive`) counts as idle."""
 
     async def wait_failed(self) -> str:
-        """Wait until the engine has died and will not be started again; why."""
+        """Wait until the engine has died and will not be started again; returns the reason."""
         await asyncio.Event().wait()
         raise AssertionError("unreachable")
 
     @abstractmethod
     def give_up(self, cause: str) -> None:
-        """Treat an engine that is stuck as one that has died."""
+        """Treat a stuck engine as one that has died."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A connection to an engine's process: commands go there, news comes back, on the event loop itself."""
+"""A connection to an engine's process that sends commands and receives news on the event loop."""
 
 from __future__ import annotations
 
@@ -34,36 +34,36 @@ from engine.process.messages import (
 
 logger = logging.getLogger("octavo.client")
 
-_MESSAGES_AT_ONCE = 64  # then other tasks get their turn
-_LONG = 0.005  # seconds of processor time that news takes, after which as long belongs to other tasks
+_MESSAGES_AT_ONCE = 64  # then other tasks run
+_LONG = 0.005  # seconds of processor time for news, after which other tasks get as long
 
 
 class ConnectedClient(EngineClient):
     """Talks to an engine's process over ZeroMQ.
 
-    The event loop reads the socket itself: a step's news takes no way through a thread. It is used by one
-    event loop at a time; the first call from another one moves it there.
+    The event loop reads the socket itself, so a step's news need not pass through a thread. One event loop at a time
+    uses it; the first call from another loop moves it there.
 
-    Handing news out and all that follows at once (text, events to clients) take half of the loop's time at most. Under
-    more load, the client handles the news of several steps together, which is less work: so a crowd that has to be
-    refused, or a new request, does not wait behind the tokens of hundreds of streams.
+    Delivering news, and the work that directly follows (text, events to clients), takes at most half of the loop's
+    time. Under more load, the client handles the news of several steps together, which is less work: so a crowd that
+    has to be refused, or a new request, does not wait behind the tokens of hundreds of streams.
 
     Args:
-        name: of this client among the engine's.
+        name: this client's name at the engine.
     """
 
     def __init__(self, name: bytes):
         self._name = name
         self._context = zmq.Context()
         self._streams: dict[str, _Stream] = {}
-        self._settling: list[tuple[int, asyncio.Future[None]]] = []  # by number of the awaited command
+        self._settling: list[tuple[int, asyncio.Future[None]]] = []  # awaited commands by number
         self._looking: list[tuple[int, asyncio.Future[CacheMap]]] = []
-        self._calls: dict[str, asyncio.Future[None]] = {}  # that change adapters
+        self._calls: dict[str, asyncio.Future[None]] = {}  # commands that change adapters
         self._loop: asyncio.AbstractEventLoop | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._rest: asyncio.TimerHandle | None = None  # until news is read again
         self._stats = EngineStats()
-        self._num_sent = self._num_obeyed = 0  # commands, since the process began
+        self._num_sent = self._num_obeyed = 0  # commands sent since the process started
         self._moved = time.monotonic()
         self._death: str | None = None
         self._closed = False
@@ -126,7 +126,7 @@ class ConnectedClient(EngineClient):
         """Send a command that may fail, and wait until the engine has carried it out."""
         self._attach()
         self._check_alive()
-        call = f"{self._num_sent} adapters"  # no request's id has a space
+        call = f"{self._num_sent} adapters"  # no request id contains a space
         self._send(encode(command(call)))
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._calls[call] = future
@@ -160,7 +160,7 @@ class ConnectedClient(EngineClient):
 
     @property
     def death(self) -> str | None:
-        """The reason why the engine has died, if it has."""
+        """The reason why the engine has died, or None."""
         return self._death
 
     @property
@@ -180,30 +180,31 @@ class ConnectedClient(EngineClient):
 
     @abstractmethod
     def _attach(self) -> None:
-        """Be driven by the running event loop from now on."""
+        """Use the running event loop from now on."""
 
     @abstractmethod
     def _died(self, cause: str) -> None:
-        """The engine cannot serve any more."""
+        """The engine can no longer serve."""
 
-    # ------------------------------------------------------------ the way to the engine and back
+    # ------------------------------------------------------------ sending and receiving
 
     def _send(self, command: bytes) -> None:
         assert self._socket is not None
         if self._is_idle():
             self._moved = time.monotonic()
         self._num_sent += 1
-        self._socket.send(command, zmq.NOBLOCK)  # without a limit, so it never has to wait
+        self._socket.send(command, zmq.NOBLOCK)  # no limit, so sending never waits
         if self._loop is not None and not self._loop.is_closed():
-            # The socket's descriptor tells of changes only, and sending may have used one up.
+            # The socket's descriptor only signals changes, and sending may have consumed one.
             self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
-        """Deliver the news that has come, unless the latest has only just taken long."""
+        """Deliver the news that has arrived, unless the last delivery has just taken long."""
         if self._rest is None:
             assert self._loop is not None
-            # Processor time: a core or the interpreter's lock that others had is no work. The event loop may read from
-            # other sockets before its turn comes to the tasks that the news wakes, so theirs is measured by itself.
+            # Processor time: time in which others had the core or the interpreter's lock does not count as work. The
+            # event loop may read other sockets before it runs the tasks that the news wakes, so their time is measured
+            # separately.
             began = time.thread_time()
             woken: list[float] = []
             self._loop.call_soon(lambda: woken.append(time.thread_time()))
@@ -222,7 +223,7 @@ class ConnectedClient(EngineClient):
             try:
                 self._deliver(decode_news(data))
             except msgspec.DecodeError as error:
-                self._died(f"the engine's process sent what is no message: {error}")
+                self._died(f"the engine's process sent an invalid message: {error}")
                 break
         return bool(received)
 
@@ -265,7 +266,7 @@ class ConnectedClient(EngineClient):
 
     def _hand_over(self, request_id: str, item: RequestDelta | OctavoError, num_commands: int) -> None:
         stream = self._streams.get(request_id)
-        # What was sent before the request arrived is about an earlier one of the same name.
+        # News sent before the request arrived is about an earlier request with the same id.
         if stream is not None and num_commands >= stream.since:
             if isinstance(item, OctavoError) or item.finished:
                 del self._streams[request_id]
@@ -286,7 +287,9 @@ class ConnectedClient(EngineClient):
                 if cache_map is not None:
                     future.set_result(cache_map)
                 else:
-                    future.set_exception(RequestFailedError("the map could not be drawn; the engine's log says why"))
+                    future.set_exception(
+                        RequestFailedError("the map could not be made; see the engine's log for the reason")
+                    )
 
     def _end_streams(self, reason: str) -> None:
         for call in self._calls.values():
@@ -301,10 +304,10 @@ class ConnectedClient(EngineClient):
             if not future.done():
                 future.set_exception(EngineDeadError(reason))
 
-    # ------------------------------------------------------------ one connection after another
+    # ------------------------------------------------------------ successive connections
 
     def _connect(self, address: str, info: EngineInfo, stats: EngineStats) -> None:
-        """Serve with an engine that has become ready."""
+        """Use an engine that has become ready."""
         self.info, self._stats = info, stats
         self.adapters = {adapter.name: adapter for adapter in info.adapters}
         self._num_sent = self._num_obeyed = 0
@@ -339,7 +342,7 @@ class ConnectedClient(EngineClient):
             self._socket = None
 
     def _lose(self, cause: str) -> None:
-        """The engine has died: all requests end."""
+        """The engine has died: end all requests."""
         self._disconnect()
         self._death = cause
         self._end_streams(f"the engine has stopped: {cause}")
@@ -347,7 +350,7 @@ class ConnectedClient(EngineClient):
 
 @dataclass(slots=True)
 class _Stream:
-    """The destination of a request's news; `since` is the number of the command that added it."""
+    """Where a request's news goes; `since` is the number of the command that added the request."""
 
     since: int
     deliver: Deliver

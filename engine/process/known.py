@@ -1,4 +1,4 @@
-"""The facts that a client knows of a model before its engine does."""
+"""The facts about a model that a client knows before its engine does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger("octavo.client")
 
 
 def known_folder(model: str) -> Path | None:
-    """The folder of a model on this machine. For a GGUF file, the folder that stands for it, once it is made. None if
+    """The folder of a model on this machine. For a GGUF file, the folder that is made from it, once it exists. None if
     the engine has to find it."""
     try:
         place = Path(model).expanduser()
@@ -32,8 +32,8 @@ def known_folder(model: str) -> Path | None:
 
 def find_known(model: str) -> Known:
     """The config of a model in a known folder. For any other model, and for a refused config, the result is empty: the
-    engine reads the config itself and reports the error. `transformers` is without torch in this process from then
-    on."""
+    engine reads the config itself and reports the error. From then on, `transformers` does without torch in this
+    process."""
     folder = known_folder(model)
     if folder is None:
         return Known()

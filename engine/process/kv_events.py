@@ -1,8 +1,9 @@
-"""KV events over ZeroMQ: which pages the prefix cache holds, for routers that send a prompt where its beginning is.
+"""KV events over ZeroMQ: they tell routers which pages the prefix cache holds, so that a prompt can be sent to the
+engine that holds its beginning.
 
-Messages are those of vLLM since its events are maps: three parts, the topic, the message's number as 8 bytes, and
-`[time, events, rank]` in MessagePack. The engine's thread only puts events into a queue; a thread here encodes and
-sends them, and answers subscribers that ask for what they have missed.
+Messages are those of current vLLM versions, whose events are maps: three parts, namely the topic, the message's number
+as 8 bytes, and `[time, events, rank]` in MessagePack. The engine's thread only puts events into a queue; a thread here
+encodes and sends them, and answers subscribers that ask for missed events.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ from engine.scheduling.page_events import PageEvent, PagesCleared, PagesStored
 
 logger = logging.getLogger("octavo.kv_events")
 
-END = (-1).to_bytes(8, "big", signed=True)  # the number after the last message of a replay
-RANK = 0  # there is one engine
-_AT_ONCE = 256  # messages of a replay before new ones have their turn
-_MOST_REPLAYS = 8  # at a time
-_RETRY = 10  # milliseconds until a replay's slow client is tried again
-_PATIENCE = 10.0  # seconds without progress after which such a client is given up
-_MOST_ASKED = 4096  # bytes of a message from outside: a number, or the beginning of a topic
-_LOG_INTERVAL = 60.0  # seconds; what strangers cause in between is counted, not logged
+END = (-1).to_bytes(8, "big", signed=True)  # the number that follows the last message of a replay
+RANK = 0  # the rank: there is only one engine
+_AT_ONCE = 256  # replayed messages before new ones are sent
+_MOST_REPLAYS = 8  # messages at a time
+_RETRY = 10  # milliseconds until a slow replay client is tried again
+_PATIENCE = 10.0  # seconds without progress after which a slow client is dropped
+_MOST_ASKED = 4096  # bytes of an incoming message: a number, or the beginning of a topic
+_LOG_INTERVAL = 60.0  # seconds between log lines about outsiders' faults; those in between are only counted
 _LOOPBACK = re.compile(r"(ipc|inproc)://|tcp://(127\.|\[?::1\]?:|localhost:|lo:)")
-_LAST_WORDS = 1.0  # seconds that the last messages get when the engine is closed
+_LAST_WORDS = 1.0  # seconds allowed for the last messages when the engine is closed
 
 
 class BlockStored(msgspec.Struct, tag=True):
-    """Pages were added; those of one event follow each other."""
+    """Pages were added; the pages of one event follow each other."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -54,14 +55,14 @@ class BlockStored(msgspec.Struct, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, tag=True):
-    """Pages are gone."""
+    """Pages were removed."""
 
     block_hashes: list[int]
     medium: str
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True):
-    """All pages are gone."""
+    """All pages were removed."""
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
@@ -75,17 +76,17 @@ def public_hash(page_hash: PageHash) -> int:
 class KVEventPublisher:
     """Publishes the events of pages. `publish` is called by one thread, and never waits.
 
-    A message that finds the queue full, or the buffer of a slow subscriber, is not sent live: subscribers see that a
-    number is missing, and have it by replay as long as it is among the last `buffer_steps`.
+    A message that finds the queue or a slow subscriber's buffer full is not sent live: subscribers notice the missing
+    number, and can get the message by replay while it is among the last `buffer_steps`.
 
     Args:
-        config: where to.
-        topic: of all messages.
-        block_size: tokens of a page.
+        config: where to publish.
+        topic: the topic of all messages.
+        block_size: tokens per page.
 
     Attributes:
-        num_messages: that were published, which is the number of the next one.
-        num_dropped: that were not sent live because the queue was full.
+        num_messages: how many messages were published, which is also the number of the next one.
+        num_dropped: how many messages were not sent live because the queue was full.
 
     Raises:
         ConfigError: an address cannot be used.
@@ -99,7 +100,7 @@ class KVEventPublisher:
         self._most = config.max_queue_size
         self._queue: SimpleQueue[_Message | None] = SimpleQueue()
         self._kept: deque[_Message] | None = deque(maxlen=config.buffer_steps) if config.replay_endpoint else None
-        self._lock = threading.Lock()  # of what is kept
+        self._lock = threading.Lock()  # of the kept messages
         self._logged = float("-inf")
         self._num_unlogged = 0
         self._replays: deque[_Replay] = deque()
@@ -116,7 +117,7 @@ class KVEventPublisher:
             self._router: zmq.Socket[bytes] | None = None
             if config.replay_endpoint is not None:
                 self._router = self._socket(zmq.ROUTER, config.replay_endpoint)
-                # A client that reads slowly is waited for, and not left with gaps.
+                # For a client that reads slowly, the publisher waits rather than leave gaps.
                 self._router.router_mandatory = True
                 self._open(self._router, "replay_endpoint", config.replay_endpoint, bind=True)
         except BaseException:
@@ -124,7 +125,7 @@ class KVEventPublisher:
             raise
 
     def start(self, medium: str) -> None:
-        """Begin to send.
+        """Start sending.
 
         Args:
             medium: where the pages are, such as "GPU" or "CPU".
@@ -156,11 +157,11 @@ class KVEventPublisher:
         self._close_sockets()
 
     def _call(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it has been called often enough
+        with contextlib.suppress(BlockingIOError):  # the thread has been woken often enough
             self._wake.send(b"\0")
 
     def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
-        # The context is the process's, so that inproc:// reaches other sockets of it.
+        # Uses the process's context, so that inproc:// reaches its other sockets.
         made: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
         self._sockets.append(made)
         made.maxmsgsize = _MOST_ASKED
@@ -173,8 +174,8 @@ class KVEventPublisher:
             (closed.bind if bind else closed.connect)(address)
             if bind and not _LOOPBACK.match(address):
                 logger.warning(
-                    "%s: %s %s is open to other machines. Events hold the tokens of prompts and answers, and no key is "
-                    "asked for: close the port to all but the router, or bind 127.0.0.1 or ipc://.",
+                    "%s: %s %s is open to other machines. Events contain the tokens of prompts and answers, and "
+                    "need no key: close the port to all but the router, or bind 127.0.0.1 or ipc://.",
                     NAME, name, address,
                 )  # fmt: skip
         except zmq.ZMQError as error:
@@ -189,7 +190,7 @@ class KVEventPublisher:
         self._woken.close()
         self._wake.close()
 
-    # ---------------------------------------------------------------- in the thread
+    # ---------------------------------------------------------------- on the thread
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -201,13 +202,13 @@ class KVEventPublisher:
             progress = False
             try:
                 goes_on, progress = self._send_queued(), self._replay()
-            except Exception:  # what is wrong with one message must not end all others
+            except Exception:  # a fault in one message must not stop the others
                 self._complain("A KV event could not be published.", exc_info=True)
             if goes_on and not progress:
                 poller.poll(_RETRY if self._replays else None)
 
     def _send_queued(self) -> bool:
-        """Send the waiting events. False once no more can come."""
+        """Send the waiting events. False once no more can arrive."""
         with contextlib.suppress(BlockingIOError):
             while self._woken.recv(4096):
                 pass
@@ -221,7 +222,7 @@ class KVEventPublisher:
             self._publisher.send_multipart([self._topic, message.number, self._encode(message)])
 
     def _replay(self) -> bool:
-        """Answer subscribers that have missed messages; whether there may be more to send at once."""
+        """Answer subscribers that have missed messages; returns whether there may be more to send at once."""
         if self._router is None:
             return False
         while len(self._replays) < _MOST_REPLAYS:
@@ -245,17 +246,17 @@ class KVEventPublisher:
         return progress
 
     def _complain(self, message: str, *, exc_info: bool = False) -> None:
-        """Log a problem; of many, one a minute."""
+        """Log a problem, at most once a minute."""
         now = time.monotonic()
         if now - self._logged < _LOG_INTERVAL:
             self._num_unlogged += 1
             return
-        more = f" {self._num_unlogged} more such lines were left out before." if self._num_unlogged else ""
+        more = f" {self._num_unlogged} earlier lines of this kind were left out." if self._num_unlogged else ""
         self._logged, self._num_unlogged = now, 0
         logger.warning("%s%s", message, more, exc_info=exc_info)
 
     def _send_some(self, replay: _Replay) -> int:
-        """Go on with a replay; how many parts of it were sent."""
+        """Continue a replay; returns how many parts were sent."""
         assert self._router is not None
         for sent in range(_AT_ONCE):
             if replay.next is None:
@@ -265,7 +266,7 @@ class KVEventPublisher:
                 self._router.send_multipart([*replay.envelope, *replay.next], zmq.NOBLOCK)
             except zmq.Again:
                 return sent
-            except zmq.ZMQError as error:  # its client is gone
+            except zmq.ZMQError as error:  # the client is gone
                 logger.debug("A replay of KV events ends: %s.", error)
                 replay.is_over = True
                 return sent
@@ -311,7 +312,7 @@ class KVEventPublisher:
 
 
 class _Message:
-    """Events of a step.
+    """The events of a step.
 
     Attributes:
         number: 8 bytes, big-endian.
@@ -329,14 +330,14 @@ class _Message:
 
 
 class _Replay:
-    """A subscriber that is sent missed events again.
+    """A replay of missed events to a subscriber.
 
     Attributes:
-        envelope: parts that lead to it.
-        messages: that it has not had.
-        next: what it is sent next, where that is encoded.
-        moved: `time.monotonic()` seconds of the last progress.
-        is_over: nothing more is to be sent.
+        envelope: message parts that route to the subscriber.
+        messages: the messages still to be sent.
+        next: the encoded message to be sent next, if any.
+        moved: when progress was last made, in `time.monotonic()` seconds.
+        is_over: whether nothing more is to be sent.
     """
 
     def __init__(self, envelope: list[bytes], messages: Iterator[_Message]):

@@ -1,7 +1,7 @@
-"""Starting the engine's process, and the lifeline that ties it to this one.
+"""Starting the engine's process, and the lifeline that ties the two processes together.
 
-A lifeline is a socket pair: one end is the child's standard input, the other stays here. Each side reads
-the end of the other, however that came about, as the closing of the lifeline.
+A lifeline is a socket pair: one end is the child's standard input, the other stays here. Each side notices the end of
+the other, whatever its cause, because the lifeline closes.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from engine.process.messages import GOODBYE, Failed, Known, Loading, Ready, Star
 
 logger = logging.getLogger("octavo.client")
 
-_LONGEST_FOLDER = 80  # bytes; a Unix socket's whole path has at most 103 (macOS) or 107 (Linux)
-# Threads that wait for each other in a step spin for milliseconds by default (libgomp), which takes the core from those
-# that they wait for wherever something else runs too, such as the API process. A moment is enough.
+_LONGEST_FOLDER = 80  # bytes; the whole path of a Unix socket has at most 103 (macOS) or 107 (Linux)
+# Threads that wait for each other in a step spin for milliseconds by default (libgomp). Where something else runs too,
+# such as the API process, this takes the core from the threads that they wait for. A moment of spinning is enough.
 _SPINS = "20000"
-_GRACE = 2.0  # seconds that an engine gets to end by itself
+_GRACE = 2.0  # seconds for an engine to end by itself
 _PAGES_GRACE = 10.0  # and for its pages, where they are kept (`engine.disk.tier.FLUSH_SECONDS`)
-# Of this service's own variables, those that the engine reads itself.
+# Of this service's variables, those that the engine reads itself.
 _READ = frozenset({"OCTAVO_NATIVE", "OCTAVO_NATIVE_ISA"})
 _SECRET = re.compile(r"(^|_)(KEYS?|TOKENS?|SECRETS?|PASSWORDS?|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
-_HUB = ("HF_", "HUGGING_FACE_")  # how the hub's library names its variables
+_HUB = ("HF_", "HUGGING_FACE_")  # the prefixes of the hub library's variables
 
 
 def make_folder() -> Path:
     """A new folder that only this user can enter, with a short path.
 
     Raises:
-        ConfigError: there is no place for one.
+        ConfigError: no suitable folder can be made.
     """
-    problem: object = "its path is too long for a socket's"
+    problem: object = "its path is too long for a socket"
     for parent in dict.fromkeys((tempfile.gettempdir(), "/tmp")):
         try:
             folder = tempfile.mkdtemp(prefix="octavo-ipc-", dir=parent)  # mode 0700
@@ -67,11 +67,11 @@ def make_folder() -> Path:
 
 
 def kept_folder(folder: Path) -> Path:
-    """The folder, if it is there and only this user can put anything into it; else a new one. A cleaner of temporary
-    files may have removed it, and then another user may have made one of that name.
+    """The folder, if it exists and only this user can write to it; else a new one. A cleaner of temporary files may
+    have removed it, and then another user may have made a folder of that name.
 
     Raises:
-        ConfigError: there is no place for a new one.
+        ConfigError: no suitable folder can be made.
     """
     try:
         check_private(folder)
@@ -83,26 +83,26 @@ def kept_folder(folder: Path) -> Path:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove the folder and its files. It may be gone already."""
+    """Remove the folder and its files. The folder may be gone already."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
 class EngineProcess:
-    """One engine's process, from its start to its end.
+    """An engine's process, from its start to its end.
 
-    The object is made before the process is started. So an exception at any moment, for example of a signal's handler,
+    The object exists before the process is started. So an exception at any moment, for example from a signal handler,
     finds an object to stop.
 
     Args:
         config: the engine's settings.
-        folder: from `make_folder`.
+        folder: a folder from `make_folder`.
         number: distinguishes this process's socket from its predecessors'.
-        log_format: of the process's log lines; None: it sets no logging up.
-        adapters: of an earlier process, see `Start`.
+        log_format: the format of the process's log lines; None sets up no logging.
+        adapters: the adapters of an earlier process, see `Start`.
 
     Attributes:
         address: ZeroMQ address that the engine binds before it is ready.
-        line: this side of the lifeline; there is one once it is started.
+        line: this side of the lifeline, once the process is started.
     """
 
     def __init__(
@@ -128,10 +128,10 @@ class EngineProcess:
         self._popen: subprocess.Popen[bytes] | None = None
 
     def start(self, known: Callable[[], Known] = Known) -> None:
-        """Start it; it is loading when this returns.
+        """Start the process; when this returns, it is loading.
 
         Args:
-            known: finds facts about the model for the process, while it imports its modules.
+            known: finds facts about the model for the process while it imports modules.
 
         Raises:
             EngineDeadError: the process cannot be started.
@@ -140,7 +140,8 @@ class EngineProcess:
         try:
             self.line, theirs = socket.socketpair()
             try:
-                # Before there is a process: however soon this one is killed, the other one knows the folder to remove.
+                # This comes before the process starts: so the other process knows which folder to remove, however soon
+                # this one is killed.
                 send_framed(self.line, self._first)
                 with theirs, signals_held():
                     self._popen = subprocess.Popen(command, stdin=theirs.fileno(), env=_environment(self._first.config))
@@ -151,7 +152,7 @@ class EngineProcess:
         except OSError as error:
             raise EngineDeadError(f"cannot start the engine's process ({sys.executable}): {error}.") from error
         told = known()
-        with contextlib.suppress(OSError):  # it has ended already, which is found out where it is waited for
+        with contextlib.suppress(OSError):  # it has ended already, which the wait will show
             send_framed(self.line, told)
 
     @property
@@ -167,8 +168,8 @@ class EngineProcess:
             tell: called with the percentage of the weights that are loaded.
 
         Raises:
-            OctavoError: the reason why it cannot, with the type raised there; EngineDeadError if the process ended
-                without a message.
+            OctavoError: why the engine cannot serve, with the type raised in its process; EngineDeadError if the
+                process ended without a message.
         """
         while isinstance(reply := receive_reply(self.line), Loading):
             tell(reply.percent)
@@ -178,12 +179,12 @@ class EngineProcess:
         raise EngineDeadError(f"{self.epitaph()} while it loaded the model.") if reply is None else reply.error()
 
     def last_words(self) -> str | None:
-        """The reason why it ended, read once the lifeline is readable; None if the process is gone without a word."""
+        """The reason why the process ended, read once the lifeline is readable; None if it ended without a message."""
         reply = receive_reply(self.line)
         return str(reply.error()) if isinstance(reply, Failed) else None
 
     def epitaph(self, patience: float = 0.3) -> str:
-        """The end of the process in words, waiting a moment for its exit status."""
+        """A description of the process's end; waits a moment for the exit status."""
         assert self._popen is not None
         try:
             status = self._popen.wait(patience)
@@ -199,31 +200,31 @@ class EngineProcess:
         return f"the engine's process was killed by {name}{memory}"
 
     def stop(self) -> None:
-        """End the process if it has not ended, and wait for that; blocks for at most some seconds. Without a process
-        there is nothing to do."""
+        """End the process if it is running, and wait until it has ended; blocks for a few seconds at most. Does nothing
+        if there is no process."""
         if self._popen is None:
             return
         with contextlib.suppress(OSError):
             self.line.send(GOODBYE, socket.MSG_DONTWAIT)
         with contextlib.suppress(OSError):
-            self.line.shutdown(socket.SHUT_RDWR)  # also wakes a thread that reads it
+            self.line.shutdown(socket.SHUT_RDWR)  # this also wakes a thread that reads it
         try:
             self._popen.wait(_GRACE + (_PAGES_GRACE if self._first.config.kv_disk else 0.0))
         except subprocess.TimeoutExpired:
             self._popen.kill()
             self._popen.wait()
         self.line.close()
-        self._path.unlink(missing_ok=True)  # a crash leaves it
+        self._path.unlink(missing_ok=True)  # a crash leaves the socket behind
 
 
 def _downloads(config: EngineConfig) -> bool:
-    """The checkpoint may have to come from the hub: it is no folder, and no file."""
+    """Whether the checkpoint may have to come from the hub, because it is neither a folder nor a file."""
     return not Path(config.model).expanduser().exists()
 
 
 def _environment(config: EngineConfig) -> dict[str, str]:
-    """This process's environment, without secrets that the engine has no use for: its settings come by the lifeline,
-    and of tokens it needs the hub's alone, where it downloads."""
+    """This process's environment, without secrets that the engine does not need: settings arrive over the lifeline, and
+    the only token it needs is the hub's, if it downloads."""
     downloads = _downloads(config)
     environment = {
         name: value
@@ -233,6 +234,6 @@ def _environment(config: EngineConfig) -> dict[str, str]:
     }
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", _SPINS)
-    # The same modules as here, however they were found; the working directory only if it counts here, too.
+    # The same modules as here, wherever they were found; the working directory only if it is on the path here, too.
     environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return environment

@@ -1,8 +1,8 @@
-"""The engine's own process: `python -m engine.process.main`, started by `engine.process.launch`, with the lifeline as
-its standard input.
+"""The engine's process: `python -m engine.process.main`, started by `engine.process.launch`, with the lifeline as its
+standard input.
 
-It has one client or several. It ends when the one that started it does, whatever ended that: then the lifeline closes.
-Signals meant for the service (Ctrl-C and a terminal's hangup go to the whole group) are that client's to obey.
+It has one or more clients. It ends when the client that started it ends, for whatever reason, because the lifeline then
+closes. Signals for the whole group (Ctrl-C, or a terminal's hangup) are left to that client.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("octavo.process")
 
 MOST_COMMANDS = 512  # taken between two steps; one request for embeddings can bring 2,048
-WARM_AFTER = 1.0  # seconds after the start: the first requests come first
+WARM_AFTER = 1.0  # seconds after the start, so that the first requests go first
 
 
 def main() -> int:
-    """Load the engine and serve its client until that is gone; returns the exit status."""
+    """Load the engine and serve its client until the client is gone; returns the exit status."""
     leave_signals_to_parent()
     line = take_standard_input()
     start = receive_start(line)
@@ -94,15 +94,15 @@ def _end_with_client(
     """End the process when the client is gone.
 
     Args:
-        leave: to be done before, if there is time.
+        leave: called before, if there is time.
     """
     if (told := receive_known(line)) is not None:
         known.set_result(told)
     with contextlib.suppress(ConnectionError):
         if line.recv(1) == GOODBYE:
             _leave(leave)
-            os._exit(0)  # the folder is the client's, and perhaps a successor's
-    # The client is gone without a word, and nothing else would remove it.
+            os._exit(0)  # the folder belongs to the client, and perhaps to a successor of this process
+    # The client has vanished, and nothing else would remove the folder.
     shutil.rmtree(folder, ignore_errors=True)
     _leave(leave)
     os._exit(0)
@@ -112,8 +112,8 @@ def _leave(tasks: Sequence[Callable[[], None]]) -> None:
     for task in tasks:
         try:
             task()
-        except Exception:  # the process ends all the same
-            logger.exception("the engine's process ends without having done all that it should")
+        except Exception:  # the process ends anyway
+            logger.exception("the engine's process ends with work left undone")
 
 
 def _report(line: socket.socket, error: BaseException) -> int:
@@ -126,7 +126,7 @@ def _report(line: socket.socket, error: BaseException) -> int:
 
 
 def _run(start: Start, known: Future[Known], line: socket.socket, leave: list[Callable[[], None]]) -> None:
-    from engine.engine import Engine  # heavy: the lifeline is watched already
+    from engine.engine import Engine  # slow import; the lifeline is already watched
     from engine.model.checkpoint import read_config
 
     def read(path: Path) -> Any:
@@ -138,7 +138,7 @@ def _run(start: Start, known: Future[Known], line: socket.socket, leave: list[Ca
 
     if start.log_format is not None:
         adopt_libraries()
-    give_back_code()  # what imports touched, before weights are read
+    give_back_code()  # code that imports read, before weights are read
     LOADING.listener = lambda percent: send_framed(line, Loading(percent))
     engine = Engine(start.config, read)
     LOADING.listener = None
@@ -149,12 +149,12 @@ def _run(start: Start, known: Future[Known], line: socket.socket, leave: list[Ca
         except OctavoError as error:
             logger.error("After the restart, the adapter %s is no longer served: %s", name, error)
     engine.info = replace(engine.info, adapters=tuple(engine.adapters.values()))
-    # What is here now stays: a full collection that looked through it would hold up a step.
+    # Objects that exist now stay: a full collection that scanned them would delay a step.
     gc.collect()
     gc.freeze()
     context = zmq.Context()
-    # ROUTER tells its clients apart. Without a limit: what one client does not read holds up no other, and ends with
-    # its requests.
+    # ROUTER distinguishes its clients. No limit: news that one client does not read delays no other client, and is
+    # dropped with its requests.
     with context.socket(zmq.ROUTER) as channel:
         channel.set(zmq.SNDHWM, 0)
         channel.bind(start.address)
@@ -181,13 +181,13 @@ class _Client:
 
 
 class Loop:
-    """Commands in, steps, news out.
+    """The engine's loop: it takes commands, runs steps, and sends news.
 
-    Every client hears of every step, of its own requests alone.
+    Every client is told of every step, but only about its own requests.
 
     Args:
         engine: loaded.
-        channel: a bound ZeroMQ socket of the type ROUTER.
+        channel: a bound ZeroMQ socket of type ROUTER.
     """
 
     def __init__(self, engine: Engine, channel: Any):
@@ -195,16 +195,16 @@ class Loop:
         self._channel = channel
         self._clients: dict[bytes, _Client] = {}
         self._dismissed: set[bytes] = set()
-        self._owners: dict[str, _Client] = {}  # of the engine's requests, by their ids
-        self._num_steps = 0  # that the clients know of
-        self._busy = False  # as far as they know
-        # Requests whose grammars are being compiled, by their clients and ids.
+        self._owners: dict[str, _Client] = {}  # the engine's requests by id
+        self._num_steps = 0  # steps that the clients know of
+        self._busy = False  # as last told to the clients
+        # Requests whose grammars are being compiled, by client and id.
         self._compiling: dict[tuple[bytes, str], tuple[Add, Future[Any]]] = {}
-        self._woken, self._wake = socket.socketpair()  # readable once one of these is compiled
+        self._woken, self._wake = socket.socketpair()  # readable once one of these grammars is compiled
         self._woken.setblocking(False)
 
     def run(self) -> None:
-        """Serve; ends only with an exception, which is the process's end."""
+        """Serve; ends only with an exception, which ends the process."""
         while True:
             self.turn()
 
@@ -230,7 +230,7 @@ class Loop:
             concerned |= {client.name: client for client in self._add_compiled()}
         busy = self._engine.has_unfinished_requests()
         if concerned:
-            # At once: the step may take a while. All hear of work's beginning and end.
+            # Send this at once: the step may take a while. All clients are told when work begins and ends.
             told = [client for client in concerned.values() if client.name in self._clients]
             known = all(client.knows_adapters for client in self._clients.values())
             self._tell(told if busy == self._busy and known else self._clients.values(), self._engine.stats())
@@ -265,7 +265,7 @@ class Loop:
                 self._engine.unload_adapter(command.name)
         except OctavoError as error:
             client.failed[command.call] = Failed.of(error)
-        except Exception as error:  # a fault of ours; it must not take the requests along
+        except Exception as error:  # a bug of ours, which must not end the requests
             logger.exception("the adapter %s could not be loaded or unloaded", command.name)
             client.failed[command.call] = Failed.of(RequestFailedError(f"{type(error).__name__}: {error}"))
         else:
@@ -281,7 +281,7 @@ class Loop:
                 del self._owners[command.request_id]
 
     def _dismiss(self, name: bytes) -> None:
-        """End all requests of a client that is gone. Its commands may arrive later than this."""
+        """End all requests of a client that has gone. Its last commands may arrive later than this."""
         self._dismissed.add(name)
         client = self._clients.pop(name, None)
         for key in [key for key in self._compiling if key[0] == name]:
@@ -304,7 +304,8 @@ class Loop:
                 del self._owners[delta.request_id]
 
     def _waits(self, client: _Client, command: Add) -> bool:
-        """Whether a request's grammar is being compiled, or its breakers are looked up; steps go on meanwhile."""
+        """Whether a request has to wait until its grammar is compiled or its breakers are found; steps continue
+        meanwhile."""
         params = command.params
         if not isinstance(params, SamplingParams) or not (params.structured_outputs or params.uses_dry):
             return False
@@ -316,7 +317,7 @@ class Loop:
         return True
 
     def _add_compiled(self) -> list[_Client]:
-        """Add the requests whose grammars are compiled by now; refuse those whose cannot be. Their clients."""
+        """Add the requests whose grammars have been compiled; refuse those whose grammars cannot be. Their clients."""
         with contextlib.suppress(BlockingIOError):
             while self._woken.recv(4096):
                 pass
@@ -326,14 +327,17 @@ class Loop:
                 del self._compiling[key]
                 client, refusal = self._clients[key[0]], _refusal(compiled)
                 if refusal is None and self._waits(client, command):
-                    continue  # for the other of the two
+                    continue  # for the other one
                 self._answer(client, command, refusal or self._add(client, command))
                 concerned.append(client)
         return concerned
 
     def _commands(self) -> Iterator[tuple[bytes, bytes]]:
-        """The commands that wait, each with its client's name. While requests run, at most MOST_COMMANDS are taken
-        between two steps, so that a burst of texts delays no stream for long."""
+        """The commands that wait, each with its client's name.
+
+        While requests run, at most MOST_COMMANDS are taken between two steps, so that a burst of texts delays no
+        stream for long.
+        """
         busy = self._engine.has_unfinished_requests()
         if not busy:
             if self._compiling:
@@ -367,7 +371,7 @@ class Loop:
             )
         except OctavoError as error:
             return error
-        except Exception as error:  # a fault of ours; it must not take the other requests along
+        except Exception as error:  # a bug of ours, which must not end the other requests
             logger.exception("request %s could not be added", command.request_id)
             return RequestFailedError(f"{type(error).__name__}: {error}")
         self._owners[command.request_id] = client
@@ -376,8 +380,8 @@ class Loop:
     def _look(self) -> CacheMap | None:
         try:
             return self._engine.cache_map()
-        except Exception:  # an observer must not stop the work
-            logger.exception("the map of the cache could not be drawn")
+        except Exception:  # an observer must not stop the engine
+            logger.exception("the map of the cache could not be made")
             return None
 
     def _tell(self, clients: Iterable[_Client], stats: EngineStats) -> None:
@@ -390,7 +394,7 @@ class Loop:
 
 
 def _refusal(compiled: Future[Any]) -> OctavoError | None:
-    """The reason why a grammar could not be compiled, if so."""
+    """The reason why a grammar could not be compiled, or None."""
     error = compiled.exception()
     if error is None or isinstance(error, OctavoError):
         return error
@@ -399,7 +403,7 @@ def _refusal(compiled: Future[Any]) -> OctavoError | None:
 
 
 if __name__ == "__main__":
-    # Not by an ordinary end: threads of libraries and a half-done step are not waited for.
+    # End without the usual cleanup: do not wait for libraries' threads or an unfinished step.
     status = main()
     sys.stderr.flush()
     os._exit(status)

@@ -1,11 +1,12 @@
-"""The messages between the engine's process and its client: MessagePack, typed, checked on arrival.
+"""The messages between the engine's process and its client: typed MessagePack, checked on arrival.
 
-The dataclasses of `engine.interface.request` and `engine.interface.outputs` travel as they are; the structs here only
+The dataclasses of `engine.interface.request` and `engine.interface.outputs` are sent unchanged; the structs here only
 wrap them. Nothing is ever unpickled.
 
-Two ways lead between the processes. The *lifeline*, a stream socket, carries one `Start` and one `Known` to the engine,
-and back some `Loading`, then one `Ready` or `Failed`, later a `Failed` if the engine ends; its closing says that the
-other side is gone. ZeroMQ carries each client's commands (`Command`) to the engine, and back one `News` per step.
+There are two connections between the processes. The *lifeline*, a stream socket, carries one `Start` and one `Known` to
+the engine. Back come some `Loading`, then one `Ready` or `Failed`, and later a `Failed` if the engine ends. When it
+closes, the other side is gone. ZeroMQ carries each client's commands (`Command`) to the engine, and one `News` per step
+back.
 """
 
 from __future__ import annotations
@@ -41,21 +42,22 @@ from engine.interface.vision import MOST_CROP_BYTES, PlacedImage
 
 T = TypeVar("T")
 
-GOODBYE = b"\xff"  # the client's last word on the lifeline, if it gets to say one; no length begins so
-_HEADER = 4  # bytes of a lifeline message's length
-_LARGEST = 2**24  # bytes; more on the lifeline is no message of ours
+GOODBYE = b"\xff"  # the client's farewell on the lifeline, if it can send one; no length begins like this
+_HEADER = 4  # bytes that hold a lifeline message's length
+_LARGEST = 2**24  # bytes; a longer message on the lifeline is not ours
 
 
 class Start(msgspec.Struct, tag=True):
-    """The first words to a new engine process.
+    """The first message to a new engine process.
 
     Attributes:
         config: the engine's settings.
         address: the ZeroMQ address to bind.
-        folder: holds the socket; the engine removes it if its client is gone.
-        log_level: the root logger's.
-        log_format: of log lines on stderr (see `engine.host.logs`); None leaves logging alone.
-        adapters: paths of adapters that an earlier process had loaded, by their names. One that is gone is left out.
+        folder: the folder of the socket; the engine removes it if its client is gone.
+        log_level: the root logger's level.
+        log_format: the format of log lines on stderr (see `engine.host.logs`); None leaves logging unchanged.
+        adapters: paths of the adapters that an earlier process had loaded, by name. Adapters that no longer exist are
+            left out.
     """
 
     config: EngineConfig
@@ -70,8 +72,8 @@ class Known(msgspec.Struct, tag=True):
     """The facts that the client has read while the engine's process imported its modules.
 
     Attributes:
-        folder: of the checkpoint.
-        config: what its config.json holds, a `PublishedConfig`; None: the engine has to read it.
+        folder: the checkpoint's folder.
+        config: the content of its config.json, as a `PublishedConfig`; None if the engine has to read it.
     """
 
     folder: str = ""
@@ -92,7 +94,8 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class Failed(msgspec.Struct, tag=True):
-    """An error on its way: of a request, or what ends the engine. `kind` is a class of `engine.errors`."""
+    """An error that is sent: of a request, or the one that ends the engine. `kind` is the name of a class in
+    `engine.errors`."""
 
     kind: str
     message: str
@@ -105,7 +108,7 @@ class Failed(msgspec.Struct, tag=True):
         return cls(type(error).__name__, str(error), getattr(error, "param", None), getattr(error, "code", None))
 
     def error(self) -> OctavoError:
-        """The error again, of the same type."""
+        """The error as an exception of the original type."""
         kind = getattr(errors, self.kind, None)
         if not (isinstance(kind, type) and issubclass(kind, OctavoError)):
             return EngineDeadError(f"{self.kind}: {self.message}")
@@ -115,11 +118,11 @@ class Failed(msgspec.Struct, tag=True):
 
 
 class Signal(msgspec.Struct, omit_defaults=True):
-    """A `PixelInput` or an `AudioInput`: float32 values in C order.
+    """A `PixelInput` or an `AudioInput` as float32 values in C order.
 
     Attributes:
-        kind: which of the two.
-        decoder_token_ids: of an `AudioInput`.
+        kind: which of the two it is.
+        decoder_token_ids: the `decoder_token_ids` of an `AudioInput`.
     """
 
     kind: SignalKind
@@ -132,7 +135,7 @@ class Signal(msgspec.Struct, omit_defaults=True):
         """The message for an input.
 
         Raises:
-            InvalidRequestError: it holds no numbers, or more than `MOST_SIGNAL_BYTES`.
+            InvalidRequestError: the input holds something other than numbers, or more than `MOST_SIGNAL_BYTES`.
         """
         values = as_signal(input.signal)
         if isinstance(input, PixelInput):
@@ -142,10 +145,10 @@ class Signal(msgspec.Struct, omit_defaults=True):
 
     @property
     def input(self) -> PixelInput | AudioInput:
-        """The input again.
+        """The original input.
 
         Raises:
-            InvalidRequestError: the bytes are not so many numbers.
+            InvalidRequestError: the number of bytes does not match.
         """
         if any(size < 0 for size in self.shape) or 4 * math.prod(self.shape) != len(self.data):
             raise InvalidRequestError(
@@ -202,8 +205,8 @@ class ImageMessage(msgspec.Struct, array_like=True):
 
 
 class Add(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
-    """`Engine.add_request`. Exactly one input and one kind of parameters is set: a union of dataclasses
-    could not be told apart on arrival. `tokens` comes without its text, which the engine does not need, and without its
+    """`Engine.add_request`. Exactly one input and one kind of parameters is set: a union of dataclasses could not be
+    distinguished on arrival. `tokens` comes without its text, which the engine does not need, and without its
     images, which are `images`."""
 
     request_id: str
@@ -227,7 +230,7 @@ class Add(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
         if self.tokens is not None and self.images:
             return replace(self.tokens, images=tuple(image.image for image in self.images))
         given = self.tokens or self.seq2seq
-        assert given is not None  # `encode_add` sets one
+        assert given is not None  # `encode_add` sets exactly one
         return given
 
     @property
@@ -239,11 +242,12 @@ class Add(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
 
 
 class Join(msgspec.Struct, tag=True):
-    """A client's first words: it is told of every step from now on. This is not counted among its commands."""
+    """A client's first message: from now on, it is told of every step. This message is not counted among its
+    commands."""
 
 
 class Dismiss(msgspec.Struct, tag=True):
-    """Another client is gone: its requests end, and nothing more is taken from it.
+    """Another client is gone: its requests end, and nothing more is accepted from it.
 
     Attributes:
         client: its name on the socket.
@@ -260,18 +264,18 @@ class Abort(msgspec.Struct, tag=True):
 
 
 class Look(msgspec.Struct, tag=True):
-    """Ask for a map of the cache, once."""
+    """Request one map of the cache."""
 
 
 class Warm(msgspec.Struct, tag=True):
-    """Prepare for grammars: a request has come whose conversation may need one."""
+    """Prepare for grammars: a conversation that may need one has arrived."""
 
 
 class LoadAdapter(msgspec.Struct, tag=True):
     """`Engine.load_adapter`.
 
     Attributes:
-        call: names this command where it fails.
+        call: identifies this command in an error.
     """
 
     call: str
@@ -280,7 +284,7 @@ class LoadAdapter(msgspec.Struct, tag=True):
 
 
 class UnloadAdapter(msgspec.Struct, tag=True):
-    """`Engine.unload_adapter`; `call` as of `LoadAdapter`."""
+    """`Engine.unload_adapter`; `call` is as in `LoadAdapter`."""
 
     call: str
     name: str
@@ -290,15 +294,16 @@ Command = Join | Add | Abort | Look | Warm | Dismiss | LoadAdapter | UnloadAdapt
 
 
 class News(msgspec.Struct, omit_defaults=True):
-    """The news of a step, or of a batch of commands, for a client.
+    """A client's news of a step, or of a batch of commands.
 
     Attributes:
-        deltas: of all its requests with news; one without choices says that its request was accepted.
-        failed: those that were refused or could not be added.
-        stats: the counters after it, of all clients' requests.
+        deltas: the deltas of all its requests that have some; a delta without choices says that the request was
+            accepted.
+        failed: the requests that were refused or could not be added.
+        stats: the counters afterwards, over all clients' requests.
         num_commands: how many of its commands the engine has carried out so far.
-        cache_map: of this moment, where a `Look` was among the commands.
-        adapters: those that are loaded, if the client does not know.
+        cache_map: the current map, if a `Look` was among the commands.
+        adapters: the loaded adapters, unless the client knows them.
     """
 
     deltas: list[RequestDelta]
@@ -310,7 +315,7 @@ class News(msgspec.Struct, omit_defaults=True):
 
 
 def _plain(value: Any) -> Any:
-    """The form that MessagePack knows for sequences and mappings of other types, and for configs."""
+    """The form in which MessagePack can encode configs and other types of sequences and mappings."""
     if isinstance(value, PublishedConfig):
         return msgspec.msgpack.Ext(_CONFIG, _encoder.encode(value.parts))
     if isinstance(value, Mapping):
@@ -326,8 +331,8 @@ def _config(code: int, data: memoryview) -> PublishedConfig:
     return PublishedConfig(*_parts.decode(data))
 
 
-_CONFIG = 1  # the type of MessagePack's extension
-# Fields of inputs, as the engine calls them.
+_CONFIG = 1  # the MessagePack extension type
+# Fields of inputs, as the engine names them.
 _PARAMS = {"token_ids": "prompt", "encoder_token_ids": "prompt", "decoder_token_ids": "decoder_prompt"}
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
@@ -348,7 +353,7 @@ def encode_add(request_id: str, input: EngineInput, params: SamplingParams | Poo
     """The bytes of an `Add`.
 
     Raises:
-        InvalidRequestError: something in it cannot be sent, such as a text that is no valid Unicode.
+        InvalidRequestError: something in it cannot be sent, such as text that is not valid Unicode.
     """
     message = Add(request_id=request_id, **terms)
     if isinstance(params, SamplingParams):
@@ -374,7 +379,7 @@ def encode_add(request_id: str, input: EngineInput, params: SamplingParams | Poo
 
 
 def decode_command(data: bytes) -> Command | tuple[str, InvalidRequestError]:
-    """A command, or the id of a request whose `Add` is malformed, with what is wrong."""
+    """A command; if it is a malformed `Add`, its request's id and the fault."""
     try:
         return _commands.decode(data)
     except msgspec.ValidationError as error:
@@ -392,7 +397,7 @@ def decode_news(data: bytes) -> News:
     """The engine's news.
 
     Raises:
-        msgspec.DecodeError: no news of ours.
+        msgspec.DecodeError: the bytes are not valid news.
     """
     return _news.decode(data)
 
@@ -401,7 +406,7 @@ def decode_news(data: bytes) -> News:
 
 
 def can_send(message: Known) -> bool:
-    """Whether a config is one that can be sent; what its numbers are was checked, its texts were not."""
+    """Whether a config can be sent; its numbers have been checked, but not its texts."""
     try:
         return len(_encoder.encode(message)) <= _LARGEST
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError):
@@ -420,13 +425,13 @@ def send_framed(line: socket.socket, message: Start | Known | Loading | Ready | 
 
 
 def receive_start(line: socket.socket) -> Start | None:
-    """The first words, or None if the client is gone."""
+    """The first message, or None if the client is gone."""
     data = _receive_framed(line)
     return None if data is None else _start.decode(data)
 
 
 def receive_known(line: socket.socket) -> Known | None:
-    """The message after the first words, or None if the client is gone, or has said goodbye."""
+    """The message after the first one, or None if the client is gone or has said goodbye."""
     try:
         if line.recv(1, socket.MSG_PEEK) == GOODBYE:
             return None
@@ -455,7 +460,7 @@ def _receive(line: socket.socket, count: int) -> bytes | None:
     while len(data) < count:
         try:
             part = line.recv(count - len(data))
-        except OSError:  # reset, or shut down under us
+        except OSError:  # reset, or shut down by another thread
             return None
         if not part:
             return None

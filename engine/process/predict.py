@@ -1,7 +1,7 @@
 """A process that predicts the memory of models, as `octavo models` does: `python -m engine.process.predict`, with one
-JSON line for each model's settings as its standard input. It answers each with a line, and ends.
+JSON line of settings per model on its standard input. It answers each with a line, and ends.
 
-The server does not import torch, and this does.
+The server does not import torch, but this process does.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Prediction:
     """The memory of a model before it is loaded. Sizes in bytes.
 
     Attributes:
-        memory: the most that its engine takes, while it loads or once its KV cache is full.
-        weights: of that, the weights.
-        free: memory of its device that was free.
-        on_gpu: it is a GPU's memory.
+        memory: the maximum that its engine takes, while it loads or once its KV cache is full.
+        weights: the weights' part of it.
+        free: free memory of its device.
+        on_gpu: whether it is a GPU's memory.
         tasks: what the model can do.
         max_model_len: tokens of prompt and answer together.
         problem: why it cannot be loaded; "" if it can.
-        unknown: it is not on this machine yet.
+        unknown: whether it is not on this machine yet.
     """
 
     memory: int = 0
@@ -51,7 +51,7 @@ def predict(configs: Sequence[EngineConfig], *, download: bool = False) -> Itera
     first one.
 
     Args:
-        download: models on the hub are downloaded first.
+        download: whether models on the hub are downloaded first.
 
     Raises:
         OctavoError: the process ended early.
@@ -62,7 +62,7 @@ def predict(configs: Sequence[EngineConfig], *, download: bool = False) -> Itera
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": path},
-        start_new_session=True,  # a terminal's Ctrl-C is for the service to obey
+        start_new_session=True,  # a terminal's Ctrl-C is for the service to handle
     )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -90,9 +90,9 @@ def look(config: EngineConfig, *, download: bool = False) -> Prediction:
     """The prediction for one model, in this process, which imports torch.
 
     Args:
-        download: a model on the hub is downloaded first.
+        download: whether a model on the hub is downloaded first.
     """
-    from engine.inspection import inspect_model  # brings torch
+    from engine.inspection import inspect_model  # imports torch
     from engine.model.checkpoint import locate
 
     try:
@@ -117,7 +117,7 @@ def look(config: EngineConfig, *, download: bool = False) -> Prediction:
 
 def main() -> None:
     """Answer each line."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no answer
+    answers, sys.stdout = sys.stdout, sys.stderr  # what libraries print is not an answer
     for line in sys.stdin:
         download, values = json.loads(line)
         config = EngineConfig(**values | {name: tuple(values[name]) for name in _TUPLES})

@@ -1,10 +1,10 @@
-"""A runner in a process of its own, which is sent the plans: `python -m engine.process.runner`.
+"""A runner in a separate process, to which plans are sent: `python -m engine.process.runner`.
 
-The executor writes each message to all runners and reads answers from the first; there is one as long as a model is not
-divided. A runner answers every message once, in their order, but begins with what it is sent before it waits for an
-answer, so that steps are launched ahead. Messages are MessagePack, typed and checked on arrival; arrays travel as
-their type, shape and bytes. Nothing is ever unpickled. The connection is the process's standard input, and its closing,
-however it comes about, the end of the process.
+The executor writes each message to all runners and reads answers from the first; there is only one runner unless a
+model is divided. A runner answers every message once, in order, but starts each message on arrival, so that steps are
+launched ahead. Messages are MessagePack, typed and checked on arrival; an array is sent as its type, shape and bytes.
+Nothing is ever unpickled. The connection is the process's standard input; when it closes, for whatever reason, the
+process ends.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from engine.scheduling.plan import Int32, StepPlan, StepResult
 
 logger = logging.getLogger("octavo.process")
 
-_RECORDS = {"table": TABLE, "edits": EDIT}  # types of arrays that have names of ours
+_RECORDS = {"table": TABLE, "edits": EDIT}  # types of arrays that we name ourselves
 
 
 class Start(msgspec.Struct, tag=True):
-    """The first message: the settings for loading and for logging, which are those of the engine's process.
+    """The first message: the engine process's settings for loading and logging.
 
     Attributes:
-        log_level: the root logger's.
-        log_format: of log lines on stderr; None: as Python has it.
+        log_level: the root logger's level.
+        log_format: the format of log lines on stderr; None: Python's default.
     """
 
     config: EngineConfig
@@ -62,7 +62,7 @@ class Launch(msgspec.Struct, tag=True, omit_defaults=True):
     """`Executor.launch`.
 
     Attributes:
-        masks_follow: the next message has the masks of the plan's sampling.
+        masks_follow: whether the next message has the masks for the plan's sampling.
     """
 
     plan: StepPlan
@@ -70,7 +70,7 @@ class Launch(msgspec.Struct, tag=True, omit_defaults=True):
 
 
 class Filled(msgspec.Struct, tag=True):
-    """The masks of the step that was launched, filled while it computes; None: that failed. It has no answer."""
+    """The masks of the launched step, filled while it computes; None if that failed. This message has no answer."""
 
     masks: Masks | None
 
@@ -111,7 +111,8 @@ class Failure(msgspec.Struct, tag=True):
     out_of_memory: bool
 
     def error(self) -> Exception:
-        """The exception again. Its type is the same for the engine's own exceptions and for missing memory."""
+        """The original exception. Its type is preserved for the engine's own exceptions and for running out of
+        memory."""
         own = getattr(errors, self.kind, None)
         if isinstance(own, type) and issubclass(own, OctavoError):
             return own(self.message)
@@ -121,7 +122,7 @@ class Failure(msgspec.Struct, tag=True):
 
 
 class Answer(msgspec.Struct, tag=True, omit_defaults=True):
-    """The result of a message: facts of a start, the result of a step, facts of an adapter, or nothing."""
+    """The result of a message: facts at the start, the result of a step, facts about an adapter, or nothing."""
 
     facts: ModelFacts | None = None
     result: StepResult | None = None
@@ -129,7 +130,7 @@ class Answer(msgspec.Struct, tag=True, omit_defaults=True):
 
 
 class RunnerError(RuntimeError):
-    """An exception in the runner's process, by its name and words."""
+    """An exception in the runner's process, with its name and message."""
 
 
 def _pack(value: Any) -> Any:
@@ -143,7 +144,7 @@ def _unpack(kind: Any, value: Any) -> Any:
     if (get_origin(kind) or kind) is not np.ndarray:
         raise TypeError(f"{kind} cannot be received")
     name, shape, data = value
-    # Of its own, and so writable.
+    # A copy, and so writable.
     return np.frombuffer(bytearray(data), _RECORDS.get(name, name)).reshape(shape)
 
 
@@ -162,11 +163,11 @@ class _Late:
 
     @property
     def ready(self) -> bool:
-        """`result` does not wait."""
+        """Whether `result` returns without waiting."""
         return self._executor.await_reply(self, wait=False)
 
     def answer(self) -> Answer:
-        """The result of the message; waits for it. Raises what it raised."""
+        """The result of the message; waits for it. Raises the exception that the message raised."""
         self._executor.await_reply(self, wait=True)
         assert self.reply is not None
         if isinstance(self.reply, Failure):
@@ -181,19 +182,19 @@ class _Late:
 
 
 class ProcessExecutor:
-    """The engine's side.
+    """The engine's side of the connection.
 
     Args:
-        config: of the engine.
+        config: the engine's settings.
 
     Raises:
-        OctavoError: what kept the model from being loaded, of the type raised there; EngineDeadError: the process
-            ended without a word.
+        OctavoError: why the model cannot be loaded, with the type raised in the process; EngineDeadError: the process
+            ended without a message.
     """
 
     def __init__(self, config: EngineConfig):
         ours, theirs = socket.socketpair()
-        # The same modules as here, however they were found.
+        # The same modules as here, wherever they were found.
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         environment = engine_environment(config.threads) | {"PYTHONPATH": path}
         command = [sys.executable, "-P", "-m", f"{__package__}.runner"]
@@ -260,7 +261,7 @@ class ProcessExecutor:
             self._process.wait()
 
     def await_reply(self, late: _Late, *, wait: bool) -> bool:
-        """Read replies until this one has come, or none is there; whether it has come.
+        """Read replies until this one has arrived or none is left; returns whether it has arrived.
 
         Raises:
             EngineDeadError: the process has ended.
@@ -278,7 +279,8 @@ class ProcessExecutor:
 
     @contextlib.contextmanager
     def _undivided(self) -> Iterator[None]:
-        """Around a message: where that is interrupted, by Ctrl-C for example, no later one would be understood."""
+        """A context for sending a message: if it is interrupted, for example by Ctrl-C, later messages could not be
+        understood."""
         try:
             yield
         except (EOFError, OSError):
@@ -294,7 +296,7 @@ class ProcessExecutor:
         return late
 
     def _post(self, message: msgspec.Struct, late: _Late | None = None) -> None:
-        """Send a message, and expect its answer if it has one."""
+        """Send a message, and expect an answer if it has one."""
         data = _encoder.encode(message)
         try:
             with self._undivided():
@@ -315,7 +317,7 @@ class ProcessExecutor:
 
 
 def main() -> None:
-    """Load what the first message says, and carry out the others until the connection closes."""
+    """Load what the first message asks for, and carry out the others until the connection closes."""
     leave_signals_to_parent()
     line = Connection(take_standard_input().detach())
     with contextlib.suppress(OSError):  # the engine is gone
@@ -323,10 +325,10 @@ def main() -> None:
 
 
 def _serve(line: Connection, gone: Callable[[], None] = lambda: None) -> None:
-    """Serve until the connection closes; `gone` is called as soon as it does, in another thread.
+    """Serve until the connection closes; then `gone` is called at once on another thread.
 
-    One thread reads what the engine sends, one answers, whatever is computed here: so the two sides never wait for each
-    other with much to write, and steps are launched ahead of answers.
+    One thread reads messages and one answers, whatever is being computed. So the two sides never block each other with
+    large writes, and steps are launched ahead of answers.
     """
     orders: SimpleQueue[bytes | None] = SimpleQueue()
     threading.Thread(target=_read, args=(line, orders, gone), name="octavo-orders", daemon=True).start()
@@ -360,7 +362,7 @@ def _serve(line: Connection, gone: Callable[[], None] = lambda: None) -> None:
 
 
 def _read(line: Connection, orders: SimpleQueue[bytes | None], gone: Callable[[], None]) -> None:
-    """Pass on what the engine sends; None at the end, where a load or a step that hangs is not waited for."""
+    """Pass on the engine's messages, and None at the end, which does not wait for a load or step that hangs."""
     try:
         while True:
             orders.put(line.recv_bytes())
@@ -370,19 +372,19 @@ def _read(line: Connection, orders: SimpleQueue[bytes | None], gone: Callable[[]
 
 
 def _answer(line: Connection, due: SimpleQueue[PendingStep | Answer | Failure], gone: Callable[[], None]) -> None:
-    """Answer each order in turn."""
+    """Answer the messages in order."""
     try:
         while True:
             line.send_bytes(_encoder.encode(_reply(due.get())))
-    except OSError:  # the engine is gone, which the other thread sees, too
+    except OSError:  # the engine is gone, which the other thread notices, too
         return
-    except BaseException:  # else the engine would wait for ever
+    except BaseException:  # else the engine would wait forever
         logger.exception("an answer could not be sent")
         gone()
 
 
 def _launch_masked(executor: Executor, plan: StepPlan, orders: SimpleQueue[bytes | None]) -> PendingStep | Failure:
-    """Launch a step. The next message holds its masks; the step waits for it when it needs them."""
+    """Launch a step. The next message holds the step's masks; the step waits for them when it needs them."""
     taken: list[Filled] = []
 
     def take() -> Masks:
@@ -401,7 +403,7 @@ def _launch_masked(executor: Executor, plan: StepPlan, orders: SimpleQueue[bytes
     except Exception as error:
         return _failure(error)
     finally:
-        if not taken:  # it failed before: the message is not the next step's
+        if not taken:  # the step failed earlier: the message is not for the next step
             with contextlib.suppress(RunnerError):
                 take()
 
@@ -445,4 +447,4 @@ def _failure(error: Exception) -> Failure:
 if __name__ == "__main__":
     main()
     sys.stderr.flush()
-    os._exit(0)  # threads of libraries are not waited for
+    os._exit(0)  # do not wait for libraries' threads

@@ -1,6 +1,6 @@
 """Turns a step's candidates into changed sequences and a delta for the caller.
 
-Helpers of the `Scheduler`, which owns the sequences: they fork and append, pages are its business.
+These are helpers of the `Scheduler`, which owns the sequences: they fork and append, and the scheduler handles pages.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from engine.scheduling.search import (
 )
 from engine.scheduling.sequence import Sequence, SequenceGroup
 
-# Score of an answer that no continuation was left for.
+# Score of an answer for which no continuation was left.
 _UNREACHABLE = -1e9
 _NO_ROWS: Mapping[int, int] = {}
 
@@ -49,11 +49,11 @@ class Outcome:
     """The result for a group.
 
     Attributes:
-        delta: news for the caller.
-        live: sequences that go on.
-        forks: (child, parent) pairs; the child needs references of the parent's pages.
-        dropped: sequences that are over; their pages are freed after all forks.
-        num_new_tokens: tokens the caller gained.
+        delta: the news for the caller.
+        live: sequences that continue.
+        forks: (child, parent) pairs; the child needs references to the parent's pages.
+        dropped: sequences that have ended; their pages are freed after all forks.
+        num_new_tokens: number of tokens that the caller gained.
     """
 
     delta: RequestDelta
@@ -64,16 +64,17 @@ class Outcome:
 
 
 class Answer:
-    """A step's result as it is read: drawn tokens number by number, candidates of all searches ranked together.
+    """A step's result in the form in which it is read: drawn tokens one by one, and candidates of all searches ranked
+    together.
 
     Args:
-        sampled: the groups that were sampled, with the first rows of the result that belong to their sequences.
-        accepted: by their first rows, how many rows count of sequences that have several.
+        sampled: the groups that were sampled, with the first row of the result of each of their sequences.
+        accepted: for sequences with several rows, how many of them count, by their first rows.
 
     Attributes:
         tokens, logprobs: as in the result, as lists; empty if all groups search.
         failed: drawn rows without a token.
-        rankings: of each group that searches; None if a score is not a number.
+        rankings: the ranking of each group that searches; None if a score is not a number.
     """
 
     __slots__ = ("accepted", "failed", "logprobs", "rankings", "result", "tokens")
@@ -102,14 +103,14 @@ class Answer:
 
 
 def accepted_rows(batch: SamplingBatch | None, result: StepResult) -> Mapping[int, int]:
-    """The number of rows of a result that count of each sequence, by the first of them; empty if each has one."""
+    """The number of rows of a result that count for each sequence, by its first row; empty if each has one."""
     if batch is None or batch.spans is None or result.accepted is None:
         return _NO_ROWS
     return dict(zip(batch.spans[:-1].tolist(), result.accepted.tolist(), strict=True))
 
 
 def apply_candidates(group: SequenceGroup, answer: Answer, rows: Seq[int], prompt_logprobs_complete: bool) -> Outcome:
-    """Let the search decide on these rows of the answer, the first one of each sequence of the group."""
+    """Let the search decide on these rows of the answer, the first row of each sequence of the group."""
     ranking, first = answer.rankings.get(group), rows[0]
     if ranking is None and (group.beam is not None or not answer.failed.isdisjoint(rows)):
         # The sampler says NaN for both.
@@ -139,7 +140,7 @@ def apply_candidates(group: SequenceGroup, answer: Answer, rows: Seq[int], promp
 
 
 def _problem(group: SequenceGroup) -> str | None:
-    """The reason why a constraint of the group allows no token any more, if that is so."""
+    """The reason why a constraint of the group allows no more tokens, or None."""
     for sequence in group.sequences:
         constraint = sequence.constraint
         if isinstance(constraint, Failing) and constraint.problem is not None:
@@ -148,7 +149,7 @@ def _problem(group: SequenceGroup) -> str | None:
 
 
 def apply_pooled(group: SequenceGroup, row: Row, answer: PooledRow) -> Outcome | None:
-    """Keep what a part of an input gave, or end the group with the answer; None if there is more to come."""
+    """Keep the result of a part of an input, or end the group with the answer; None if more is to come."""
     if row.start + row.count < row.sequence.num_tokens:
         group.pooled = np.asarray(answer.values, dtype=np.float64)
         return None
@@ -172,7 +173,7 @@ def _is_nan(entry: TokenLogprobs | None) -> bool:
 
 
 def final_abort(group: SequenceGroup, reason: FinishReason, message: str) -> RequestDelta:
-    """The last delta of a group that ends before its time."""
+    """The last delta of a group that ends early."""
     indices: Iterable[int]
     if group.request.pooling is not None:
         indices = ()  # there are no answers that could say how they ended
@@ -191,8 +192,8 @@ def final_abort(group: SequenceGroup, reason: FinishReason, message: str) -> Req
 
 
 def take_prompt_logprobs(rows: Seq[Row], result: StepResult) -> set[SequenceGroup]:
-    """Store the step's prompt log-probabilities; returns the groups whose list is complete now. Those of void rows are
-    passed over."""
+    """Store the step's prompt log-probabilities; returns the groups whose list is now complete. Those of void rows are
+    skipped."""
     scores = result.prompt_logprobs
     complete: set[SequenceGroup] = set()
     position = 0
@@ -249,7 +250,7 @@ def _stop_reason(group: SequenceGroup, token: int) -> int | None:
 
 
 def _apply_samples(group: SequenceGroup, answer: Answer, rows: Seq[int]) -> Outcome:
-    """Each sequence goes on with the token that was drawn for it, or is over."""
+    """Each sequence continues with the token that was drawn for it, or ends."""
     choices: list[ChoiceDelta] = []
     live: list[Sequence] = []
     dropped: list[Sequence] = []
@@ -269,7 +270,7 @@ def _apply_samples(group: SequenceGroup, answer: Answer, rows: Seq[int]) -> Outc
 
 
 def _go_on(group: SequenceGroup, sequence: Sequence, answer: Answer, row: int) -> ChoiceDelta:
-    """News of a sequence that goes on with the token that was drawn in a row, or ends with it."""
+    """The news of a sequence that continues with the token drawn in a row, or ends with it."""
     token, score = answer.tokens[row][0], sequence.score + answer.logprobs[row][0]
     choice = _choice(group, sequence, token, score, _token_logprobs(group, answer, row, 0))
     if choice.finish_reason is None:
@@ -279,7 +280,7 @@ def _go_on(group: SequenceGroup, sequence: Sequence, answer: Answer, row: int) -
 
 
 def _joined(news: Seq[ChoiceDelta]) -> ChoiceDelta:
-    """News of several tokens of an answer as one."""
+    """The news of several tokens of an answer, joined."""
     if len(news) == 1:
         return news[0]
     return replace(
@@ -311,7 +312,7 @@ def _apply_draws(group: SequenceGroup, answer: Answer, first: int) -> Outcome:
 def _choice(
     group: SequenceGroup, parent: Sequence, token: int, score: float, entry: TokenLogprobs | None, column: int = 0
 ) -> ChoiceDelta:
-    """News of an answer that has one token more."""
+    """The news of an answer that has gained one token."""
     decoding = group.request.decoding
     reason: FinishReason | None = None
     if token in decoding.stop_ids:
@@ -331,9 +332,9 @@ def _choice(
 def _extend(
     group: SequenceGroup, parents: Seq[Sequence], continuations: Seq[Continuation]
 ) -> tuple[list[Sequence], list[tuple[Sequence, Sequence]], list[Sequence]]:
-    """The sequences of the continuations, in their order; the forks, as pairs; and the sequences that end. Each
-    parent's first child inherits its sequence and pages. The other children fork, into sequences of childless parents
-    if there are any.
+    """The sequences of the continuations, in order; the forks, as pairs; and the sequences that end. Each parent's
+    first child inherits its sequence and pages. The other children fork, into sequences of childless parents if there
+    are any.
     """
     numbers = [continuation.parent for continuation in continuations]
     heirs: set[int] = set()
@@ -400,7 +401,7 @@ def _settled_beams(group: SequenceGroup, live: Seq[Sequence]) -> list[ChoiceDelt
     start = live[0].num_prompt + base
     token = live[0].tokens[start]
     if any(sequence.tokens[start] != token for sequence in live[1:]):
-        return []  # they part where nothing is settled yet: what most steps find
+        return []  # they differ before anything is settled, as in most steps
     outputs = [sequence.tokens.view(start).tolist() for sequence in live]
     kept = [hypothesis.token_ids[base:] for hypothesis in group.kept]
     lengths = settled_lengths(outputs, kept, [known - base for known in group.settled])
@@ -423,7 +424,7 @@ def _settled_beams(group: SequenceGroup, live: Seq[Sequence]) -> list[ChoiceDelt
 def _finished_beams(group: SequenceGroup) -> list[ChoiceDelta]:
     choices = []
     number = group.request.decoding.n
-    # Where bans or forced tokens leave fewer continuations than answers, the best is repeated, as in transformers.
+    # If bans or forced tokens leave fewer continuations than answers, the best is repeated, as in transformers.
     missing = [replace(group.kept[0], score=_UNREACHABLE)] * (number - len(group.kept))
     for index, hypothesis in enumerate([*group.kept[:number], *missing]):
         known = group.settled[index]

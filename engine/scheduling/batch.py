@@ -1,4 +1,4 @@
-"""Lays the rows of a step out in flat arrays."""
+"""Arranges the rows of a step in flat arrays."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from engine.scheduling.row import Row
 from engine.scheduling.sequence import IntBuffer, Sequence, SequenceGroup
 from engine.scheduling.step import SearchAhead
 
-# Positions of an answer that random numbers are made for at a time: many take hardly longer than one.
+# Positions of an answer for which random numbers are made at a time: many take hardly longer than one.
 _AHEAD = 32
 _NO_SEARCHES: Mapping[SequenceGroup, SearchAhead] = {}
-_UNKNOWN = np.zeros(1, dtype=np.int32)  # in the place of a token
+_UNKNOWN = np.zeros(1, dtype=np.int32)  # in place of a token
 _NO_ROWS = np.zeros(0, dtype=np.int32)
-_BIAS, _SOURCE, _HISTORY, _DRY, _BAN, _FORCE = map(int, Kind)  # members of an enumeration are slow to come by
+_BIAS, _SOURCE, _HISTORY, _DRY, _BAN, _FORCE = map(int, Kind)  # enumeration members are slow to access
 
 
 @dataclass(slots=True)
 class LastStep:
-    """The parts of the last step that the next one shares, if the same requests decode in both.
+    """The parts of the last step that the next one shares if the same requests decode in both.
 
     Attributes:
         groups: the request of each row; empty if the step did more than decode.
@@ -75,17 +75,17 @@ def build_plan(
     pending: Mapping[Sequence, int] | None = None,
     searches: Mapping[SequenceGroup, SearchAhead] = _NO_SEARCHES,
 ) -> StepPlan:
-    """The step plan of these rows, in their order; the encoder runs over `inputs` first. All rows have pages, or
-    none has. `last` is read and brought up to date. `pending` has the sequences that are sampled by the step in flight,
-    and which of its sampled tokens is theirs; `searches` those groups of them whose beams are not known, either."""
+    """The step plan of these rows, in order; the encoder runs over `inputs` first. Either all rows have pages, or none
+    has. `last` is read and updated. `pending` has the sequences that the step in flight samples, each with the number
+    of its sampled token; `searches` has those groups of them whose beams are not known either."""
     groups = [row.group for row in rows]
     decoding = all(row.sampled and row.count == 1 and row.start >= row.sequence.num_prompt for row in rows)
     known = last if decoding and last is not None and last.groups == groups else None
     unchunked = any(group.unchunked for group in groups)
-    # A page on which a search begins is in no table yet.
+    # A page on which a search begins is not in any table yet.
     width = max([search.rows[0].start // block_size + 1 for search in searches.values()], default=0)
     tables = _tables([row.sequence.table for row in rows], width)
-    if decoding:  # few numbers: lists are quicker than arithmetic with arrays
+    if decoding:  # few numbers: lists are faster than array arithmetic
         starts = [row.start for row in rows]
         query_start = np.arange(len(rows) + 1, dtype=np.int32)
         context_lens, positions = _int32([start + 1 for start in starts]), _int32(starts)
@@ -142,7 +142,7 @@ def build_plan(
 
 
 def _tokens(row: Row) -> tuple[Int32, ...]:
-    """The known tokens of a row, and its drafted ones. A pending token is the only one of its row."""
+    """A row's known tokens, and its drafted ones. A pending token is the only one of its row."""
     known = row.sequence.tokens.view(row.start, min(row.start + row.count, row.sequence.num_tokens))
     if row.drafts:
         return known, _int32(row.drafts)
@@ -212,12 +212,12 @@ def _pooling(rows: Seq[Row]) -> tuple[PoolingRow, ...]:
 
 
 def _sides(rows: Seq[Row]) -> Sides:
-    """The sides of the tokens of the rows; those that are the default of all tokens are left out."""
+    """The sides of the rows' tokens; sides with only default values are left out."""
     return _sides_of([(row.group.sides, row.start, row.count) for row in rows])
 
 
 def _sides_of(parts: Seq[tuple[Sides, int, int]]) -> Sides:
-    """The sides of so many tokens from a place on, of each of some sequences."""
+    """The sides of this many tokens from a position on, for each of some sequences."""
     names = {
         name
         for sides, start, _ in parts
@@ -262,7 +262,7 @@ def _two_way(rows: Seq[Row]) -> tuple[bool, ...] | None:
 
 
 def _attended(rows: Seq[Row], counts: Int32) -> Int32:
-    """The number of tokens of each whole input that are attended to: the first ones, which as a rule are all."""
+    """The number of attended tokens in each whole input: the first ones, usually all."""
     poolings = [row.group.request.pooling for row in rows]
     asked = [None if pooling is None else pooling.attended for pooling in poolings]
     if not any(asked):
@@ -345,7 +345,7 @@ def _watched(rows: Seq[Row]) -> Int32 | None:
 
 
 def _sampling_again(rows: Seq[Row], before: SamplingBatch | None) -> SamplingBatch | None:
-    """The sampling of rows one token later: only what depends on their tokens is made anew."""
+    """The sampling of rows one token later: only what depends on their tokens is computed again."""
     assert before is not None
     groups = {row.group for row in rows}
     changes: dict[str, Any] = {}
@@ -358,16 +358,16 @@ def _sampling_again(rows: Seq[Row], before: SamplingBatch | None) -> SamplingBat
         changes |= {"edits": _edits(rows), "edits_version": new_version()}
     if any(row.sequence.constraint is not None for row in rows):
         masks = _masks(rows)
-        if not np.array_equal(masks.get("masked", _NO_ROWS), before.masked):  # some have become free, or are so no more
+        if not np.array_equal(masks.get("masked", _NO_ROWS), before.masked):  # used rows changed
             changes |= {"version": new_version(), "masked": _NO_ROWS, "outweighed": _NO_ROWS, "fill": None}
         changes |= masks
     return replace(before, **changes) if changes else before
 
 
 def _edits(rows: Seq[Row]) -> EditList:
-    """The edits of each row: its tokens by kinds."""
+    """The edits of each row: its tokens by kind."""
     parts: list[tuple[int, int, Int32 | list[int], float]] = []  # row, kind, tokens, value
-    values_of: dict[int, Float32] = {}  # values of parts that have one for each token
+    values_of: dict[int, Float32] = {}  # values of kinds that have one for each token
     for i, row in enumerate(rows):
         group = row.group
         if not group.has_edits:
@@ -395,7 +395,7 @@ def _edits(rows: Seq[Row]) -> EditList:
     first = np.empty(len(parts), dtype=EDIT)
     first["row"], first["kind"], first["value"] = numbers, kinds, values
     edits: EditList = np.repeat(first, lengths)
-    np.concatenate(tokens_of, out=edits["token"], casting="unsafe")  # of nothing numpy makes floats
+    np.concatenate(tokens_of, out=edits["token"], casting="unsafe")  # numpy makes floats of nothing
     for part, own in values_of.items():
         start = sum(lengths[:part])
         edits["value"][start : start + len(own)] = own
@@ -403,7 +403,7 @@ def _edits(rows: Seq[Row]) -> EditList:
 
 
 def _masks(rows: Seq[Row]) -> dict[str, Any]:
-    """The rows that have constraints, and the function that fills their masks when these are needed."""
+    """The rows that have constraints, and the function that fills their masks when needed."""
     masked = [i for i, row in enumerate(rows) if row.sequence.mask is not None]
     if not masked:
         return {}
@@ -416,9 +416,9 @@ def _masks(rows: Seq[Row]) -> dict[str, Any]:
 
 
 def _fill(rows: Seq[Row]) -> Masks:
-    """The masks of what constraints leave of the vocabulary; of one that is complete, the end of the answer.
+    """The masks of what constraints leave of the vocabulary; for a complete constraint, the end of the answer.
 
-    An end that comes too early for `min_tokens` or `min_length` is left out, unless nothing else may come.
+    An end that is too early for `min_tokens` or `min_length` is left out, unless nothing else may follow.
     """
     constraints: list[Constraint] = [row.sequence.mask for row in rows if row.sequence.mask is not None]
     masks = np.zeros((len(rows), mask_words(constraints[0].vocab_size)), dtype=np.uint32)
@@ -442,7 +442,7 @@ def _num_draws(group: SequenceGroup) -> int:
 
 
 def _uniforms(rows: Seq[Row], draws: Seq[int], places: Seq[int]) -> Float64:
-    """[S, most draws] numbers of rows that sample the tokens at `places` of their answers."""
+    """[S, max draws] numbers for rows that sample the tokens at `places` of their answers."""
     numbers = np.zeros((len(rows), max(1, *draws)), dtype=np.float64)
     _look_ahead([(rows[i], places[i]) for i, count in enumerate(draws) if count == 1])
     for i, count in enumerate(draws):
@@ -458,7 +458,7 @@ def _uniforms(rows: Seq[Row], draws: Seq[int], places: Seq[int]) -> Float64:
 
 
 def _look_ahead(rows: Seq[tuple[Row, int]]) -> None:
-    """Let each drawing row's sequence have its number for the next token, and those for the tokens after it."""
+    """Give each drawing row's sequence its number for the next token, and those for the tokens after it."""
     rows = [(row, place) for row, place in rows if row.group.draws and place not in row.sequence.uniforms]
     if not rows:
         return
@@ -472,10 +472,10 @@ def _look_ahead(rows: Seq[tuple[Row, int]]) -> None:
 
 
 def banned_tokens(row: Row) -> set[int]:
-    """Tokens that must not come next, as the logits processors of `transformers` have it."""
+    """Tokens that must not come next, according to the logits processors of `transformers`."""
     decoding, sequence = row.group.request.decoding, row.sequence
     banned = set(decoding.suppress_tokens)
-    if sequence.mask is None:  # else that heeds them
+    if sequence.mask is None:  # otherwise it respects them
         banned |= _early_ends(row)
     # With a forced BOS after a single prompt token, the first free choice is the second one.
     begin = 1 if sequence.num_prompt == 1 and decoding.forced_bos_token_id is not None else 0
@@ -492,7 +492,7 @@ def banned_tokens(row: Row) -> set[int]:
 
 
 def _early_ends(row: Row) -> frozenset[int]:
-    """Tokens that end an answer, and may not come yet."""
+    """Tokens that end an answer, but are not allowed yet."""
     decoding, ends = row.group.request.decoding, frozenset[int]()
     if row.num_output < decoding.min_tokens:
         ends |= decoding.stop_ids
@@ -507,7 +507,7 @@ def forced_tokens(row: Row) -> tuple[int, ...]:
 
 
 def _word_ends(words: Seq[tuple[int, ...]], tokens: Int32) -> list[int]:
-    """Last tokens of those words whose others the tokens end with."""
+    """The last tokens of those words whose other tokens are the end of the given tokens."""
     longest = max(map(len, words)) - 1
     tail = tuple(tokens[-longest:].tolist()) if longest else ()
     return [word[-1] for word in words if len(word) <= len(tail) + 1 and tail[len(tail) + 1 - len(word) :] == word[:-1]]

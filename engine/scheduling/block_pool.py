@@ -4,8 +4,8 @@ A page is in exactly one of three states:
     held    some block table (or a pending copy) refers to it
     cached  nothing refers to it, but its hash is known, so a later prompt may take it up again
     free    neither
-`free + held + cached == total` after every operation. Page 0 is no page of the pool: in tables it stands where a
-page is not needed any more, and it pads them.
+`free + held + cached == total` after every operation. Page 0 is not part of the pool: in tables it replaces
+pages that are no longer needed, and pads them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ FREE, CACHED, HELD = 0, 1, 2
 class PageHasher:
     """Chained 128-bit keyed hashes of full pages (BLAKE2b, RFC 7693).
 
-    The key is random per process, so no client can make two prefixes collide; the root covers
-    everything besides the tokens that changes K and V (a tenant's salt).
+    The key is random per process, so no client can make two prefixes collide; the root covers everything besides tokens
+    that changes K and V (a tenant's salt).
     """
 
     def __init__(self, key: bytes | None = None):
@@ -42,33 +42,33 @@ class PageHasher:
         return hashlib.blake2b(marker, key=self._key, digest_size=16).digest()
 
     def extend(self, parent: PageHash, token_ids: NDArray[np.int32]) -> PageHash:
-        """Hash of the page that holds token_ids and follows the page hashed as parent."""
+        """Hash of the page that contains token_ids and follows the page with the hash `parent`."""
         return hashlib.blake2b(parent + token_ids.tobytes(), key=self._key, digest_size=16).digest()
 
     def of_signal(self, parent: PageHash, signal: NDArray[np.float32]) -> PageHash:
-        """Hash of what follows parent and is no token ids."""
+        """Hash of input that follows parent and is not token ids."""
         digest = hashlib.blake2b(parent, key=self._key, digest_size=16)
         digest.update(np.ascontiguousarray(signal).data)
         return digest.digest()
 
 
 class PoolListener(Protocol):
-    """Is told what can no longer be found."""
+    """Notified when contents can no longer be found."""
 
     def removed(self, page_hash: PageHash) -> None:
-        """One content, at the moment at which it is forgotten."""
+        """One content, at the moment it is forgotten."""
 
     def cleared(self) -> None:
-        """All of them."""
+        """All contents are forgotten."""
 
 
 class BlockPool:
-    """All pages and how often each is referred to. Only this class changes reference counts and hashes.
+    """All pages and their reference counts. Only this class changes reference counts and hashes.
 
     Attributes:
-        listener: hears of contents that are forgotten, if it is set.
-        evicted: is told of a page and its hash before the page is given to another content, if it is set.
-        num_forgotten: how often a content was forgotten, or all of them.
+        listener: notified when contents are forgotten, if it is set.
+        evicted: called with a page and its hash before the page gets other content, if it is set.
+        num_forgotten: how often one or all contents were forgotten.
     """
 
     def __init__(self, num_blocks: int):
@@ -84,8 +84,8 @@ class BlockPool:
         self._hash_of: list[PageHash | None] = [None] * (num_blocks + 1)
         self._page_of: dict[PageHash, int] = {}
         self._free = list(range(num_blocks, 0, -1))
-        # Cached pages, oldest first, and how many pages had been taken when they became so: those that no prompt has
-        # found since they were written, and those that one has.
+        # Cached pages, oldest first, with the number of pages taken when they became cached: pages that no prompt has
+        # found since they were written, and pages that one has.
         self._queues: tuple[OrderedDict[int, int], OrderedDict[int, int]] = OrderedDict(), OrderedDict()
         self._was_found = bytearray(num_blocks + 1)
         self._num_taken = 0
@@ -97,12 +97,12 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Unreferenced pages whose content may be taken up again."""
+        """Unreferenced pages whose content may be used again."""
         return len(self._queues[0]) + len(self._queues[1])
 
     @property
     def num_held(self) -> int:
-        """Pages some table or pending copy refers to."""
+        """Pages to which some table or pending copy refers."""
         return self.total - self.num_available
 
     @property
@@ -111,8 +111,8 @@ class BlockPool:
         return len(self._free) + self.num_cached
 
     def reserve(self, count: int) -> list[int] | None:
-        """Take count pages with one reference each, evicting cached pages if needed (see `_evict`); None, and nothing
-        changed, if there are not enough."""
+        """Take count pages with one reference each, evicting cached pages if needed (see `_evict`); if there are not
+        enough, returns None and changes nothing."""
         if count > self.num_available:
             return None
         pages = []
@@ -134,8 +134,8 @@ class BlockPool:
         return pages
 
     def free(self, table: Sequence[int]) -> None:
-        """Drop one reference of each page. The last pages of a table are evicted first later on, so
-        that the beginning, which others are likelier to share, stays longest."""
+        """Drop one reference of each page. The last pages of a table are evicted first, so that the beginning, which
+        others are likelier to share, stays longest."""
         refs = self._refs
         for page in filter(None, reversed(table)):
             if refs[page] <= 0:
@@ -145,7 +145,7 @@ class BlockPool:
                 self._release_if_unused(page)
 
     def is_shared(self, page: int) -> bool:
-        """Another sequence holds the page, too, so that it must not be written."""
+        """Whether another sequence holds the page, too, so that it must not be written."""
         return self._refs[page] > 1
 
     def references(self, page: int) -> int:
@@ -153,7 +153,7 @@ class BlockPool:
         return self._refs[page]
 
     def pin(self, page: int) -> None:
-        """Keep a page's content until `unpin`, whatever happens to its tables: it is the source of a copy."""
+        """Keep a page's content until `unpin`, whatever happens to its tables, because it is the source of a copy."""
         self._pins[page] += 1
 
     def unpin(self, page: int) -> None:
@@ -162,8 +162,8 @@ class BlockPool:
         self._release_if_unused(page)
 
     def publish(self, page: int, page_hash: PageHash) -> bool:
-        """Let later prompts find a full, written page; whether it is the first with its content. A page whose content
-        is known already keeps only its holders."""
+        """Let later prompts find a full, written page; returns whether it is the first with its content. A page whose
+        content is already known stays with its current holders only."""
         if page_hash in self._page_of or self._hash_of[page] is not None:
             return False
         self._page_of[page_hash] = page
@@ -171,7 +171,7 @@ class BlockPool:
         return True
 
     def forget(self, hashes: Iterable[PageHash]) -> None:
-        """Make these contents unfindable; unreferenced pages are free at once."""
+        """Make these contents unfindable; unreferenced pages become free at once."""
         for page in [self._page_of[page_hash] for page_hash in hashes if page_hash in self._page_of]:
             if self._states[page] == CACHED:
                 del self._queues[self._was_found[page]][page]
@@ -186,11 +186,11 @@ class BlockPool:
             self.forget([page_hash])
 
     def knows(self, page_hash: PageHash) -> bool:
-        """A page with this content can be found."""
+        """Whether a page with this content can be found."""
         return page_hash in self._page_of
 
     def clear(self) -> bool:
-        """Forget all contents; False, and nothing is forgotten, while pages are held."""
+        """Forget all contents; returns False and forgets nothing while pages are held."""
         if self.num_held:
             return False
         self.num_forgotten += 1
@@ -206,24 +206,24 @@ class BlockPool:
         return True
 
     def match(self, hashes: Sequence[PageHash], seen: int | None = None) -> list[int]:
-        """The longest beginning whose pages are known; takes no reference (see `adopt`).
+        """The longest beginning whose pages are known; takes no references (see `adopt`).
 
         Args:
-            hashes: of all pages, in order.
+            hashes: hashes of all pages, in order.
             seen: only the last so many pages of a beginning must be known, and those before them are given as 0;
                 None: all.
         """
         end = len(hashes)
         while True:
             first = 0 if seen is None else max(end - seen, 0)
-            # The page that ends this run is missing to all shorter beginnings that reach beyond it, too.
+            # The page that ends this run is also missing for all shorter beginnings that extend beyond it.
             known = list(takewhile(bool, (self._page_of.get(page_hash, 0) for page_hash in hashes[first:end])))
             if first == 0 or len(known) == end - first:
                 return [0] * first + known
             end = first + len(known)
 
     def is_known(self, page_hash: PageHash) -> bool:
-        """Some page has this content."""
+        """Whether some page has this content."""
         return page_hash in self._page_of
 
     def page_of(self, page_hash: PageHash) -> int | None:
@@ -250,11 +250,11 @@ class BlockPool:
         return sum(1 for page in pages if self._states[page] == CACHED)
 
     def snapshot(self) -> NDArray[np.uint8]:
-        """[total] FREE, CACHED or HELD for each page, the first being page 1; a copy, at the price of one."""
+        """[total] FREE, CACHED or HELD for each page, starting with page 1; a copy."""
         return np.frombuffer(self._states, dtype=np.uint8)[1:].copy()
 
     def check_integrity(self, tables: Iterable[Sequence[int]], pinned: Iterable[int] = ()) -> None:
-        """Compare all state with the tables that exist, and with the pages that are `pinned`, as often as they are.
+        """Compare all state with the existing tables, and with the `pinned` pages and how often they are pinned.
 
         Raises:
             AssertionError: a page is lost, held twice or counted wrongly.
@@ -297,9 +297,9 @@ class BlockPool:
             self._states[page] = CACHED
 
     def _evict(self) -> int:
-        """Forget the cached page that was used least recently. A page that a prompt has found counts as used later than
-        it was: by as many reservations as a quarter of the pool has pages. So beginnings that many prompts share stay
-        longer than prompts that come once."""
+        """Forget the least recently used cached page. A page that a prompt has found counts as used later than it was:
+        by as many reservations as a quarter of the pool has pages. So beginnings that many prompts share stay longer
+        than prompts that occur once."""
         once, again = self._queues
         if not again or (once and next(iter(once.values())) <= next(iter(again.values())) + self.total // 4):
             page, _ = once.popitem(last=False)

@@ -3,7 +3,8 @@
 The content of a step is counted as *work*, in tokens: a query-key pair and a row of logits count as the fraction of a
 token that they took when the engine started (`Costs`). So a chunk late in a long prompt, which sees more keys, counts
 more. Each of the last steps with prompts gives an estimate of the work that fits the wanted time. The next step may
-hold the median of these. One slow step does not move that; a machine that has become slower does, after three.
+hold the median of these. One slow step does not change that; if the machine becomes slower, the median follows after
+three.
 
 Nothing here decides what runs: the scheduler is given a `StepLimit` per step and keeps to it.
 """
@@ -20,17 +21,17 @@ import numpy as np
 
 from engine.scheduling.plan import Int32, StepPlan
 
-# Share of the limit to aim at: what an ordinary step's duration varies by is left free.
+# Share of the limit to aim at, which leaves room for the usual variation of a step's duration.
 _AIM = 0.75
-# Share of the limit that a step may take if it is as slow per token as the quickest of the last ones.
+# Share of the limit that a step may take if it is as slow per token as the fastest of the last ones.
 _MOST = 0.95
-# Share of the limit that prompts get even where decoding rows take all of it.
+# Share of the limit that prompts get even if decoding rows take all of it.
 _LEAST = 0.1
 # Steps that are remembered.
 _LAST = 5
-# Tokens of a step as long as nothing was observed.
+# Tokens of a step until something was observed.
 _FIRST = 16
-# Times the duration of a step of one token: a shorter one shows that the machine was busier when that was measured.
+# Multiple of the duration of a one-token step: if a step is shorter, the machine was busier when that was measured.
 _SHORTER = 0.8
 # Seconds; no step is shorter.
 _SHORTEST = 1e-6
@@ -42,10 +43,10 @@ class Costs:
     """Work in tokens.
 
     Attributes:
-        pair: of one query that looks at one key.
-        score: of one row of logits.
-        tile: attention computes queries in tiles, cut at multiples of so many positions; half a tile takes as
-            long as a whole one.
+        pair: work of one query for one key.
+        score: work of one row of logits.
+        tile: attention computes queries in tiles, cut at multiples of this many positions; half a tile takes as long as
+            a whole one.
     """
 
     pair: float = 0.0
@@ -53,11 +54,11 @@ class Costs:
     tile: int = 1
 
     def work(self, start: int, count: int, scored: bool = False, beside: int = 0) -> float:
-        """Work of a row: `count` tokens of one sequence from position `start` on.
+        """The work of a row: `count` tokens of one sequence from position `start` on.
 
         Args:
-            scored: logits are wanted for each of them, not for the last alone.
-            beside: keys that each of them sees besides the sequence's own: those of an encoder input.
+            scored: whether logits are wanted for every token, not only for the last one.
+            beside: keys that each token sees besides the sequence's own: those of an encoder input.
         """
         return self.score + count * (1.0 + self.score * scored + self.pair * (start + beside + (count + 1) / 2))
 
@@ -67,8 +68,8 @@ class Costs:
         return count * (1.0 + self.pair * count) + self.score * scored
 
     def fits(self, work: float, start: int, scored: bool = False, beside: int = 0) -> int:
-        """Most tokens from position `start` on that take no more than `work`, ending with a tile if they pass
-        one's end; 2**31 if there is no limit."""
+        """The maximum tokens from position `start` on that take no more than `work`, ending with a tile if they pass a
+        tile's end; 2**31 if there is no limit."""
         if work <= 0.0 or work == math.inf:
             return 0 if work <= 0.0 else 2**31
         work = max(work - self.score, 0.0)
@@ -86,9 +87,9 @@ class StepLimit:
 
     Attributes:
         costs: how work is counted.
-        tokens: most of all rows together. Decoding rows are never left out for this or for `work`.
-        work: most of all rows together.
-        least: work of prompts where the decoding rows leave less than this.
+        tokens: maximum for all rows together. Decoding rows are never left out for this or for `work`.
+        work: maximum for all rows together.
+        least: work allowed for prompts if the decoding rows leave less than this.
     """
 
     costs: Costs = Costs()
@@ -105,10 +106,10 @@ class StepWork:
     """The work of a step.
 
     Attributes:
-        tokens: all of them.
-        prompt_tokens: those of rows that do not just decode.
-        pairs: query-key pairs.
-        scores: rows of logits.
+        tokens: the number of all tokens.
+        prompt_tokens: the number of tokens in rows that do not just decode.
+        pairs: the number of query-key pairs.
+        scores: the number of rows of logits.
     """
 
     tokens: int
@@ -122,13 +123,13 @@ class StepWork:
         sampled = _NO_ROWS if plan.sampling is None else plan.sampling.rows
         if plan.num_tokens == plan.num_rows == len(sampled) and plan.encoder is None and not plan.pooling:
             seen = plan.context_lens.tolist() if plan.cross is None else (plan.context_lens + plan.cross.lens).tolist()
-            return cls(plan.num_tokens, 0, sum(seen), len(sampled))  # all rows decode: that takes no thought
+            return cls(plan.num_tokens, 0, sum(seen), len(sampled))  # all rows decode: the simple case
         counts = np.diff(plan.query_start).astype(np.int64)
         pairs = counts * (plan.context_lens - counts) + (counts**2 if plan.unchunked else counts * (counts + 1) // 2)
         if plan.cross is not None:
             pairs += counts * plan.cross.lens
         encoded = np.diff(plan.encoder.starts).astype(np.int64) if plan.encoder is not None else counts[:0]
-        # A row that decodes has nothing but positions that are sampled.
+        # In a row that decodes, all positions are sampled.
         chosen = np.bincount(np.searchsorted(plan.query_start, sampled, side="right") - 1, minlength=len(counts))
         prompts = counts[chosen < counts]
         scores = len(sampled) + (0 if plan.prompt_logprobs is None else len(plan.prompt_logprobs.rows))
@@ -144,13 +145,13 @@ class StepWork:
 
 
 class StepBudget:
-    """Learns the duration of steps, and limits the next one. Pure: it has no clock.
+    """Learns how long steps take, and limits the next one. Pure: it has no clock.
 
     Args:
-        seconds: the limit.
+        seconds: the time limit.
         costs: how work is counted.
-        measured: steps and their seconds, to begin with.
-        floor: work that a step may always hold, however long it takes.
+        measured: initial steps and their seconds.
+        floor: work that a step may always have, however long it takes.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class StepBudget:
             self.observe(work, taken)
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        """A step of that work took so long."""
+        """A step with this work took this long."""
         if work.tokens <= 0 or not 0.0 < seconds < math.inf:
             return
         seconds = max(seconds, _SHORTEST)
@@ -175,7 +176,7 @@ class StepBudget:
             self._steps.append(_Seen(work.tokens, work.total(self._costs), seconds))
 
     def limit(self) -> StepLimit:
-        """The limit of the next step; a few tokens as long as nothing was observed."""
+        """The limit of the next step; a few tokens until something was observed."""
         if not self._steps:
             return StepLimit(self._costs, tokens=_FIRST, work=_FIRST, least=self._floor)
         limit, fixed = self._seconds, median(self._single) if self._single else 0.0
@@ -183,9 +184,9 @@ class StepBudget:
             fixed = 0.0
         if fixed < limit:
             aim = max(_AIM * limit, (fixed + limit) / 2)
-        else:  # one token alone takes longer: then prompts need not be held up as well
+        else:  # one token alone takes longer: then prompts need not be delayed as well
             limit, aim = 2.5 * fixed, 2.0 * fixed
-        # Part of a step's time does not grow with it, so none takes longer per token than a smaller one did.
+        # Part of a step's time does not grow with it, so no step takes longer per token than a smaller one.
         limit *= _MOST
         most = limit * max(step.work / step.seconds for step in self._steps)
         return StepLimit(
@@ -207,6 +208,6 @@ class _Seen:
 
     def scaled(self, aim: float, fixed: float) -> float:
         """The work that would have taken `aim` seconds, if `fixed` of them do not grow with it."""
-        # Not all of it: were `fixed` too large, the smallest differences would count for much.
+        # Not all of it: if `fixed` were too large, the smallest differences would have a large effect.
         fixed = min(fixed, 0.7 * self.seconds, 0.7 * aim)
         return self.work * (aim - fixed) / (self.seconds - fixed)

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import math
 
-# Weight of past steps after each new one: the last hundred or so count.
+# Weight of past steps after each new one: about the last hundred count.
 _MEMORY = 0.98
-# Share of a step of one token that a further one takes, until steps of several sizes were seen.
+# Share of a one-token step that a further token takes, until steps of several sizes were seen.
 _FIRST_SHARE = 0.2
-# Least spread of sizes (variance, tokens squared) from which the time of a token can be told.
+# Minimum spread of sizes (variance, tokens squared) from which a token's time can be determined.
 _LEAST_SPREAD = 0.05
-# A share above the first one falls by this factor with each step that says nothing of it: an estimate that is too high
-# ends all drafts, and without drafts no step could show that it is.
+# A share above the initial one falls by this factor with each step that gives no information on it: an estimate that is
+# too high ends all drafts, and without drafts no step could show that it is too high.
 _FORGETTING = 0.997
-# As long as sizes have too little spread, one step in so many has no drafts, so that they get some.
+# While sizes have too little spread, one step in this many has no drafts, so that sizes vary.
 _PLAIN_EVERY = 8
-# Draft only what gains this much more than it costs: estimates are noisy.
+# Draft only if the gain exceeds the cost by this factor: estimates are noisy.
 _MARGIN = 1.25
-# And so much more again for each further sequence of the step: a draft helps one request and delays the others.
+# And by this much more for each further sequence of the step: a draft helps one request and delays the others.
 _FOR_OTHERS = 0.25
 
 
 class DraftCosts:
-    """A line through the last decoding steps: seconds = fixed + each * tokens, by least squares."""
+    """A line fitted to the last decoding steps: seconds = fixed + each * tokens, by least squares."""
 
     def __init__(self) -> None:
         self._weight = self._tokens = self._squares = self._seconds = self._products = 0.0
@@ -30,7 +30,7 @@ class DraftCosts:
         self._alike = 0  # steps since sizes had enough spread
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Count the time of a decoding step of so many tokens."""
+        """Count the time of a decoding step with this many tokens."""
         if tokens <= 0 or not 0.0 < seconds < math.inf:
             return
         self._weight = _MEMORY * self._weight + 1.0
@@ -51,12 +51,12 @@ class DraftCosts:
             self._share = min(max(each / one, 0.01), 1.0)
 
     def seconds(self, tokens: int) -> float:
-        """The time of a step of so many tokens. A step of one token takes 1."""
+        """The time of a step with this many tokens. A step of one token takes 1."""
         return 1.0 + self._share * (tokens - 1)
 
     @property
     def wants_plain(self) -> bool:
-        """The next step is to have no drafts: the last ones had too many alike to tell their cost."""
+        """Whether the next step should have no drafts: the last ones had too similar sizes to determine their cost."""
         return self._alike % _PLAIN_EVERY == _PLAIN_EVERY - 1
 
     @property
@@ -69,8 +69,8 @@ class DraftGain:
     """The expected tokens of a step and its expected time, as drafts are added to it.
 
     Args:
-        costs: None if every draft is worth its time.
-        rows: decoding sequences of the step. Each gives a token without drafts.
+        costs: costs of a step; None if every draft is worth its time.
+        rows: decoding sequences of the step. Each row yields a token without drafts.
     """
 
     def __init__(self, costs: DraftCosts | None, rows: int):
@@ -80,7 +80,7 @@ class DraftGain:
         self._expected = float(rows)
 
     def is_worth(self, probability: float) -> bool:
-        """One more draft, which is right with this probability, raises the tokens of answers in a second."""
+        """Whether one more draft, which is right with this probability, increases the tokens of answers per second."""
         if self._costs is None:
             return True
         if self._costs.wants_plain:
@@ -89,7 +89,7 @@ class DraftGain:
         return probability > self._margin * rate * self._costs.share
 
     def count(self, probability: float) -> None:
-        """This draft is part of the step."""
+        """Count this draft as part of the step."""
         self._tokens += 1
         self._expected += probability
 

@@ -41,12 +41,12 @@ class Drafter(Protocol):
         """It may have drafts for the answers to this request."""
 
     def propose(self, request: Request, sequence: Sequence, most: int) -> tuple[Seq[int], float]:
-        """Tokens that are likely to follow an answer and its prompt, both of which are known; and for each token the
+        """Tokens that are likely to follow an answer and its prompt, both of which are known; and for each token, the
         probability that it is right if all tokens before it are.
 
         Args:
-            request: the sequence's.
-            most: only so many count.
+            request: the sequence's request.
+            most: the maximum number of tokens that are used.
         """
 
     def ended(self, request: Request, sequence: Sequence) -> None:
@@ -57,7 +57,7 @@ class TextDrafter:
     """Drafts from known texts (`engine.scheduling.ngram`).
 
     Args:
-        most: drafts of a sequence in a step.
+        most: maximum drafts of a sequence in a step.
         own: each sequence's own tokens are among the texts. Otherwise only requests with a prediction have drafts.
         earlier: answers that ended are kept here, and are among the texts of later requests of the same scope.
     """
@@ -102,14 +102,14 @@ class TextDrafter:
 def drafts_of(
     drafter: Drafter, group: SequenceGroup, sequence: Sequence, most: int, gain: DraftGain
 ) -> tuple[int, ...]:
-    """The tokens that the drafter expects of a sequence whose tokens are all known, as far as they can come and are
+    """The tokens that the drafter expects for a sequence whose tokens are all known, as far as they are possible and
     worth their time.
 
-    Nothing is drafted from an end on, nor what a constraint excludes: a mask says of allowed tokens alone what may
-    follow them.
+    Nothing is drafted from an end on, nor what a constraint excludes: a mask says what may follow only for allowed
+    tokens.
     """
     decoding = group.request.decoding
-    most = min(most, decoding.max_tokens - 1 - sequence.num_output)  # the last token has nothing to be checked for
+    most = min(most, decoding.max_tokens - 1 - sequence.num_output)  # there is nothing to check the last token for
     if most <= 0:
         return ()
     proposed, rate = drafter.propose(group.request, sequence, most)
@@ -134,7 +134,7 @@ def drafts_of(
 
 def forced_drafts(group: SequenceGroup, sequence: Sequence, most: int) -> tuple[int, ...]:
     """Tokens that must follow a sequence whose tokens are all known, as far as its constraint knows. They are certain;
-    as drafts they are computed together, and each is given its log-probability."""
+    as drafts they are computed together, and each gets its log-probability."""
     decoding, constraint = group.request.decoding, sequence.constraint
     most = min(most, decoding.max_tokens - 1 - sequence.num_output)
     if most <= 0 or not isinstance(constraint, Forcing):

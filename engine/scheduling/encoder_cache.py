@@ -16,10 +16,10 @@ from engine.scheduling.step import Step
 
 
 class EncoderCache:
-    """The scheduler's bookkeeping of what encoders leave; does nothing for requests without an encoder input.
+    """The scheduler's bookkeeping of encoders' output; does nothing for requests without an encoder input.
 
-    A preempted request gives up these pages too, but they stay findable like those of a prefix: the encoder
-    runs again only if they were evicted. Without prefix caching only the request itself finds them.
+    A preempted request releases these pages too, but they can still be found, like a prefix: the encoder runs again
+    only if they were evicted. Without prefix caching only the request itself finds them.
     """
 
     def __init__(self, pool: BlockPool, hasher: PageHasher, config: SchedulerConfig, stats: EngineStats):
@@ -39,7 +39,7 @@ class EncoderCache:
         return EncoderInput(ids, root, self._hasher, size, request.signal, adapter_sides(request))
 
     def may_start(self, step: Step, group: SequenceGroup) -> bool:
-        """The encoder need not run for this request, or may run in this step."""
+        """Whether the encoder need not run for this request, or may run in this step."""
         encoder_input = group.encoder_input
         if encoder_input is None or (
             encoder_input.key not in step.encoder_runs and self._find(step, encoder_input) is not None
@@ -48,20 +48,20 @@ class EncoderCache:
         return step.can_encode(encoder_input, group)
 
     def pages_needed(self, step: Step, group: SequenceGroup) -> int:
-        """Available pages that `take` uses up."""
+        """The number of available pages that `take` uses up."""
         if group.encoder_input is None:
             return 0
         known = self._find(step, group.encoder_input)
         return len(group.encoder_input.hashes) if known is None else self._pool.count_cached(known)
 
     def take(self, step: Step, group: SequenceGroup) -> None:
-        """Give an admitted request its pages; the encoder runs where they are not cached."""
+        """Give an admitted request its pages; the encoder runs if they are not cached."""
         encoder_input = group.encoder_input
         if encoder_input is None:
             return
         known = self._find(step, encoder_input)
         if known is None:
-            self._pool.forget(encoder_input.hashes)  # what is left of them without the others is of no use
+            self._pool.forget(encoder_input.hashes)  # the pages that are left are useless without the others
         pages = self._pool.reserve(len(encoder_input.hashes)) if known is None else self._pool.adopt(known)
         assert pages is not None  # the scheduler asked how many are needed
         encoder_input.pages = pages
@@ -85,13 +85,13 @@ class EncoderCache:
         self._stats.num_encoder_hits += sum(len(run.groups) - (not run.done) for run in step.encoder_runs)
 
     def release(self, group: SequenceGroup) -> None:
-        """A request gives its pages up."""
+        """A request releases its pages."""
         if group.encoder_input is not None:
             self._pool.free(group.encoder_input.pages)
             group.encoder_input.pages = []
 
     def finish(self, group: SequenceGroup) -> None:
-        """A request is over."""
+        """A request has ended."""
         self.release(group)
         if group.encoder_input is not None and not self._config.enable_prefix_caching:
             self._pool.forget(group.encoder_input.hashes)

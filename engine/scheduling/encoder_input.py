@@ -1,8 +1,8 @@
 """The scheduler's facts about an encoder input: its length, its content, and the pages of its K and V.
 
-An input is encoded once, whole, by the step that first runs its request, and its K and V for all layers of the
-decoder lie in pages of the same pool. They are never written again: all beams and answers read them, and requests with
-an equal input share them. Their hashes cover the whole input, so they are found all or not at all.
+An input is encoded once, as a whole, by the step that first runs its request, and its K and V for all layers of the
+decoder are stored in pages of the same pool. They are never written again: all beams and answers read them, and
+requests with an equal input share them. Their hashes cover the whole input, so either all of them are found or none.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class EncoderInput:
     """A request's encoder input.
 
     Attributes:
-        tokens: the input; zeros where it is a signal, one for each position.
-        signal: what is read instead of tokens, if it is.
+        tokens: the input's tokens; for a signal, one zero per position.
+        signal: the signal that is read instead of tokens, if any.
         sides: further values of the tokens, beside their ids.
         key: hash of the whole input and of the values in its root.
         hashes: one per page.
         pages: where K and V are, or will be after this step; empty while the request waits.
-        num_cached: tokens that were encoded already when the request was first admitted; None before.
+        num_cached: number of tokens that were encoded already when the request was first admitted; None before.
     """
 
     __slots__ = ("hashes", "key", "num_cached", "pages", "sides", "signal", "tokens")
@@ -43,7 +43,7 @@ class EncoderInput:
         self.tokens: Int32 = np.array(tokens, dtype=np.int32)
         self.signal = signal
         self.sides: Sides = sides or {}
-        # No token is -1: neither hash is one of a decoder's page.
+        # No token is -1, so neither hash is that of a decoder's page.
         self.key = hasher.extend(root, np.array([-1, *tokens], dtype=np.int32))
         if signal is not None:
             self.key = hasher.of_signal(self.key, signal)

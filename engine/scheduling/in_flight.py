@@ -1,10 +1,10 @@
-"""Steps that are planned and whose answers are not applied yet: the one book of what is in flight.
+"""Steps that are planned but whose answers are not applied yet: the only record of what is in flight.
 
-There is one such step, or two where the scheduler plans one step ahead, and more while a step that failed is computed
-in parts. A step has its rows, its page copies and its encoder runs, and so can be planned again, whole or in two parts,
-with what is known by then: that computes the same positions and copies the same pages. So the sources of copies keep
-their content until the step is over (`BlockPool.pin`), also if they are given up meanwhile. Everything else that a row
-reads is held by its sequence.
+There is one such step, or two if the scheduler plans one step ahead, and more while a failed step is computed in parts.
+A step has its rows, its page copies and its encoder runs. So it can be planned again, whole or in two parts, with what
+is known by then: that computes the same positions and copies the same pages. So the sources of copies keep their
+content until the step is over (`BlockPool.pin`), even if they are released meanwhile. Everything else that a row reads
+is held by its sequence.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from engine.scheduling.step import EncoderRun, SearchAhead
 
 
 class PendingAnswer(Protocol):
-    """The answer to a step that was launched."""
+    """The answer to a launched step."""
 
     @property
     def ready(self) -> bool:
-        """`result` does not wait."""
+        """Whether `result` returns without waiting."""
 
     def result(self) -> StepResult:
-        """The answer; waits for it. Raises what went wrong."""
+        """The answer; waits for it. Raises the step's errors."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,16 +41,16 @@ class InFlightStep:
     """A step whose answer is not applied yet.
 
     Attributes:
-        rows: as they were planned; some may be void by now.
+        rows: the rows as they were planned; some may have become void.
         copies: pages copied for each request.
         encoder_runs: runs of the encoder.
-        searches: beam searches that are in it before the answer of the step before is applied.
+        searches: its beam searches whose previous step's answer is not applied yet.
         plan: the plan that is computed; None if it has to be planned again, from the rows that are not void by then.
-        answer: what was launched, or why it could not be; None before the launch.
-        is_part: it is a part of a step that could not be computed as a whole.
-        was_postponed: it has failed before any other part of that step was computed.
-        began: when planning it began, in seconds of `time.perf_counter()`.
-        ended: the time of its end, if it ended with its launch.
+        answer: the launched answer, or why the launch failed; None before the launch.
+        is_part: whether it is a part of a step that could not be computed as a whole.
+        was_postponed: whether it has failed before any other part of that step was computed.
+        began: when its planning began, in seconds of `time.perf_counter()`.
+        ended: when it ended, if it ended with its launch.
     """
 
     rows: list[Row]
@@ -93,23 +93,23 @@ class InFlightSteps:
 
     @property
     def oldest(self) -> InFlightStep:
-        """The one that is answered next."""
+        """The step that is answered next."""
         return self._queue[0]
 
     @property
     def newest(self) -> InFlightStep:
-        """The one that was planned last."""
+        """The step that was planned last."""
         return self._queue[-1]
 
     def begin(self, step: InFlightStep) -> None:
-        """A step is planned. The sources of its copies are pinned already."""
+        """Add a planned step. The sources of its copies are pinned already."""
         for row in step.rows:
             row.sequence.num_in_flight += row.count
             row.sequence.num_pending += row.sampled
         self._queue.append(step)
 
     def end(self) -> InFlightStep:
-        """The oldest step is over."""
+        """Remove the oldest step, which is over."""
         step = self._queue.popleft()
         for row in step.rows:
             if not row.is_void:
@@ -127,7 +127,7 @@ class InFlightSteps:
                 self._pool.free(search.pages)
 
     def take_search(self, group: SequenceGroup) -> tuple[InFlightStep, SearchAhead] | None:
-        """The step that goes on with a search whose answer is being applied, and its rows there; None if none does."""
+        """The step that continues a search whose answer is being applied, and its rows there; None if none does."""
         for step in self._queue:
             if (search := step.searches.pop(group, None)) is not None:
                 return step, search
@@ -143,14 +143,14 @@ class InFlightSteps:
         }
 
     def encodes(self, encoder_input: EncoderInput | None) -> bool:
-        """A step in flight runs the encoder over an equal input."""
+        """Whether a step in flight runs the encoder over an equal input."""
         return encoder_input is not None and any(
             encoder_input.key == run.encoder_input.key for step in self._queue for run in step.encoder_runs
         )
 
     @property
     def continues(self) -> bool:
-        """The step behind the oldest one is another part of the same step."""
+        """Whether the step behind the oldest one is another part of the same step."""
         return len(self._queue) > 1 and self._queue[1].is_part
 
     def postpone(self) -> None:
@@ -161,14 +161,14 @@ class InFlightSteps:
         self._queue.insert(sum(other.is_part for other in self._queue), step)
 
     def recall(self) -> None:
-        """The oldest step has failed: steps that were launched after it have computed with its leftovers, and their
-        results are dropped."""
+        """The oldest step has failed: steps that were launched after it have computed with its leftovers, so drop their
+        results."""
         for step in self._queue:
             if step is not self.oldest:
                 step.plan = step.answer = step.ended = None
 
     def plan(self, step: InFlightStep) -> StepPlan:
-        """The oldest step's plan once more, with all that is known by now; some of its rows are not void."""
+        """The oldest step's plan again, with all that is now known; some of its rows are not void."""
         step.rows = step.live()
         copies = [pair for pairs in step.copies.values() for pair in pairs]
         inputs = step.take_inputs({row.group for row in step.rows})
@@ -176,7 +176,7 @@ class InFlightSteps:
         return step.plan
 
     def plan_rows(self, rows: list[Row]) -> StepPlan:
-        """Some rows of the oldest step alone, without its copies and encoder runs."""
+        """Some rows of the oldest step, without its copies and encoder runs."""
         return build_plan(rows, [], self._size)
 
     def copied(self) -> None:
@@ -185,18 +185,20 @@ class InFlightSteps:
             self._drop_copies(self.oldest, group)
 
     def encoded(self, done: InFlightStep) -> None:
-        """A step has run the encoder: parts that were to run it over the same inputs need not."""
+        """A step has run the encoder: parts that were to run it over the same inputs need not do so."""
         keys = {run.encoder_input.key for run in done.encoder_runs}
         for run in (run for step in self._queue for run in step.encoder_runs):
             run.done |= run.encoder_input.key in keys
 
     def split(self) -> bool:
-        """Make two steps of the oldest one, both to be launched in turn; False if there is nothing to divide. Requests
-        are divided where half of the tokens are; one alone has half of its tokens in each. Drafts are left out first:
-        no request is to fail for what was only expected.
+        """Divide the oldest step into two, both to be launched in turn; returns False if there is nothing to divide.
+        Requests are divided where half of the tokens are; a single request has half of its tokens in each. Drafts are
+        left out
+        first: no request is to fail for what was only expected.
 
-        All its pages are copied before (`copied`): a part may write what a later one would have to copy. An encoder
-        input that requests of both have is left to both, since the requests of the first may fail (see `encoded`).
+        All its pages are copied first (`copied`), because a part may write what a later one would have to copy. An
+        encoder input that requests of both parts have stays in both, since the requests of the first may fail (see
+        `encoded`).
         """
         step = self.oldest
         rows = step.live()
@@ -263,7 +265,7 @@ class InFlightSteps:
         return [search.pages for step in self._queue for search in step.searches.values()]
 
     def pinned(self) -> list[int]:
-        """Sources of copies, as often as they are pinned."""
+        """Sources of copies, each as often as it is pinned."""
         return [source for step in self._queue for pairs in step.copies.values() for source, _ in pairs]
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The scheduler's limits, and the requests that could never run."""
+"""The scheduler's limits, and requests that could never run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class SchedulerConfig:
     """Limits of the scheduler (see `EngineConfig`).
 
     Attributes:
-        enable_prefix_caching: later requests may find the pages of earlier ones.
-        needs: of the model's sequences.
+        enable_prefix_caching: whether later requests may find the pages of earlier ones.
+        needs: the needs of the model's sequences.
     """
 
     max_num_seqs: int
@@ -28,7 +28,7 @@ class SchedulerConfig:
 
     @classmethod
     def of(cls, config: EngineConfig, needs: SequenceNeeds) -> SchedulerConfig:
-        """The limits that an engine's settings give for a model."""
+        """The limits that follow from an engine's settings for a model."""
         return cls(
             max_num_seqs=config.most_seqs
             if needs.paged or config.max_num_seqs is not None
@@ -41,12 +41,12 @@ class SchedulerConfig:
 
     @property
     def window(self) -> int | None:
-        """Keys that any layer sees at most, the query's own included; None if some layer sees all."""
+        """The maximum number of keys that any layer sees, including the query's own; None if some layer sees all."""
         return self.needs.window
 
     @property
     def seen_pages(self) -> int | None:
-        """The last so many of a sequence's full pages are seen by its next query; None: all of them."""
+        """How many of a sequence's last full pages its next query sees; None: all of them."""
         return None if self.window is None else pages_needed(self.window - 1, self.block_size)
 
     def first_page(self, position: int) -> int:
@@ -54,14 +54,14 @@ class SchedulerConfig:
         return 0 if self.window is None else max(position - self.window + 1, 0) // self.block_size
 
     def most_pages(self, width: int) -> int:
-        """Most pages that `width` sequences of any length hold at once: what is in their windows, and a step's
-        tokens; 2**31 if that grows with their length."""
+        """The maximum pages that `width` sequences of any length hold at once: those in their windows, and those of a
+        step's tokens; 2**31 if that grows with their length."""
         if self.window is None:
             return 2**31
         return (width * self._kept_slots(self.window) + self.max_num_batched_tokens) // self.block_size
 
     def fitting(self, length: int, total_pages: int, encoder_length: int = 0) -> float:
-        """The number of requests of `length` tokens, and an encoder's input of `encoder_length`, that so many pages
+        """The number of requests of `length` tokens, with an encoder's input of `encoder_length`, that this many pages
         hold at a time."""
         encoded = pages_needed(encoder_length, self.block_size)
         whole = total_pages / (pages_needed(length, self.block_size) + encoded)
@@ -71,7 +71,7 @@ class SchedulerConfig:
         return max(whole, room / max(self._kept_slots(self.window) + encoded * self.block_size, 1))
 
     def _kept_slots(self, window: int) -> int:
-        """Most slots that a sequence's pages have besides those of a step's tokens: of the keys that the first of
+        """The maximum slots in a sequence's pages besides those of a step's tokens: slots of the keys that the first of
         these sees before it, and in the first and the last page beyond these."""
         return window - 1 + 2 * (self.block_size - 1)
 
@@ -80,7 +80,7 @@ def check_fits(request: Request, config: SchedulerConfig, total_pages: int, tota
     """Refuse a request that could never run, even alone.
 
     Args:
-        total_states: state slots, of which a sequence has two in a step; None: sequences need none.
+        total_states: number of state slots, of which a sequence has two in a step; None: sequences need none.
 
     Raises:
         InvalidRequestError: it needs more rows or pages than there are.

@@ -13,7 +13,7 @@ from engine.interface.cache_map import CacheMap, CellKinds, LiveRequest
 from engine.scheduling.block_pool import CACHED, HELD, BlockPool
 from engine.scheduling.sequence import SequenceGroup, Status
 
-MAX_CELLS = 4096  # of a map; a larger pool's cells stand for several pages each
+MAX_CELLS = 4096  # cells of a map; a larger pool's cells stand for several pages each
 MAX_LISTED = 64  # running requests, and waiting ones
 MAX_NAMED = 4  # holders of a cell
 
@@ -22,7 +22,7 @@ Tables = list[NDArray[np.int32]]
 
 
 def draw_map(pool: BlockPool, groups: Iterable[SequenceGroup]) -> CacheMap:
-    """The map of this moment, between steps, of all pages and all unfinished requests."""
+    """The current map, taken between steps, of all pages and all unfinished requests."""
     unfinished = list(groups)
     running = sorted((group for group in unfinished if group.status is Status.RUNNING), key=_order)
     queue = (group for group in unfinished if group.status in (Status.RESTORING, Status.WAITING))
@@ -59,7 +59,7 @@ def _order(group: SequenceGroup) -> tuple[int, int]:
 
 
 def _tables(group: SequenceGroup) -> Tables:
-    """All that refers to pages."""
+    """All tables that refer to pages."""
     tables = [sequence.table.view() for sequence in group.sequences]
     return tables if group.encoder_input is None else [*tables, np.array(group.encoder_input.pages, dtype=np.int32)]
 
@@ -73,11 +73,11 @@ def _found(group: SequenceGroup) -> Tables:
 
 
 def _entries(tables: Seq[Tables]) -> tuple[Ints, Ints]:
-    """Every entry of every table: the page, and the place of the request."""
+    """Every entry of every table: the page, and the request's number."""
     flat = [table for own in tables for table in own]
     pages = np.concatenate(flat).astype(np.int64) if flat else np.zeros(0, dtype=np.int64)
     owners = np.repeat(np.arange(len(tables)), [sum(map(len, own)) for own in tables])
-    there = pages > 0  # 0 stands where a page is out of the window
+    there = pages > 0  # 0 replaces pages outside the window
     return (pages, owners) if there.all() else (pages[there], owners[there])
 
 
@@ -91,7 +91,7 @@ def _marked(found: Seq[Tables], total: int) -> NDArray[np.bool_]:
 
 
 def _per_cell(values: NDArray[np.generic], size: int, *, most: bool = False) -> Ints:
-    """[P] a number for each page -> [ceil(P / size)] the sum, or the largest, for each cell."""
+    """[P] a number for each page -> [ceil(P / size)] the sum, or the maximum, for each cell."""
     numbers = values.astype(np.int64)
     if size == 1:
         return numbers
@@ -100,15 +100,15 @@ def _per_cell(values: NDArray[np.generic], size: int, *, most: bool = False) -> 
 
 
 def _group(holders: NDArray[np.bool_], facts: Seq[Ints]) -> tuple[list[int], CellKinds]:
-    """Runs of equal cells, and the kinds.
+    """Runs of equal cells, and their kinds.
 
     Args:
         holders: [cells, running requests] whether the request holds a page of the cell.
-        facts: those of `CellKinds`, in its order, for each cell.
+        facts: the facts of `CellKinds`, in order, for each cell.
     """
     num_cells, width = holders.shape[0], max(holders.shape[1], 1)
     cells, rows = np.divmod(np.flatnonzero(holders), width)
-    # Cells are alike if these sums of numbers that are random, but always the same, are equal.
+    # Cells are alike if these sums are equal; their terms are random numbers that are always the same.
     weights = np.random.default_rng(0).random(width + len(facts))
     keys = np.bincount(cells, weights=weights[rows], minlength=num_cells).astype(np.float64)  # integers where empty
     for fact, weight in zip(facts, weights[width:], strict=True):

@@ -18,14 +18,14 @@ class SequenceNeeds:
     """The needs of a model kind (`engine.execution.model_kinds`).
 
     Attributes:
-        paged: keys and values of tokens lie in pages, which later sequences with the same prefix find; else every input
-            is read whole by one step, and leaves nothing.
-        window: keys that any layer sees at most, the query's own included; None if some layer sees all.
-        encoder_length: tokens of the longest input that an encoder reads for a decoder, whose keys and values lie in
-            pages of their own; 0 if there is no such encoder.
-        state_size: numbers of the states of its layers, in a state slot; 0 if no layer has one.
-        rotary_shifts: (limit, shift) pairs, limits ascending: sequences that reach no more tokens than a limit are
-            turned otherwise than longer ones, and find their angles as many rows after their positions.
+        paged: whether keys and values are stored in pages, which later sequences with the same prefix find; else every
+            input is read whole by one step, and stores nothing.
+        window: maximum keys that any layer sees, including the query's own; None if some layer sees all.
+        encoder_length: tokens of the longest input that an encoder reads for a decoder, whose keys and values are
+            stored in separate pages; 0 if there is no such encoder.
+        state_size: number of values in the states of its layers in a state slot; 0 if no layer has one.
+        rotary_shifts: (limit, shift) pairs, limits ascending: sequences that reach at most `limit` tokens are rotated
+            differently from longer ones, and find their angles `shift` rows after their positions.
         crop_work: the work of making the vectors of a crop of an image, in tokens.
         kept_vectors: about as many vectors of images are kept.
     """
@@ -39,7 +39,7 @@ class SequenceNeeds:
     kept_vectors: int = 0
 
     def sides_of(self, request: Request) -> Sides:
-        """The facts about a request's tokens beside their ids: those that it brings, and those that follow from its
+        """The facts about a request's tokens beside their ids: those that it contains, and those that follow from its
         length."""
         shift = self.rotary_shift(request.reach)
         own = adapter_sides(request)
@@ -50,41 +50,40 @@ class SequenceNeeds:
         return {**request.sides, **own} if own else request.sides
 
     def rotary_shift(self, reach: int) -> int:
-        """The number of rows after its position at which a token's angles are, in a sequence that can reach so many
-        tokens."""
+        """How many rows after its position a token's angles are, in a sequence that can reach this many tokens."""
         return next((shift for limit, shift in self.rotary_shifts if reach <= limit), 0)
 
     def crossed_limit(self, request: Request) -> int | None:
-        """The first length beyond which sequences are turned otherwise, and which this request's prompt is within and
-        its answer may pass; None if there is none."""
+        """The first length beyond which sequences are rotated differently, and which this request's answer may exceed
+        but not its prompt; None if there is none."""
         prompt, reach = len(request.prompt_token_ids), request.reach
         return next((limit for limit, _ in self.rotary_shifts if prompt <= limit < reach), None)
 
 
 def adapter_sides(request: Request) -> dict[str, Values]:
-    """The slot of a request's adapter, which all its tokens have, those of an encoder's input, too."""
+    """The slot of a request's adapter for all its tokens, including those of an encoder's input."""
     return {} if request.adapter is None else {"adapter_slots": np.array([request.adapter.slot], dtype=np.int32)}
 
 
 def adapters_of(sides: Sides) -> Values | None:
-    """[tokens] the slots of tokens' adapters; None where none has one."""
+    """[tokens] the slots of tokens' adapters; None if none has one."""
     return sides.get("adapter_slots")
 
 
 def encoder_root(request: Request, hasher: PageHasher) -> PageHash:
-    """Hash before an encoder's input: what changes its keys and values besides the input."""
+    """Hash before an encoder's input: covers what changes its keys and values besides the input."""
     root = hasher.root(request.cache_salt)
     if request.adapter is None:
         return root
     digest = np.frombuffer(request.adapter.digest, dtype=np.uint8).astype(np.int32)
-    # No token is negative: this is no page's hash, nor what follows the mark of a side.
+    # No token is negative: this is not a page's hash, nor what follows the mark of a side.
     return hasher.extend(root, np.concatenate((np.array([np.iinfo(np.int32).min], dtype=np.int32), digest)))
 
 
 def sequence_root(request: Request, hasher: PageHasher, encoder_input: EncoderInput | None, sides: Sides) -> PageHash:
-    """Hash before the first page of a request's sequences: what changes keys and values besides tokens and the sides
-    that differ from token to token."""
+    """Hash before the first page of a request's sequences: covers what changes keys and values besides tokens and the
+    sides that differ from token to token."""
     root = encoder_root(request, hasher) if encoder_input is None else encoder_input.key
-    # No token is negative: this is no page's hash.
+    # No token is negative: this is not a page's hash.
     more = hashed_root(sides) if sides else []
     return hasher.extend(root, np.concatenate(more)) if more else root

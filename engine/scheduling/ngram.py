@@ -21,37 +21,37 @@ _BITS = 21
 NGRAM = 3
 """Tokens of the n-grams in the index: shorter repetitions say little about what follows."""
 MOST_CANDIDATES = 16
-"""Occurrences that are compared, from the last one back."""
+"""The number of occurrences that are compared, starting with the last one."""
 LONGEST = 32
-"""Tokens up to which an occurrence is compared. A longer match is as good as this one."""
+"""The number of tokens up to which an occurrence is compared. A longer match is as good as this one."""
 # Bounds of match lengths between which the share of right drafts is learnt together.
 _LENGTHS = (6, 12)
 # Share of the equally long occurrences that must agree on a token, where they vote.
 _MAJORITY = 0.5
 END = -1
 """Follows each of several texts. No sequence has this token."""
-# The share of right tokens that is assumed at first, and the number of observations that it counts for.
+# The initial share of right tokens, and the number of observations that it counts as.
 _PRIOR = ((0.4, 2.0), (0.7, 2.0), (0.9, 2.0))
 # Weight of past observations after each new one.
 _MEMORY = 0.9
 
 
 class NgramIndex:
-    """The places of each n-gram in a growing sequence.
+    """The positions of each n-gram in a growing sequence.
 
     An occurrence is named by its end: the position of the token that followed.
     """
 
     def __init__(self) -> None:
         self._last: dict[int, int] = {}
-        self._before: list[int] = []  # by end: the end of the occurrence before, -1 for none
+        self._before: list[int] = []  # the end of the previous occurrence by end, -1 for none
         self._size = 0
 
     def extend(self, tokens: Int32) -> None:
-        """Index the tokens that came since the last call.
+        """Index the tokens added since the last call.
 
         Args:
-            tokens: [N] all of the sequence; those of the last call are a prefix of them.
+            tokens: [N] the whole sequence; that of the last call is a prefix of it.
         """
         if self._size == 0 and len(tokens) > NGRAM:
             self._index_all(tokens)
@@ -78,10 +78,10 @@ class NgramIndex:
 
     def longest(self, tokens: Int32) -> tuple[int, int]:
         """The end of the earlier occurrence that shares the most tokens with the sequence's end, and their number; the
-        later of two equal ones. (-1, 0) if the last n-gram is new.
+        later of two equally good ones. (-1, 0) if the last n-gram is new.
 
         Args:
-            tokens: [N] all of the sequence, which are indexed.
+            tokens: [N] the whole sequence, which is indexed.
         """
         return _best(self.occurrences(tokens, tokens))
 
@@ -205,10 +205,10 @@ class Drafting:
     _group: int = 0
 
     def guess(self, tokens: Int32, most: int) -> tuple[list[int], float]:
-        """At most `most` tokens that may follow, and the probability of each that it is right if all before it are.
+        """At most `most` tokens that may follow, each with the probability that it is right if all before it are.
 
         Args:
-            tokens: [N] all of the sequence.
+            tokens: [N] the whole sequence.
         """
         self._learn(tokens)
         found = self._occurrences(tokens)

@@ -1,4 +1,4 @@
-"""The pages that the prefix cache has gained and lost, in order: a router may count on them."""
+"""The pages that the prefix cache has gained and lost, in order: a router may rely on them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from engine.scheduling.sequence import IntBuffer, SequenceGroup
 
 @dataclass(slots=True)
 class PagesStored:
-    """Pages that follow each other can be found from now on.
+    """Pages that follow each other can now be found.
 
     Attributes:
         hashes: one for each page.
         parent: hash of the page before the first of them; None if they begin a sequence.
-        token_ids: of all the pages.
-        beside: what stands for that on which K and V depend besides tokens, by the number of each such page here.
+        token_ids: the tokens of all the pages.
+        beside: for each page whose K and V depend on more than tokens, a value that stands for the rest, by page number
+            here.
     """
 
     hashes: list[PageHash]
@@ -30,7 +31,7 @@ class PagesStored:
 
 @dataclass(slots=True)
 class PagesRemoved:
-    """Pages cannot be found any more."""
+    """Pages can no longer be found."""
 
     hashes: list[PageHash]
 
@@ -44,10 +45,10 @@ PageEvent = PagesStored | PagesRemoved | PagesCleared
 
 
 class PageEvents:
-    """Collects events until they are taken. A scheduler has one only where events are to be told.
+    """Collects events until they are taken. A scheduler has one only if events are to be reported.
 
     Attributes:
-        events: since they were last taken, oldest first.
+        events: events since they were last taken, oldest first.
     """
 
     def __init__(self, hasher: PageHasher, block_size: int):
@@ -56,7 +57,7 @@ class PageEvents:
         self.events: list[PageEvent] = [PagesCleared()]  # whatever a predecessor held
 
     def stored(self, group: SequenceGroup, tokens: IntBuffer, hashes: Sequence[PageHash], pages: Sequence[int]) -> None:
-        """A sequence's pages at these places, in ascending order, can be found."""
+        """A sequence's pages at these positions, in ascending order, can be found."""
         start = 0
         for place in range(1, len(pages) + 1):
             if place == len(pages) or pages[place] != pages[place - 1] + 1:
@@ -73,10 +74,10 @@ class PageEvents:
 
     def cleared(self) -> None:
         """All pages were forgotten."""
-        self.events = [PagesCleared()]  # what happened before is of no interest
+        self.events = [PagesCleared()]  # earlier events do not matter
 
     def take(self) -> list[PageEvent]:
-        """The events so far, which are forgotten here."""
+        """Return the events so far, and forget them here."""
         events, self.events = self.events, []
         return events
 

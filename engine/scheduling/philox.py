@@ -1,4 +1,4 @@
-"""Random numbers that depend only on what they are for: a counter-based generator.
+"""Random numbers that depend only on their purpose: a counter-based generator.
 
 Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), vectorised
 over rows. Sampling stays reproducible in any batch because no state is shared between rows.
@@ -49,7 +49,7 @@ def uniforms(
     """One number in [0, 1) with 53 random bits for each (seed, choice index, output position).
 
     Args:
-        purpose: 0 for the numbers that tokens are drawn with; those of another purpose have nothing to do with them.
+        purpose: 0 for the numbers with which tokens are drawn; numbers for another purpose are independent of them.
     """
     seed = np.array([s & (2**64 - 1) for s in seeds], dtype=np.uint64)
     key = np.stack((seed & _MASK, seed >> _SHIFT), axis=1)

@@ -30,21 +30,22 @@ class SamplingBatch:
     `engine.interface.sampling_table`).
 
     Attributes:
-        rows: [S] index into the flat tokens.
+        rows: [S] indices into the flat tokens.
         table: [S] `TABLE`.
-        uniforms: [S, max draws] numbers in [0, 1), one per draw: those that a device makes itself of the table's
+        uniforms: [S, max draws] numbers in [0, 1), one per draw: the same that a device itself makes from the table's
             seeds, choices and positions (`engine.scheduling.philox`).
-        edits: [E] `EDIT`, in the order of the rows, and of a row in that of their kinds.
+        edits: [E] `EDIT`, in the order of the rows, and within a row in that of their kinds.
         masked: [M] rows that have a mask, ascending.
-        masks: [M, words] of each the tokens that may come, a bit each (`mask_words`); the others are impossible, as
-            if they were banned.
-        outweighed: [M] of each mask the token from which on tokens are weighed together
-            (`engine.interface.constraints.Weighing`); -1 for a mask that says all. Empty: all do.
-        fill: gives `masks`, where they are not there yet (`filled`); None: they are.
+        masks: [M, words] the allowed tokens of each, a bit each (`mask_words`); the others are impossible, as if they
+            were banned.
+        outweighed: [M] `outweighed_from` of each mask's constraint (`engine.interface.constraints.Weighing`); -1 for
+            a mask without weighing. If it is empty, no mask has weighing.
+        fill: returns `masks`, if they are not there yet (`filled`); None if they are.
         watched: [S, W] tokens whose log-probabilities are wanted, whatever is sampled (`logprob_token_ids`); a row with
-            fewer ends with zeros. None: there are none.
-        spans: [N + 1] the first of each sampled row's tokens. A row with drafts has several. None: each row has one.
-        drafts: [S] the token that was drafted to be sampled there; -1 for the last one of a row. None with `spans`.
+            fewer ends with zeros. None if there are none.
+        spans: [N + 1] index of the first token of each sampled row. A row with drafts has several. None if each row has
+            one.
+        drafts: [S] the token that was drafted for this position; -1 for the last one of a row. None if `spans` is None.
         version: a batch of the same version as the one before it has the same table but for positions; all rows are
             one token further.
         edits_version: a batch of the same version of edits as the one before it has the same edits.
@@ -65,7 +66,7 @@ class SamplingBatch:
     fill: Callable[[], Masks] | None = None
 
     def filled(self) -> SamplingBatch:
-        """The same with its masks. To be asked for once, when the forward pass has begun: on a device they are made
+        """The same batch with its masks. Call it once, after the forward pass has begun: on a device, masks are made
         while it computes."""
         return self if self.fill is None else replace(self, masks=self.fill(), fill=None)
 
@@ -75,7 +76,7 @@ class PromptLogprobRows:
     """P prompt positions whose next token's log-probability is wanted.
 
     Attributes:
-        rows: [P] index into the flat tokens.
+        rows: [P] indices into the flat tokens.
         targets: [P] the prompt token that follows.
         num_logprobs: [P] how many most probable tokens to report.
     """
@@ -92,10 +93,10 @@ class EncoderBatch:
     Attributes:
         token_ids: [E].
         starts: [N + 1] first flat token of each input.
-        slots: [E] where each token's K and V for the decoder's layers go.
-        signals: what is read of each input instead of its tokens, which are zeros then; () if all are tokens. A
-            model's inputs are all of one kind.
-        sides: what is known of the tokens beside their ids (`engine.interface.token_sides`).
+        slots: [E] where each token's K and V for the decoder's layers are stored.
+        signals: what is read of each input instead of its tokens, which are then zeros; () if all are tokens. A model's
+            inputs are all of one kind.
+        sides: facts about the tokens beside their ids (`engine.interface.token_sides`).
     """
 
     token_ids: Int32
@@ -110,10 +111,10 @@ class CrossRows:
     """The encoder inputs that a plan's R rows read.
 
     Attributes:
-        tables: [R, max blocks] pages of what each row's encoder input left, as `StepPlan.block_tables`.
+        tables: [R, max blocks] pages of each row's encoder output, as `StepPlan.block_tables`.
         lens: [R] tokens of those inputs.
-        owners: [R] rows of one request, which follow each other, have the same number: what they read is the
-            same, so that it can be read once for all of them.
+        owners: [R] consecutive rows of one request have the same number: they read the same, so that it can be read
+            once for all of them.
     """
 
     tables: Int32
@@ -127,8 +128,8 @@ class StateRows:
 
     Attributes:
         sources: [R] the state before each row's first token.
-        targets: [R] where the state after its last token goes.
-        snapshots: [R] where the state after its first `afters` tokens goes, too; 0 for nowhere.
+        targets: [R] where the state after its last token is stored.
+        snapshots: [R] where the state after its first `afters` tokens is also stored; 0 for nowhere.
         afters: [R].
     """
 
@@ -140,29 +141,29 @@ class StateRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Searches:
-    """G beam searches that go on before the host knows the answer to the step launched before: N rows of the plan, a
-    row for each beam, in the order of the searches.
+    """G beam searches that continue before the host knows the answer to the step launched before: N rows of the plan,
+    one per beam, in the order of the searches.
 
-    The executor chooses by that step's candidates (`engine.execution.beams_ahead`), as `search.rank` and
-    `BeamSearch.choose` do later: of all beams' candidates those that do not end a beam go on, best first, the best one
-    in the search's first row. Each is the token of its row, in the place that `StepPlan.sources` names. The row of
-    block tables becomes that of the beam that goes on, but for the page that is written: where `fresh`, that is the
-    row's own of `pages`, on which nothing stands yet; else the first row that goes on from a beam keeps the beam's
-    page, and any further one has its own of `pages`, to which the beam's is copied before anything is written. If fewer
+    The executor chooses from that step's candidates (`engine.execution.beams_ahead`), as `search.rank` and
+    `BeamSearch.choose` do later: of all beams' candidates, those that do not end a beam continue, best first, the best
+    one in the search's first row. Each is the token of its row, in the position that `StepPlan.sources` names. The row
+    of block tables becomes that of the continued beam, except for the page that is written. If `fresh`, that page is
+    the row's own from `pages`, which is empty. Else the first row that continues a beam keeps the beam's page, and any
+    further row has its own page from `pages`, to which the beam's is copied before anything is written. If fewer
     candidates are left than rows, or scores are not numbers, the search's rows have no effect; they write nowhere else.
 
     Attributes:
         rows: [G] the plan's row of each search's first beam; the others follow.
         places: [G] the number of the first beam's token among the S sampled ones of the step launched before; the
             others follow.
-        widths: [G] beams.
+        widths: [G] number of beams.
         candidates: [G] how many columns of each beam's candidates count.
-        columns: [G] the column of the block tables that has the page which is written.
-        fresh: [G] that page is a new one.
+        columns: [G] the column of the block tables with the page that is written.
+        fresh: [G] whether that page is a new one.
         scores: [N] accumulated scores of the beams before that step.
-        pages: [N] set aside for each row; 0 if it needs none in any case.
-        stop_ids: [M] tokens that end beams, of all searches.
-        stops: [G + 1] the first of each search's.
+        pages: [N] the page set aside for each row; 0 if it needs none in any case.
+        stop_ids: [M] the tokens that end beams, of all searches.
+        stops: [G + 1] index of each search's first one.
     """
 
     rows: Int32
@@ -182,11 +183,11 @@ class PoolingRow:
     """A row whose hidden states are wanted.
 
     Attributes:
-        row: number of the plan's row.
-        pooling: what is made of them.
-        start: tokens of the input before the row's first.
-        complete: the row ends the input.
-        before: [modes, features] what `PooledRow.values` was after the input's earlier tokens, None for none.
+        row: number of the row in the plan.
+        pooling: the kind of pooling.
+        start: number of the input's tokens before the row's first.
+        complete: whether the row ends the input.
+        before: [modes, features] `PooledRow.values` after the input's earlier tokens, None if there are none.
     """
 
     row: int
@@ -220,34 +221,33 @@ class StepPlan:
 
     Attributes:
         token_ids, positions: [T].
-        sources: [T] for a token that is not known yet, and 0 in `token_ids`, the number of the token among the S
-            sampled ones of the step launched before this one (its first column); -1 for all others. None if all
-            are known.
-        searches: beam searches of whose rows not even the beams are known: what `slots` and `block_tables` have of
-            them is those of the beams before that; None: there are none.
-        slots: [T] where each token's K and V go: block * block_size + offset.
+        sources: [T] for a token that is not known yet (0 in `token_ids`), its number among the S sampled tokens of the
+            step launched before this one (the first column); -1 for all others. None if all are known.
+        searches: beam searches for which not even the beams of the rows are known: their `slots` and `block_tables` are
+            those of the beams before; None if there are none.
+        slots: [T] where each token's K and V are stored: block * block_size + offset.
         query_start: [R + 1] first flat token of each row.
-        context_lens: [R] tokens of the sequence known to the cache after this step; of an encoder's input, those that
-            are attended to, its first ones.
-        block_tables: [R, max blocks] page numbers; 0 if a row has fewer, and where none of its queries sees
-            the page.
-        copies: [C, 2] pages to copy (source, destination) before anything is written; all sources are
-            read before any destination is written.
+        context_lens: [R] tokens of the sequence in the cache after this step; for an encoder's input, the number of its
+            first tokens that are attended to.
+        block_tables: [R, max blocks] page numbers; 0 if a row has fewer, and if none of its queries sees the page.
+        copies: [C, 2] pages to copy (source, destination) before anything is written; all sources are read before any
+            destination is written.
         sampling: the sampled tokens, or None if no row is complete.
         prompt_logprobs: prompt positions to score, or None.
         encoder: inputs to encode before anything else is computed, or None.
-        cross: what the rows read of encoder inputs; None if no row has one.
+        cross: the encoder inputs that the rows read; None if no row has one.
         states: the rows' state slots; None if they have none: then states begin as zeros, and are not kept.
         pooling: the rows whose hidden states are wanted, in the order of the rows.
-        unchunked: the rows are whole inputs of an encoder, and have no pages: `slots` and `block_tables` are empty.
-        sides: what is known of the tokens beside their ids (`engine.interface.token_sides`).
-        signals: what is read of each row instead of its tokens, which are zeros then; None for a row of tokens. ()
-            where all rows are.
+        unchunked: whether the rows are whole inputs of an encoder without pages: `slots` and `block_tables` are then
+            empty.
+        sides: facts about the tokens beside their ids (`engine.interface.token_sides`).
+        signals: what is read of each row instead of its tokens, which are then zeros; None for a row of tokens. () if
+            all rows are tokens.
         images: the images whose vectors tokens have. A side of the tokens counts these vectors.
         two_way: [R] the rows whose queries see all later keys of their row, too; None: none do.
         image_work: about how much work it is to make the vectors that are not known, in tokens.
-        version: a plan of the same version as that of the step before has the same rows, each one token further: the
-            same `cross`, and a `sampling` of the same version. All other plans have versions of their own.
+        version: a plan of the same version as the previous step's has the same rows, each one token further: the same
+            `cross`, and a `sampling` of the same version. Every other plan has a separate version.
     """
 
     token_ids: Int32
@@ -274,7 +274,7 @@ class StepPlan:
     version: int = field(default_factory=new_version)
 
     def of_rows(self, rows: Sequence[int]) -> StepPlan:
-        """Some rows of an unchunked plan alone, in their order."""
+        """Only some rows of an unchunked plan, in order."""
         chosen = list(rows)
         counts = np.diff(self.query_start)
         places = np.concatenate([np.arange(*self.query_start[row : row + 2]) for row in chosen])
@@ -322,9 +322,9 @@ class PooledRow:
     """The result for a `PoolingRow`.
 
     Attributes:
-        values: of a row that is not complete, what the next one is to be given as `before`; else the answer, as
-            `engine.interface.outputs.Pooled` describes it.
-        ids: fill_mask: the tokens.
+        values: for a row that is not complete, the value for the next one's `before`; else the answer, as described in
+            `engine.interface.outputs.Pooled`.
+        ids: the tokens, for fill_mask.
     """
 
     values: NDArray[np.floating[Any]]
@@ -336,15 +336,15 @@ class StepResult:
     """Candidates for each of the S sampled tokens; unused columns are undefined.
 
     Attributes:
-        tokens: [S, C] drawn tokens (first num_draws columns) or a beam row's best ones (first
-            beam_width columns, best first).
-        scores: [S, C] beam rows: processed log-probability of each candidate; -inf where impossible.
+        tokens: [S, C] drawn tokens (first num_draws columns) or a beam row's best ones (first beam_width columns, best
+            first).
+        scores: [S, C] for beam rows: processed log-probability of each candidate; -inf if impossible.
         logprobs: [S, C] under the model's own distribution.
-        ranks: [S, C] rank under the model's own distribution, 0 if not asked for.
-        top_ids, top_logprobs: [S, L] most probable tokens, where asked for.
+        ranks: [S, C] rank under the model's own distribution, 0 if not requested.
+        top_ids, top_logprobs: [S, L] most probable tokens, if requested.
         watched: [S, W] log-probabilities of the batch's `watched` under the model's own distribution.
-        accepted: [N] how many of each row's sampled tokens follow its sequence: those up to the first one that is
-            not what was drafted, with that one. None: each row has one.
+        accepted: [N] how many of each row's sampled tokens follow its sequence: those up to and including the first
+            that differs from its draft. None if each row has one.
         prompt_logprobs: for the plan's prompt positions, in their order.
         pooled: for the plan's `pooling`, in their order.
     """
@@ -367,12 +367,12 @@ class StepResult:
         return cls(tokens=ints, scores=floats, logprobs=floats, ranks=ints, top_ids=ints, top_logprobs=floats)
 
     def accepting(self, batch: SamplingBatch) -> StepResult:
-        """The same, with `accepted` found by comparison with what was drafted. A token whose log-probability is not a
-        number is never one of several: it is sampled again as the first, and fails then."""
+        """The same result, with `accepted` computed by comparison with the drafts. A token whose log-probability is not
+        a number is never accepted as a further token: it is sampled again as the first, and fails then."""
         if batch.spans is None or batch.drafts is None:
             return self
         goes_on = (self.tokens[:, 0] == batch.drafts) & ~np.isnan(np.append(self.logprobs[1:, 0], 0.0))
-        # The first position of each row at which it does not go on: a row's last one never does.
+        # The first position of each row at which it does not continue: a row's last one never does.
         ends = np.flatnonzero(~goes_on)
         firsts = batch.spans[:-1]
         return replace(self, accepted=(ends[np.searchsorted(ends, firsts)] - firsts + 1).astype(np.int32))

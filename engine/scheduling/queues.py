@@ -1,4 +1,4 @@
-"""Requests that wait for a place in a step, and those with a deadline."""
+"""Requests that wait for a place in a step, and requests with a deadline."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from dataclasses import dataclass, field
 
 from engine.scheduling.sequence import SequenceGroup, Status
 
-_Name = tuple[str | None, bool]  # a tenant, and whether its inputs to pool are meant
+_Name = tuple[str | None, bool]  # a tenant, and whether its pooling inputs are meant
 
 _SPARE = 16  # finished groups that a line may hold, besides as many as wait
 
 
 class WaitingQueue:
-    """Groups that wait to be admitted: tenants in turn, the groups of each by priority and arrival.
+    """Groups that wait to be admitted: tenants take turns, and each tenant's groups are ordered by priority and
+    arrival.
 
-    A tenant keeps its turn until its first group is admitted. A tenant that begins to wait comes last, so that each
-    other tenant passes it over at most once. The turn of a group that was admitted and preempted is given back. Tenants
-    without a waiting group leave no trace.
+    A tenant keeps its turn until its first group is admitted. A tenant that begins to wait comes last, so each other
+    tenant passes it at most once. If a group was admitted and preempted, its tenant gets the turn back. Tenants without
+    a waiting group leave no trace.
 
-    A tenant's inputs to pool have a line of their own, and turns of their own.
+    A tenant's pooling inputs have a separate line and separate turns.
 
     Attributes:
-        lacks_room: rows or pages were missing for the first in line when it was last looked at.
+        lacks_room: whether rows or pages were missing for the first in line when it was last examined.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class WaitingQueue:
         return self._count
 
     def push(self, group: SequenceGroup) -> None:
-        """A group waits from now on."""
+        """Let a group wait from now on."""
         group.status = Status.WAITING
         line = self._lines.setdefault(_line_of(group), _Line())
         heapq.heappush(line.heap, (group.request.priority, group.arrival, group))
@@ -44,7 +45,7 @@ class WaitingQueue:
         self._count += 1
 
     def push_back(self, group: SequenceGroup) -> None:
-        """A group that was admitted waits again: it is its tenant's turn."""
+        """Let an admitted group wait again: it is its tenant's turn."""
         self.push(group)
         self._lines.move_to_end(_line_of(group), last=False)
         self.lacks_room = True
@@ -53,13 +54,13 @@ class WaitingQueue:
         """The group that is admitted next.
 
         Args:
-            pooled: it may be an input to pool.
+            pooled: whether it may be a pooling input.
         """
         lines = (line for (_, is_pooled), line in self._lines.items() if pooled or not is_pooled)
         return None if (line := next(lines, None)) is None else line.first()
 
     def pop(self, group: SequenceGroup) -> None:
-        """A group is admitted, its tenant's first."""
+        """Admit a group, its tenant's first."""
         name = _line_of(group)
         if self._lines[name].first() is not group:
             raise AssertionError("a group is admitted before its tenant's first")
@@ -68,7 +69,7 @@ class WaitingQueue:
         self.leave(group)
 
     def leave(self, group: SequenceGroup) -> None:
-        """A waiting group has finished, or is admitted."""
+        """A waiting group has ended, or is admitted."""
         line = self._lines[_line_of(group)]
         line.num_waiting -= 1
         self._count -= 1
@@ -89,7 +90,7 @@ class _Line:
     """Waiting groups of one tenant, `num_waiting` of them.
 
     Attributes:
-        heap: priority, arrival and group; may hold finished groups, in bounded number.
+        heap: priority, arrival and group; may hold a bounded number of finished groups.
     """
 
     heap: list[tuple[int, int, SequenceGroup]] = field(default_factory=list)

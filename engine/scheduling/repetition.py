@@ -1,8 +1,8 @@
-"""DRY's penalties for tokens that would go on with a repetition (`engine.interface.dry`).
+"""DRY's penalties for tokens that would continue a repetition (`engine.interface.dry`).
 
-For each place of a sequence it is known how many tokens up to there are those that the sequence ends with. One token
-more makes these lengths anew in one pass of numpy; only where many tokens came at once, as a prompt does, they are
-found from nothing.
+For each position of a sequence, this keeps how many tokens up to it equal those at the sequence's end. Each further
+token updates these lengths in one pass of numpy; only if many tokens arrive at once, as in a prompt, are they computed
+anew.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NOTHING = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
 
 
 def dry_penalties(dry: Dry, sequence: Sequence) -> tuple[Int32, Float32]:
-    """Tokens [N], each once, and what is taken from their logits."""
+    """Distinct tokens [N], and the penalties that are subtracted from their logits."""
     tokens = sequence.tokens.view()
     first = 0 if dry.last_n < 0 else max(0, len(tokens) - dry.last_n)
     window = tokens[first:]
@@ -39,19 +39,19 @@ def dry_penalties(dry: Dry, sequence: Sequence) -> tuple[Int32, Float32]:
     longest = np.zeros(len(following), dtype=np.int32)
     np.maximum.at(longest, which, np.minimum(lengths[places], limit))
     exponents = (longest - dry.allowed_length).astype(np.float64)
-    if dry.base > 1.0:  # as far as float32 has powers
+    if dry.base > 1.0:  # as far as float32 can represent powers
         exponents = np.minimum(exponents, math.log(_LARGEST) / math.log(dry.base))
     taken = np.minimum(dry.multiplier * dry.base**exponents, _LARGEST)
     return following.astype(np.int32), taken.astype(np.float32)
 
 
 def _lengths(sequence: Sequence) -> Int32:
-    """[n] for each place how many tokens up to there, with it, are those that the sequence ends with."""
+    """[n] for each position, how many tokens up to and including it equal those at the sequence's end."""
     tokens, known = sequence.tokens.view(), sequence.repeats
     if len(tokens) - len(known) > _FEW:
         known = _from_nothing(tokens)
     for count in range(len(known), len(tokens)):
-        # One more where the token is the last one, and what was before it, was, too.
+        # One more if the token is the last one and those before it matched, too.
         longer = np.ones(count + 1, dtype=np.int32)
         longer[1:] += known
         longer[tokens[: count + 1] != tokens[count]] = 0
@@ -61,11 +61,11 @@ def _lengths(sequence: Sequence) -> Int32:
 
 
 def _from_nothing(tokens: Int32) -> Int32:
-    """The same by the Z algorithm (Gusfield 1997), over the tokens from their end."""
+    """The same by the Z algorithm (Gusfield 1997), over the reversed tokens."""
     text = tokens[::-1].tolist()
     count = len(text)
     found = [count] * count
-    begin = end = 0  # of the part found so far that reaches furthest, which is what the text begins with
+    begin = end = 0  # of the match found so far that extends furthest, which equals the text's beginning
     for place in range(1, count):
         length = min(found[place - begin], end - place) if place < end else 0
         while place + length < count and text[length] == text[place + length]:
@@ -77,7 +77,7 @@ def _from_nothing(tokens: Int32) -> Int32:
 
 
 def _since_breaker(breakers: Breakers, window: Int32, most: int) -> int:
-    """Tokens after the last breaker; at least `most` where none is so near that it matters."""
+    """Number of tokens after the last breaker; at least `most` if none is close enough to matter."""
     tail = window[-(most + breakers.longest + 1) :].tolist()
     for back in range(len(tail)):
         place = len(tail) - 1 - back

@@ -1,10 +1,10 @@
-"""A sequence's part in a step: the tokens that are computed, and the last ones of them whose logits are sampled.
+"""A sequence's part in a step: the tokens that are computed, and the last of them, whose logits are sampled.
 
 A row may end with drafted tokens, which are expected to follow and may be wrong. Then all positions from the last known
-token on are sampled, each as if the drafts before it were right, with the random number and the bans, penalties and
-masks that belong to its place. As long as the sampled token equals the drafted one, the next position counts. So the
-answer does not depend on the drafts, and a step gives 1 to k + 1 tokens of it (speculative decoding, arXiv:2211.17192,
-with sampled tokens compared instead of distributions).
+token on are sampled, each as if the drafts before it were right, with the random number, bans, penalties and masks of
+its position. As long as the sampled token equals the drafted one, the next position counts. So the answer does not
+depend on the drafts, and a step yields 1 to k + 1 of its tokens (speculative decoding, arXiv:2211.17192, with sampled
+tokens compared instead of distributions).
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ class RowState:
     """State slots of a row (`engine.scheduling.state_slots`).
 
     Attributes:
-        source, target: of the state before its first token, which it reads, and after its last one, which it writes.
-        snapshot: of the state after its first `after` tokens, which it writes, too; 0 for none.
+        source, target: the slot of the state before its first token, which it reads, and of the one after its last
+            token, which it writes.
+        snapshot: the slot of the state after its first `after` tokens, which it also writes; 0 for none.
     """
 
     source: int
@@ -31,11 +32,13 @@ class RowState:
 
 @dataclass(slots=True)
 class Row:
-    """`count` tokens of a sequence from `start` on. Immutable, but for `belong`, and for `state` while it is planned.
+    """`count` tokens of a sequence from `start` on. Immutable, except for `belong`, and for `state` while it is
+    planned.
 
     Attributes:
-        sampled: so many last positions are sampled: none if known tokens are left, else one and one per draft.
-        num_releases: the sequence's, when this was planned.
+        sampled: how many of the last positions are sampled: none if known tokens are left, else one, plus one per
+            draft.
+        num_releases: the sequence's `num_releases` when this was planned.
         drafts: the row's last tokens, which are not known but expected.
         state: where its sequence's states are, if the model's layers have any.
     """
@@ -51,11 +54,11 @@ class Row:
 
     @property
     def is_void(self) -> bool:
-        """The sequence has ended or was preempted since: the result of this row is dropped."""
+        """Whether the sequence has ended or was preempted since, so that the result of this row is dropped."""
         return self.num_releases != self.sequence.num_releases
 
     def belong(self, sequence: Sequence) -> None:
-        """It is known now which beam of a search this is the row of."""
+        """Set the search beam that this row belongs to, which is now known."""
         self.sequence, self.num_releases = sequence, sequence.num_releases
 
     @property
@@ -65,26 +68,27 @@ class Row:
 
     @property
     def scored(self) -> range:
-        """Positions whose next token is known, and its log-probability wanted: a prompt's that has none yet."""
+        """Positions whose next token is known but still needs its log-probability: those of a prompt."""
         group = self.group
         if group.request.decoding.prompt_logprobs is None or group.started:
             return range(0)
-        # The token after position p has entry p + 1; entries known before a preemption are not made again.
+        # The token after position p has entry p + 1; entries known before a preemption are not computed again.
         first = max(self.start, len(group.prompt_logprobs) - 1)
         return range(first, max(first, min(self.start + self.count, self.sequence.num_prompt - 1)))
 
     def drafting(self, drafts: tuple[int, ...]) -> Row:
-        """This row, which has no drafts, with these."""
+        """This row, which has no drafts, with these drafts."""
         return replace(self, count=self.count + len(drafts), sampled=1 + len(drafts), drafts=drafts)
 
     def keeping(self, count: int) -> Row:
-        """The part of this row that has become its sequence's: the first so many of its drafts, and all before."""
+        """The part of this row that has become its sequence's: the first `count` of its drafts, and all tokens
+        before."""
         less = len(self.drafts) - count
         return replace(self, count=self.count - less, sampled=self.sampled - less, drafts=self.drafts[:count])
 
     def positions(self) -> list[Row]:
-        """A row for each sampled position. It has no drafts; its sequence has continued with the drafts before that
-        position."""
+        """A row for each sampled position. Such a row has no drafts; its sequence has continued with the drafts before
+        that position."""
         rows = [self.keeping(0)]
         for number, token in enumerate(self.drafts, start=1):
             sequence = rows[-1].sequence.gone_on(self.group.request.decoding, token)

@@ -1,8 +1,8 @@
-"""The choice of the requests that run in a step, with their tokens and pages; and the use of a step's results.
+"""Chooses which requests run in a step, with their tokens and pages, and applies a step's results.
 
 There is no prefill phase and no decode phase: a sequence has tokens and computed tokens, and every step lets it catch
-up by as many as the step's budget allows. The shape is that of vLLM's v1 scheduler; that groups of sequences (beams, n
-answers) run, wait and are preempted whole is our own.
+up by as many as the step's budget allows. The design is that of vLLM's v1 scheduler, except that groups of sequences
+(beams, n answers) run, wait and are preempted as a whole.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from engine.scheduling.tables import Tables
 
 
 class Restores(Protocol):
-    """Brings back pages that were kept elsewhere (`engine.disk.tier`)."""
+    """Restores pages that were stored elsewhere (`engine.disk.tier`)."""
 
     def begin(self, group: SequenceGroup, hashes: Seq[PageHash], seen: int | None) -> bool:
         """Whether a group waits for pages from now on, until `Scheduler.restored`; see `BlockPool.match`."""
@@ -57,15 +57,16 @@ class Scheduler:
     """Queues, budget, preemption. The only writer of sequences and groups.
 
     Attributes:
-        drafter: expects tokens of sequences that decode, so that a step may check several; None: none are expected.
-        draft_costs: decide how many of its drafts a step has; None: all that there is room for.
-        drafting: the drafter served a request that ran when the last step was planned.
-        drafts_forced_tokens: several tokens of which each is the only one that a constraint allows are one step's.
-        events: what the prefix cache gains and loses, if that is to be told (`record_events`).
-        restores: is asked for pages of each new prompt that are in no memory; None: there are none.
+        drafter: predicts tokens of decoding sequences, so that a step may check several; None: no drafts.
+        draft_costs: decides how many of its drafts a step has; None: all that fit.
+        drafting: whether the drafter served a request that ran when the last step was planned.
+        drafts_forced_tokens: whether one step takes several tokens each of which is the only one that a constraint
+            allows.
+        events: what the prefix cache gains and loses, if that is reported (`record_events`).
+        restores: asked for pages of each new prompt that are not in memory; None: nothing is restored.
 
     Use: `schedule()`, run the plan, `update()`; or `fail()` if the plan could not be run. While a plan runs,
-    `schedule_ahead()` may give the next one; answers are applied in the order of the plans.
+    `schedule_ahead()` may return the next one; answers are applied in the order of the plans.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Scheduler:
             self.states = StateSlots(states, config.block_size, publishes=config.enable_prefix_caching)
         self.in_flight = InFlightSteps(pool, config.block_size, self.states)
         self._drains = False  # the next step needs a preemption: none is planned ahead until that is done
-        self._pools_last = False  # inputs to pool come after all other work in this step; see `_plan_prompts`
+        self._pools_last = False  # pooling inputs come after all other work in this step; see `_plan_prompts`
         self._last = LastStep()
         self._outbox: list[RequestDelta] = []
         self.stats = EngineStats(pages_total=pool.total, block_size=config.block_size)
@@ -106,18 +107,18 @@ class Scheduler:
         self._image_work = ImageWork(config.needs.crop_work, config.needs.kept_vectors)
 
     def record_events(self) -> PageEvents:
-        """Begin to collect what the prefix cache gains and loses, before the first request."""
+        """Start collecting what the prefix cache gains and loses, before the first request."""
         self.events = self.pool.listener = PageEvents(self._hasher, self.config.block_size)
         self._tables = Tables(self.pool, self._hasher, self.config, self.events, self.states)
         return self.events
 
-    # ---------------------------------------------------------------- requests in and out
+    # ---------------------------------------------------------------- adding and ending requests
 
     def check_fits(self, request: Request) -> None:
         """Refuse a request that could never run.
 
         Raises:
-            InvalidRequestError: it needs more rows or pages than there are, or its id is taken.
+            InvalidRequestError: it needs more rows or pages than exist, or its id is taken.
         """
         if request.request_id in self._groups:
             raise InvalidRequestError(
@@ -148,24 +149,24 @@ class Scheduler:
         self._tables.publish_restored(group, places, pages)
 
     def restored(self, group: SequenceGroup) -> None:
-        """All pages that there are for a group have come: it waits for its turn, unless it has ended."""
+        """All pages that exist for a group have arrived: it waits for its turn, unless it has ended."""
         if group.status is Status.RESTORING:
             self._num_restoring -= 1
             self._waiting.push(group)
 
     @property
     def only_restores(self) -> bool:
-        """All unfinished requests wait for pages from elsewhere, and there are some."""
+        """Whether there are unfinished requests that all wait for pages from elsewhere."""
         return 0 < self._num_restoring == len(self._groups)
 
     def abort(self, request_id: str, choice: int | None = None) -> bool:
-        """End a request, or one of its answers, without a further delta; False if it is not known."""
+        """End a request, or one of its answers, without a further delta; returns False if it is unknown."""
         group = self._groups.get(request_id)
         if group is None:
             return False
         if choice is not None and group.request.decoding.n > 1:
             if group.beam is not None or not group.started:
-                return False  # no sequence serves this answer alone
+                return False  # no sequence serves only this answer
             gone = [sequence for sequence in group.sequences if sequence.index == choice]
             if len(gone) < len(group.sequences):
                 group.sequences = [sequence for sequence in group.sequences if sequence.index != choice]
@@ -183,11 +184,11 @@ class Scheduler:
             self._finish(group)
 
     def has_unfinished(self) -> bool:
-        """Some request is queued or runs, or has news to deliver."""
+        """Whether a request is queued, runs, or has news to deliver."""
         return bool(self._groups or self._outbox)
 
     def knows(self, request_id: str) -> bool:
-        """The request is unfinished."""
+        """Whether the request is unfinished."""
         return request_id in self._groups
 
     def groups(self) -> Iterator[SequenceGroup]:
@@ -195,7 +196,7 @@ class Scheduler:
         return iter(self._groups.values())
 
     def adapters_in_use(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The names of running and of waiting requests' adapters."""
+        """The names of the adapters of running and of waiting requests."""
         used = [(group, group.request.adapter.name) for group in self.groups() if group.request.adapter is not None]
         running = set(self._running) if used else set()
         return (
@@ -209,8 +210,8 @@ class Scheduler:
         """Plan the next step; None if nothing can run.
 
         Args:
-            limit: how long the step may take, or what is to be asked about it if there are prompts; how they are cut
-                depends on it, and no answer does.
+            limit: how long the step may take, or a function that is called for the limit if there are prompts; it
+                affects how they are cut, but no answer.
         """
         if self.in_flight:
             raise AssertionError("schedule() was called twice without update() or fail()")
@@ -218,10 +219,10 @@ class Scheduler:
         return self._schedule(limit, ahead=False)
 
     def schedule_ahead(self, limit: StepLimit | Callable[[], StepLimit] = UNLIMITED) -> StepPlan | None:
-        """Plan the step after the one in flight, whose answer is not known; None if nothing can run before it is.
+        """Plan the step after the one in flight, whose answer is not known; None if nothing can run before that.
 
-        `StepPlan.sources` names a token that is sampled in flight. A group waits if its step depends on more of that
-        answer than its place (`SequenceGroup.may_run_ahead`). Nothing is preempted. Where a preemption is needed, no
+        `StepPlan.sources` names each token that is sampled in flight. A group waits if its step depends on more of that
+        answer than its position (`SequenceGroup.may_run_ahead`). Nothing is preempted. If a preemption is needed, no
         step is planned ahead until `schedule()` has made it.
         """
         if len(self.in_flight) != 1:
@@ -244,7 +245,7 @@ class Scheduler:
             if group.status is not Status.RUNNING or (
                 ahead and not group.may_run_ahead(drafting=self._drafts_for(group))
             ):
-                continue  # preempted for an older group, or must know an answer first
+                continue  # preempted for an older group, or needs an answer first
             work = group.work()
             if sum([count for _, count in work]) == len(work):
                 self._plan_group(step, group, work)
@@ -313,7 +314,7 @@ class Scheduler:
         return self.take_outbox(deltas)
 
     def _keep(self, row: Row, count: int, delta: RequestDelta) -> None:
-        """Count so many of a row's drafts as computed, as far as its answer goes: they were right."""
+        """Count this many of a row's drafts as computed, as far as its answer goes: they were right."""
         count = min(count, row.sequence.num_tokens - row.start - 1)
         for counted in (self.stats, delta):
             counted.num_draft_tokens += len(row.drafts)
@@ -327,7 +328,7 @@ class Scheduler:
 
         Args:
             message: why.
-            groups: those that end; None: all.
+            groups: the groups that end; None: all.
         """
         deltas = []
         if groups is None:
@@ -339,14 +340,14 @@ class Scheduler:
         return self.take_outbox(deltas)
 
     def skip(self) -> bool:
-        """Forget the oldest step if no request waits for its answer; whether that is so."""
+        """Forget the oldest step if no request waits for its answer; returns whether that is so."""
         if not self.in_flight or self.in_flight.oldest.live():
             return False
         self.in_flight.end()
         return True
 
     def take_outbox(self, deltas: Iterable[RequestDelta] = ()) -> list[RequestDelta]:
-        """News that no step brought (deadlines), and after them those that one did."""
+        """News that no step produced (deadlines), followed by a step's news."""
         news, self._outbox = [*self._outbox, *deltas], []
         return news
 
@@ -355,7 +356,7 @@ class Scheduler:
     def _plan_prompts(self, step: Step, chunked: list[SequenceGroup]) -> None:
         """Give what is left to sequences with several tokens to compute, and to waiting requests.
 
-        A client may send thousands of inputs to pool, so they take turns with other work: in every second step they get
+        A client may send thousands of pooling inputs, so they take turns with other work: in every second step they get
         tokens only if nothing else runs in it. In the steps between, they and other prompts get half of the work. So
         even a step that is slower than expected delays no answer for long.
         """
@@ -374,7 +375,7 @@ class Scheduler:
         if not (step.preempted or self._drains):
             self._admit(step)
         if last and not self._has_other_work(step):
-            self._plan_chunks(step, last[::-1])  # of several each gets its turn
+            self._plan_chunks(step, last[::-1])  # with several requests, each gets its turn
         if not (step.preempted or self._drains):
             self._waiting.lacks_room = (head := self._waiting.first()) is not None and not self._can_admit(step, head)
 
@@ -384,11 +385,11 @@ class Scheduler:
                 self._plan_group(step, group, group.work())
 
     def _next_waiting(self, step: Step) -> SequenceGroup | None:
-        """The group that is admitted next; no input to pool where other work comes first and there is some."""
+        """The group that is admitted next; not a pooling input if other work comes first and there is some."""
         return self._waiting.first(pooled=not (self._pools_last and self._has_other_work(step)))
 
     def _has_other_work(self, step: Step) -> bool:
-        """Something runs in the step that is no input to pool."""
+        """Whether the step has work other than pooling inputs."""
         return any(group.request.pooling is None for group in step.rows)
 
     def _plan_short(self, step: Step, oldest: SequenceGroup, others: list[SequenceGroup]) -> None:
@@ -412,7 +413,7 @@ class Scheduler:
     def _plan_group(self, step: Step, group: SequenceGroup, work: list[tuple[Sequence, int]]) -> None:
         """Give a running group its tokens and pages, evicting younger groups if pages are short."""
         total = sum([count for _, count in work])
-        budget = step.budget if total == len(work) else step.room(group)  # one token each is never put off
+        budget = step.budget if total == len(work) else step.room(group)  # single tokens are never postponed
         budget = total if group.unchunked else budget
         if group.request.images and len(work) == 1 and work[0][0].num_scheduled < work[0][0].num_prompt:
             start, planned = work[0][0].num_scheduled, sum(row.count for rows in step.rows.values() for row in rows)
@@ -448,7 +449,7 @@ class Scheduler:
         return self.drafter is not None and self.drafter.serves(group.request)
 
     def _leave_for_drafts(self, step: Step) -> None:
-        """Tokens and pages that may be used for drafts: running rows have theirs first, and prompts as many tokens."""
+        """Tokens and pages that may be used for drafts: running rows get theirs first, and prompts as many tokens."""
         tokens = min(step.budget, step.limit.tokens)
         rows = sum(group.rows for group in self._running)
         step.num_drafts = (tokens - rows) // 2
@@ -493,8 +494,7 @@ class Scheduler:
         return drafted
 
     def _reserve(self, step: Step, group: SequenceGroup, sequence: Sequence, end: int) -> bool:
-        """Make the pages up to token `end` writable by this sequence alone; False if the group itself
-        was preempted."""
+        """Let only this sequence write the pages up to token `end`; returns False if the group itself was preempted."""
         needed, shared = self._tables.missing(sequence, end)
         while (pages := self.pool.reserve(needed)) is None:
             victim = self._running[-1]
@@ -508,8 +508,8 @@ class Scheduler:
         return True
 
     def _take_states(self, step: Step, group: SequenceGroup, rows: list[Row], states: StateSlots) -> bool:
-        """Give rows the state slots that they write, preempting younger groups if there are too few; False if the group
-        itself was preempted."""
+        """Give rows the state slots that they write, preempting younger groups if there are too few; returns False if
+        the group itself was preempted."""
         least = sum(running.rows for running in self._running)
         for row in rows:
             while not states.take(row, least):
@@ -522,7 +522,7 @@ class Scheduler:
     def _set_aside(self, step: Step, group: SequenceGroup, rows: list[Row]) -> bool:
         """Take the pages that a search may need for rows whose parent beams are not known yet; False if there are too
         few: then it waits for the answer, and needs fewer."""
-        begins = rows[0].start % self.config.block_size == 0  # a page, each row its own; else the first row needs none
+        begins = rows[0].start % self.config.block_size == 0  # one page per row; else the first row needs none
         pages = None if self._drains else self.pool.reserve(len(rows) - (not begins))
         if pages is None:
             return False
@@ -530,23 +530,23 @@ class Scheduler:
         return True
 
     def _missing(self, rows: list[Row]) -> int:
-        """Pages that these rows lack."""
+        """The pages that these rows lack."""
         return sum([self._tables.missing(row.sequence, row.start + row.count)[0] for row in rows])
 
     def _has_room(self, rows: list[Row]) -> bool:
-        """These rows of a running group fit without a preemption, and no older group waits for pages."""
+        """Whether these rows of a running group fit without a preemption, and no older group waits for pages."""
         needed = self._missing(rows)
         short = needed > 0 and (self._drains or needed > self.pool.num_available)
         self._drains |= short
         return not short
 
     def _admit(self, step: Step) -> None:
-        """Take waiting groups in, in turn, as long as rows, budget and pages last."""
+        """Admit waiting groups in turn, as long as rows, budget and pages last."""
         while step.is_open and (group := self._next_waiting(step)) is not None:
             if not self._encoder_cache.may_start(step, group) or (group.unchunked and not step.can_read(group)):
                 return
             if self.in_flight.encodes(group.encoder_input):
-                return  # after that it is found
+                return  # after that it can be found
             while not self._can_admit(step, group):
                 lowest = self._running[-1] if self._running else None
                 if lowest is None or lowest.key[0] <= group.key[0]:
@@ -560,7 +560,7 @@ class Scheduler:
             self._plan_group(step, group, group.work())
 
     def _can_admit(self, step: Step, group: SequenceGroup) -> bool:
-        if group.unchunked:  # there may be thousands, with a row and no page each
+        if group.unchunked:  # there may be thousands, each with a row and no page
             return len(self._running) < self.config.max_num_seqs
         if sum(running.rows for running in self._running) + group.rows > self.config.max_num_seqs:
             return False
@@ -587,9 +587,9 @@ class Scheduler:
         insort(self._running, group, key=lambda g: g.key)
 
     def _preempt(self, step: Step, group: SequenceGroup) -> None:
-        """Take a group's pages; it starts over later, from what the prefix cache still has."""
+        """Take a group's pages; it starts again later, from what the prefix cache still has."""
         step.preempted = True
-        self._last.forget()  # it may come back to other pages
+        self._last.forget()  # it may get other pages when it returns
         self.stats.num_preemptions += 1
         self._running.remove(group)
         self._give_up(group)
@@ -619,8 +619,9 @@ class Scheduler:
             self._finish(group)
 
     def _follow(self, group: SequenceGroup, outcome: Outcome) -> None:
-        """A search has gone on. If a step in flight goes on with it, too, its beams get what they have there: it has
-        chosen the same ones, unless fewer are left than before. Then its results for them are dropped."""
+        """Handle a search that has continued. If a step in flight continues it, too, its beams get the tables they have
+        there: it has chosen the same ones, unless fewer are left than before. In that case, its results for them are
+            dropped."""
         found = self.in_flight.take_search(group)
         if found is None:
             return
@@ -638,7 +639,7 @@ class Scheduler:
             self.stats.num_page_copies += len(copies)
 
     def _give_up(self, group: SequenceGroup) -> None:
-        """Give up a running group's pages. The results of its rows in flight are dropped."""
+        """Release a running group's pages. The results of its rows in flight are dropped."""
         for sequence in group.sequences:
             self._tables.release(sequence)
         self.in_flight.leave(group)
@@ -671,7 +672,7 @@ class Scheduler:
             self._finish(group)
 
     def snapshot(self) -> EngineStats:
-        """Counters and gauges of this moment."""
+        """Current counters and gauges."""
         stats, pool = self.stats, self.pool
         stats.num_running, stats.num_waiting = len(self._running), len(self._waiting) + self._num_restoring
         stats.pages_free, stats.pages_held, stats.pages_cached = pool.num_free, pool.num_held, pool.num_cached
@@ -683,7 +684,7 @@ class Scheduler:
         """Compare the pool with the tables of all live sequences; for tests and for idle moments.
 
         Raises:
-            AssertionError: something leaked or is held twice, or is out of every window and held.
+            AssertionError: something leaked, is held twice, or is held although it is outside every window.
         """
         self._tables.check(self._groups.values())
         tables = [list(s.table) for g in self._groups.values() for s in g.sequences]

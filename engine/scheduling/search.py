@@ -1,8 +1,8 @@
 """Decoding as pure functions: candidates in, continuations out.
 
-Sampling and beam search answer in the same words, so the scheduler applies both in the same way.
-Beam search is that of `transformers` (`generate` with num_beams, length_penalty, early_stopping and
-num_return_sequences); scores are added in float32, as there.
+Sampling and beam search return the same kinds of values, so the scheduler applies both in the same way. Beam search is
+that of `transformers` (`generate` with num_beams, length_penalty, early_stopping and num_return_sequences); scores are
+added in float32, as there.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from engine.interface.outputs import TokenLogprobs
 from engine.interface.request import EarlyStopping
 from engine.scheduling.plan import Float32, Int32
 
-# Most candidates of all beams among which a device chooses before the host does.
+# Maximum number of candidates of all beams from which a device chooses before the host does.
 MOST_AHEAD = 4096
 _FLOAT32 = np.finfo(np.float32)
 
 
 @dataclass(slots=True)  # a frozen one takes three times as long to make
 class Continuation:
-    """Sequence number `parent` of the group goes on with `token`. Immutable by convention.
+    """Sequence number `parent` of the group continues with `token`. Immutable by convention.
 
     Attributes:
-        parent: index among the sequences given.
+        parent: index among the given sequences.
         token: the new token.
         score: the sequence's new accumulated log-probability.
-        column: column of the parent's candidates the token came from.
+        column: the column of the parent's candidates that contains the token.
     """
 
     parent: int
@@ -45,8 +45,9 @@ class Ranking:
     """The best candidates of all beams of a search, best first.
 
     Attributes:
-        width: how many candidates each beam has.
-        places: number of the beam that each of the best continues, times width, plus its column among that beam's.
+        width: number of candidates of each beam.
+        places: for each of the best candidates, the number of the beam that it continues, times width, plus its column
+            among that beam's.
         tokens: the new tokens.
         scores: the beams' new accumulated log-probabilities.
     """
@@ -57,7 +58,7 @@ class Ranking:
     scores: list[float]
 
     def continuations(self, count: int) -> list[Continuation]:
-        """The first so many."""
+        """The first `count` continuations."""
         width, best = self.width, zip(self.places[:count], self.tokens, self.scores, strict=False)
         return [Continuation(place // width, token, score, place % width) for place, token, score in best]
 
@@ -67,10 +68,10 @@ class Hypothesis:
     """A finished beam.
 
     Attributes:
-        token_ids: its output, the ending token included.
+        token_ids: its output, including the ending token.
         score: sum_logprob / len(token_ids) ** length_penalty.
         sum_logprob: accumulated processed log-probability.
-        by_length: it ended because max_tokens was reached.
+        by_length: whether it ended because max_tokens was reached.
         logprobs: one entry per token, if asked for.
     """
 
@@ -83,7 +84,7 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """A candidate that ends: which continuation, and how it is ranked."""
+    """A candidate that ends: which continuation it is, and how it is ranked."""
 
     continuation: Continuation
     score: float
@@ -95,9 +96,9 @@ class BeamStep:
     """The decisions of a step of beam search. Immutable by convention.
 
     Attributes:
-        live: beams that go on, best first; empty when done.
+        live: beams that continue, best first; empty when done.
         endings: candidates that ended and are good enough to be considered, best first.
-        done: the search is over once the endings are merged.
+        done: whether the search is over once the endings are merged.
     """
 
     live: tuple[Continuation, ...]
@@ -127,17 +128,16 @@ def sample(
 
 @dataclass(frozen=True, slots=True)
 class BeamSearch:
-    """Rules of one beam search.
+    """The rules of a beam search.
 
     Attributes:
         num_beams: live beams kept.
-        length_penalty: exponent of the length that a finished score is divided by.
-        early_stopping: True stops as soon as num_beams hypotheses are kept; False when the best live
-            beam, at its present length, cannot beat the worst kept one; "never" when it cannot at any
-            length up to max_tokens.
+        length_penalty: exponent of the length by which a finished score is divided.
+        early_stopping: True stops as soon as num_beams hypotheses are kept; False when the best live beam, at its
+            current length, cannot beat the worst kept one; "never" when it cannot at any length up to max_tokens.
         stop_ids: tokens that end a beam.
         max_tokens: output length at which every beam ends.
-        distinct_ends: of the stop tokens that a beam may end with the best one alone counts.
+        distinct_ends: whether only the best of the stop tokens with which a beam may end counts.
     """
 
     num_beams: int
@@ -149,12 +149,12 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Candidates each row must return so that num_beams unfinished ones are left."""
+        """The number of candidates each row must return so that num_beams unfinished ones are left."""
         return max(2, 1 + len(self.stop_ids)) * self.num_beams
 
     @property
     def may_run_ahead(self) -> bool:
-        """A device can choose by itself what goes on: it looks at all candidates at once."""
+        """Whether a device can itself choose the beams that continue: it looks at all candidates at once."""
         return self.num_beams * self.num_candidates <= MOST_AHEAD
 
     def advance(
@@ -169,7 +169,7 @@ class BeamSearch:
 
         Args:
             beam_scores: [B] accumulated scores of the live beams (one at the first step).
-            length: output tokens each live beam has before this step.
+            length: output tokens of each live beam before this step.
             kept: finished hypotheses so far, best first, at most num_beams.
             tokens, candidate_scores: [B, K] each beam's best tokens and their processed log-probabilities.
         """
@@ -177,7 +177,7 @@ class BeamSearch:
         return self.choose(ranking, length, kept)
 
     def choose(self, ranking: Ranking, length: int, kept: Sequence[Hypothesis]) -> BeamStep:
-        """Divide the best candidates into beams that go on and beams that end; the other arguments are those of
+        """Divide the best candidates into beams that continue and beams that end; the other arguments are those of
         `advance`."""
         at_limit = length + 1 >= self.max_tokens
         live: list[Continuation] = []
@@ -199,12 +199,12 @@ class BeamSearch:
         return BeamStep(() if done else tuple(live), tuple(endings), done)
 
     def final_score(self, sum_logprob: float, length: int) -> float:
-        """Score of a hypothesis of that many output tokens."""
+        """The score of a hypothesis with this many output tokens."""
         with np.errstate(over="ignore"):
             return float(np.float32(sum_logprob) / _length_factor(length, self.length_penalty))
 
     def merge(self, kept: Sequence[Hypothesis], new: Sequence[Hypothesis]) -> list[Hypothesis]:
-        """The best num_beams hypotheses; earlier ones first where scores are equal."""
+        """The best num_beams hypotheses; earlier ones come first if scores are equal."""
         return sorted([*kept, *new], key=lambda h: -h.score)[: self.num_beams]
 
     def _considered(self, ranking: Ranking) -> list[Continuation]:
@@ -223,7 +223,7 @@ class BeamSearch:
         return kept
 
     def _all_go_on(self, ranking: Ranking) -> bool:
-        """The first candidates are all beams that the next step needs: possible, and not at their end."""
+        """Whether the first candidates are all beams that the next step needs: possible, and not at their end."""
         last = self.num_beams - 1
         return (
             len(ranking.scores) > last
@@ -247,12 +247,12 @@ class BeamSearch:
 def rank(
     beam_scores: Sequence[Sequence[float]], tokens: Int32, candidate_scores: Float32, num_candidates: int
 ) -> list[Ranking]:
-    """The num_candidates best of G searches, each with B live beams: numpy's price is that of one.
+    """The num_candidates best of G searches, each with B live beams; one call of numpy serves all of them.
 
     Args:
         beam_scores: [G, B] accumulated scores of the live beams.
-        tokens, candidate_scores: [G, B, K] each beam's best tokens and their processed log-probabilities; columns
-            from num_candidates on are not looked at.
+        tokens, candidate_scores: [G, B, K] each beam's best tokens and their processed log-probabilities; columns from
+            num_candidates on are ignored.
     """
     tokens, candidate_scores = tokens[:, :, :num_candidates], candidate_scores[:, :, :num_candidates]
     count, _, width = tokens.shape
@@ -266,17 +266,17 @@ def rank(
 
 @functools.lru_cache(maxsize=4096)
 def _length_factor(length: int, penalty: float) -> np.float32:
-    """The divisor of a score. A penalty far from 0 leaves the range of float32: no error, and never 0 / 0."""
+    """The divisor of a score. A penalty far from 0 exceeds the range of float32, which is no error and never gives 0 /
+    0."""
     with np.errstate(over="ignore"):
         return np.float32(np.clip(np.float64(length) ** penalty, _FLOAT32.tiny, _FLOAT32.max))
 
 
 def settled_lengths(live: Sequence[Sequence[int]], kept: Sequence[Sequence[int]], known: Sequence[int]) -> list[int]:
-    """The number of output tokens of each answer that can never change.
+    """The number of output tokens of each answer that can no longer change.
 
-    Answer i will be a hypothesis ranked at or above i now, or a continuation of a live beam: kept
-    scores never change, so later hypotheses only push others down. The tokens that all of these have in common are
-    settled.
+    Answer i will be a hypothesis ranked at or above i now, or a continuation of a live beam: kept scores never change,
+    so later hypotheses only push others down. The tokens that all of these have in common are settled.
 
     Args:
         live: outputs of the live beams.

@@ -27,7 +27,7 @@ class IntBuffer:
     """A growing int32 array: O(1) append, and slices that need no conversion.
 
     Attributes:
-        size: how many values it has; not to be set.
+        size: the number of its values; do not set it.
     """
 
     __slots__ = ("_data", "size")
@@ -76,14 +76,14 @@ class IntBuffer:
         return self._data[: self.size].tolist()  # type: ignore[no-any-return]
 
     def assign(self, other: IntBuffer, start: int = 0) -> None:
-        """Have the values of another buffer, and room for more; those before `start` are the same already."""
+        """Copy the values of another buffer, with room for more; those before `start` are equal already."""
         if other.size > len(self._data):
             self._data = self._grown(other.size)
         self._data[start : other.size] = other._data[start : other.size]
         self.size = other.size
 
     def shorten(self, size: int) -> None:
-        """Have the first so many values alone."""
+        """Keep only the first values."""
         self.size = min(self.size, size)
 
     def _grown(self, size: int) -> Int32:
@@ -96,32 +96,32 @@ class Sequence:
     """One line of tokens with its pages.
 
     Attributes:
-        index: which of the request's answers it is (sampling); for beams only a number.
+        index: which of the request's answers it is (sampling); for beams just a number.
         tokens: prompt and output.
-        num_prompt: tokens of the prompt.
-        num_computed: tokens whose K and V are in the pages.
-        num_in_flight: tokens after those that steps compute whose answers are not applied yet.
-        num_pending: tokens that those steps sample: they follow `tokens`, and are not known yet; where tokens were
-            drafted, the most that there can be.
-        num_releases: how often it gave up its pages or its rows in flight. The results of rows that were planned before
-            are dropped.
-        table: pages, in order; 0 for those that are out of every layer's window.
-        num_writable: tokens up to which its pages may be written: they are there, and referenced once. 0 if it is not
-            known yet.
-        source: the page that is to be copied to the one that it writes next, before it does; 0 for none.
+        num_prompt: number of prompt tokens.
+        num_computed: number of tokens whose K and V are in the pages.
+        num_in_flight: number of tokens after those that steps in flight compute.
+        num_pending: number of tokens that those steps sample: they follow `tokens`, and are not known yet; with drafts,
+            the maximum.
+        num_releases: how often it released its pages or its rows in flight. Results of rows that were planned before
+            that are dropped.
+        table: pages, in order; 0 for those outside every layer's window.
+        num_writable: number of tokens up to which its pages exist and are referenced once, so that they may be written.
+            0 if it is not known yet.
+        source: the page to copy to the one that it writes next, before it does; 0 for none.
         states: slots of the states after `num_computed` tokens and after those of each row in flight; 0 is the state
             before the first token.
         snapshots: slots that rows in flight write besides.
         last_snapshot: the page at whose end the last state of its answer was published.
-        hashes: of the full pages at the beginning, as far as they were needed.
-        num_published: full pages already offered to the prefix cache.
+        hashes: hashes of the full pages at the beginning, as far as they were needed.
+        num_published: number of full pages already offered to the prefix cache.
         score: accumulated log-probability of the output.
         logprobs: one entry per output token, if asked for (beams only: other answers send them at once).
         uniforms: random numbers for the next output tokens, by position, as far as they were made.
-        constraint: of its output so far, None if all tokens may come.
+        constraint: the constraint on its output so far, None if all tokens are allowed.
         drafting: the drafter's knowledge of the sequence; None until it has been asked.
-        repeats: for each place how many tokens up to there are those that the tokens ended with, when there were as
-            many as it has places; never changed, but made anew (`engine.scheduling.repetition`).
+        repeats: for each position, how many tokens up to it equal the tokens' end at that length; replaced rather than
+            changed (`engine.scheduling.repetition`).
     """
 
     __slots__ = (
@@ -177,23 +177,24 @@ class Sequence:
 
     @property
     def num_scheduled(self) -> int:
-        """Tokens that are computed, or will be by the steps in flight."""
+        """Number of tokens that are computed, or will be by the steps in flight."""
         return self.num_computed + self.num_in_flight
 
     @property
     def mask(self) -> Constraint | None:
-        """The constraint on the next tokens; None if any may come."""
+        """The constraint on the next tokens; None if any is allowed."""
         constraint = self.constraint
         return None if isinstance(constraint, Lifting) and constraint.is_free else constraint
 
     def output(self) -> tuple[int, ...]:
-        """Tokens generated so far."""
+        """The tokens generated so far."""
         return tuple(self.tokens.view(self.num_prompt).tolist())
 
     def extend_hashes(
         self, hasher: PageHasher, root: PageHash, block_size: int, num_pages: int, sides: Sides | None = None
     ) -> list[PageHash]:
-        """Hashes of the first num_pages pages, which the known tokens must fill; `sides`: those of the tokens."""
+        """Compute hashes of the first num_pages pages, which the known tokens must fill; `sides` are the tokens'
+        sides."""
         while len(self.hashes) < num_pages:
             start = len(self.hashes) * block_size
             parent = self.hashes[-1] if self.hashes else root
@@ -217,7 +218,7 @@ class Sequence:
         self.repeats = parent.repeats
 
     def append(self, decoding: Decoding, token: int) -> None:
-        """Go on with a token. The sequence's constraint advances by the token, unless the token is forced or the
+        """Continue with a token. The sequence's constraint advances by the token, unless the token is forced or the
         model's EOS."""
         if self.constraint is not None and token not in decoding.eos_ids:
             self._tell(self.constraint, decoding, token)
@@ -230,12 +231,12 @@ class Sequence:
             constraint.accept(token)
 
     def void(self) -> None:
-        """The results of its rows in flight are dropped."""
+        """Drop the results of its rows in flight."""
         self.num_in_flight = self.num_pending = 0
         self.num_releases += 1
 
     def gone_on(self, decoding: Decoding, token: int) -> Sequence:
-        """A copy without pages that has gone on with a token."""
+        """A copy without pages that has continued with a token."""
         copy = Sequence(self.index, (), with_logprobs=False)
         copy.follow(self)
         copy.uniforms = self.uniforms
@@ -246,47 +247,47 @@ class Sequence:
 class Status(Enum):
     """The state of a group."""
 
-    RESTORING = "restoring"  # its pages are read from a disk; it waits after that
+    RESTORING = "restoring"  # its pages are being read from a disk; it waits after that
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
 
 
 class SequenceGroup:
-    """All sequences of one request; admitted, preempted and aborted whole.
+    """All sequences of one request; they are admitted, preempted and aborted together.
 
     Attributes:
-        request: what was asked for.
+        request: the request itself.
         arrival: number that orders requests of equal priority.
-        root: hash before the first page: whatever changes K and V besides the tokens.
+        root: hash before the first page, which covers whatever changes K and V besides the tokens.
         encoder_input: the encoder's input and its pages, for an encoder-decoder model.
-        source: the encoder's input, or the prompt of a decoder-only model, where its n-grams are not to be repeated.
-        favoured: its distinct tokens, where these are favoured or disfavoured.
+        source: the encoder's input, or the prompt of a decoder-only model, if its n-grams are not to be repeated.
+        favoured: its distinct tokens, if these are favoured or disfavoured.
         biased: tokens with a bias, and their biases; None if there are none.
         sequences: the live ones; one until the first sample. Beams: best first.
-        status: where the group is.
-        started: the first token was sampled.
-        fork_point: after a preemption, the number of tokens all sequences have in common: the first
-            sequence computes them for all, then the others fork from it. None otherwise.
+        status: the group's current state.
+        started: whether the first token was sampled.
+        fork_point: after a preemption, the number of tokens that all sequences have in common: the first sequence
+            computes them for all, then the others fork from it. None otherwise.
         beam: the rules of the beam search, None for sampling.
         kept: finished beams, best first.
-        settled: tokens of each answer already sent (beams).
-        prompt_logprobs: as far as known; the first entry is None.
-        num_cached_tokens: prompt tokens found in the cache at first admission, and the encoder's input if it was
-            encoded already.
-        num_found: pages at the beginning of its table that were found in the cache when it was last admitted.
-        admitted: it has run before.
+        settled: number of tokens of each answer already sent (beams).
+        prompt_logprobs: the values known so far; the first entry is None.
+        num_cached_tokens: number of prompt tokens found in the cache at first admission, and of the encoder's input if
+            it was encoded already.
+        num_found: number of pages at the beginning of its table that were found in the cache when it was last admitted.
+        admitted: whether it has run before.
         scheduled_time: `time.monotonic()` seconds at which it was first admitted, None before.
-        unchunked: its input is read whole, and leaves nothing in pages.
-        sides: what is known of its first tokens beside their ids.
-        pooled: what its pooling has so far, where the input is computed in parts.
+        unchunked: whether its input is read whole, and stores nothing in pages.
+        sides: facts about its first tokens beside their ids.
+        pooled: its pooling result so far, if the input is computed in parts.
         parameters: the bytes of its row of the sampling table.
-        draws: its tokens are drawn, with numbers that follow from the seed.
-        has_penalties, has_bans, has_forced_tokens: sampling heeds such.
-        has_edits: or biases, or favoured tokens.
-        has_changing_edits: which tokens are penalised, banned or forced changes as the answer grows.
-        may_be_forced: its constraint may tell tokens that must come.
-        heeds_tokens: how a token is sampled depends on which ones came before, not on their number alone.
+        draws: whether its tokens are drawn, with numbers that follow from the seed.
+        has_penalties, has_bans, has_forced_tokens: whether sampling uses such.
+        has_edits: whether it uses these, or biases, or favoured tokens.
+        has_changing_edits: whether the penalised, banned or forced tokens change as the answer grows.
+        may_be_forced: whether its constraint may force tokens.
+        heeds_tokens: whether sampling depends on which tokens came before, not only on their number.
     """
 
     def __init__(
@@ -336,7 +337,7 @@ class SequenceGroup:
         self.num_cached_tokens = self.num_found = 0
         self.admitted = False
         self.scheduled_time: float | None = None
-        # They do not change from step to step, but for the columns that say what is drawn.
+        # They do not change from step to step, except for the columns that say what is drawn.
         self.parameters = neutral_rows(
             1,
             seed=np.array(decoding.seed & (2**64 - 1), dtype=np.uint64).view(np.int64),
@@ -379,7 +380,8 @@ class SequenceGroup:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Order of service of what runs: lower priority number first, then arrival. A tenant's priorities are its own
+        """The order in which running groups are served: lower priority number first, then arrival. A tenant's
+        priorities are its own
         affair: against others its requests have arrival alone."""
         return (0 if self.request.tenant is not None else self.request.priority, self.arrival)
 
@@ -391,7 +393,7 @@ class SequenceGroup:
         return len(self.sequences)
 
     def work(self) -> list[tuple[Sequence, int]]:
-        """The sequences with tokens to schedule now, and how many."""
+        """The sequences with tokens to schedule now, and the numbers of these."""
         if self.fork_point is not None:
             first = self.sequences[0]
             return [(first, self.fork_point - first.num_computed)]
@@ -399,12 +401,12 @@ class SequenceGroup:
 
     @property
     def num_missing(self) -> int:
-        """Tokens to schedule now."""
+        """Number of tokens to schedule now."""
         return sum([count for _, count in self.work()])
 
     def may_run_ahead(self, *, drafting: bool = False) -> bool:
-        """Its next step can be planned although the answer of one in flight is not known. If it runs in that. Tokens
-        can be drafted only where the last one is known."""
+        """Whether its next step can be planned although the answer of a step in flight is not known. It must run in
+        that step. Tokens can only be drafted if the last one is known."""
         first = self.sequences[0]
         if not (first.num_in_flight or any(sequence.num_in_flight for sequence in self.sequences[1:])):
             return True
@@ -417,12 +419,12 @@ class SequenceGroup:
             return self.beam is None or not self.started
         if self.heeds_tokens or first.num_output + first.num_pending >= decoding.max_tokens:
             return False
-        if self.beam is not None:  # all of its beams are there, and as many go on but where it comes to its end
+        if self.beam is not None:  # all of its beams exist, and as many continue unless it reaches its end
             return self.beam.may_run_ahead and len(self.sequences) == self.beam.num_beams
         return not drafting
 
     def common_prefix(self) -> int:
-        """Tokens all sequences share, leaving each at least one to compute."""
+        """The number of tokens that all sequences share, leaving each at least one to compute."""
         length = min(sequence.num_tokens for sequence in self.sequences) - 1
         first = self.sequences[0].tokens.view(0, length)
         for sequence in self.sequences[1:]:
@@ -433,15 +435,15 @@ class SequenceGroup:
 
 
 def pages_needed(num_tokens: int, block_size: int) -> int:
-    """Pages that hold num_tokens tokens."""
+    """The number of pages for num_tokens tokens."""
     return -(-num_tokens // block_size)
 
 
 def worst_case_pages(num_prompt: int, max_tokens: int, width: int, block_size: int) -> int:
-    """Most pages a request can ever hold at once.
+    """The maximum pages that a request can ever hold at once.
 
-    The full pages of the prompt are shared by all sequences; everything after them may be each
-    one's own. The last token is never computed.
+    All sequences share the full pages of the prompt; everything after them may be separate for each. The last token is
+    never computed.
     """
     longest = pages_needed(num_prompt + max_tokens - 1, block_size)
     if width == 1:

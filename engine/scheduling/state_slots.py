@@ -1,7 +1,7 @@
 """State slots: memory for the states of layers that carry one from token to token beside keys and values in pages.
 
 A slot holds the states of all such layers after some token of a sequence. It is never changed: a row of a step reads
-its sequence's slot and writes another one, and the first is given up when the result is applied. So a failed step can
+its sequence's slot and writes another one, and the first is released when the result is applied. So a failed step can
 be computed again, forks share a slot, and a slot at the end of a page is a snapshot that the prefix cache keeps under
 that page's hash. `BlockPool` counts slots as it counts pages; slot 0 is the state before the first token, zeros.
 """
@@ -20,9 +20,9 @@ class StateSlots:
     """The states of all sequences.
 
     Args:
-        pool: of slots.
-        block_size: tokens of a page: snapshots are of states at the ends of pages.
-        publishes: snapshots are kept for later requests.
+        pool: the pool of slots.
+        block_size: tokens of a page; snapshots are taken at the ends of pages.
+        publishes: whether snapshots are kept for later requests.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, *, publishes: bool):
@@ -31,7 +31,7 @@ class StateSlots:
         self._publishes = publishes
 
     def take(self, row: Row, least: int) -> bool:
-        """Give a row that is planned the slot that it writes; False if there is none left.
+        """Give a planned row the slot that it writes; returns False if none is left.
 
         Args:
             least: slots that must be left if the row is to write a snapshot, too.
@@ -51,10 +51,10 @@ class StateSlots:
         return True
 
     def advance(self, row: Row, hash_of: Callable[[int], PageHash]) -> None:
-        """A row's tokens are computed: its sequence goes on from the slot that the row wrote.
+        """A row's tokens are computed: its sequence continues from the slot that the row wrote.
 
         Args:
-            hash_of: the hash of the sequence's first so many pages.
+            hash_of: returns the hash of this many of the sequence's first pages.
         """
         state, sequence = row.state, row.sequence
         if state is None:
@@ -67,28 +67,28 @@ class StateSlots:
         if self._publishes and end % self._size == 0:
             page_hash = hash_of(end // self._size)
             if self.pool.publish(state.target, page_hash) and row.count == 1:
-                # Of an answer, the last end of a page is enough: conversations go on from there.
+                # For an answer, the last end of a page is enough: conversations continue from there.
                 if sequence.last_snapshot is not None:
                     self.pool.forget_unfound(sequence.last_snapshot)
                 sequence.last_snapshot = page_hash
         self.pool.free([sequence.states.pop(0)])
 
     def match(self, hashes: list[PageHash]) -> int:
-        """The most pages at the beginning after which the state is known."""
+        """The maximum number of pages at the beginning after which the state is known."""
         return next((count for count in range(len(hashes), 0, -1) if self.pool.knows(hashes[count - 1])), 0)
 
     def adopt(self, sequence: Sequence, page_hash: PageHash) -> None:
-        """Let a sequence without tokens go on from a snapshot."""
+        """Let a sequence without tokens continue from a snapshot."""
         sequence.states = self.pool.adopt(self.pool.match([page_hash]))
 
     def share(self, child: Sequence, parent: Sequence) -> None:
-        """Let a sequence go on from its parent's state."""
+        """Let a sequence continue from its parent's state."""
         states = self.pool.fork(parent.states)
         self.release(child)
         child.states = states
 
     def release(self, sequence: Sequence) -> None:
-        """A sequence gives up its states. Its next token is its first."""
+        """Release a sequence's states. Its next token is its first."""
         self.pool.free(sequence.states)
         self.pool.free(sequence.snapshots)
         sequence.states, sequence.snapshots, sequence.last_snapshot = [0], [], None

@@ -1,4 +1,4 @@
-"""A step in the making."""
+"""A step that is being planned."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class EncoderRun:
     """A run of the encoder in a step.
 
     Attributes:
-        groups: the requests of the step that have its input; at least one.
-        done: another part of the same step has run it.
+        groups: the step's requests with this input; at least one.
+        done: whether another part of the same step has run it.
     """
 
     groups: list[SequenceGroup] = field(default_factory=list)
@@ -29,7 +29,7 @@ class EncoderRun:
 
     @property
     def encoder_input(self) -> EncoderInput:
-        """The input, and where its K and V go."""
+        """The input, and where its K and V are stored."""
         encoder_input = self.groups[0].encoder_input
         assert encoder_input is not None
         return encoder_input
@@ -37,11 +37,12 @@ class EncoderRun:
 
 @dataclass(slots=True)
 class SearchAhead:
-    """Rows of a beam search that are planned before it is known which beams go on.
+    """Rows of a beam search that are planned before it is known which beams continue.
 
     Attributes:
-        rows: one for each beam. They have the sequences of the beams before that, until the answer says which they are.
-        pages: set aside for each row; 0 for none. Pages that turn out to be unnecessary are given back.
+        rows: one for each beam. Their sequences are those of the beams before that, until the answer says which they
+            are.
+        pages: the page set aside for each row; 0 for none. Pages that turn out to be unnecessary are returned.
     """
 
     rows: list[Row]
@@ -50,19 +51,19 @@ class SearchAhead:
 
 @dataclass(slots=True)
 class Step:
-    """The work of each group in a step, the pages to copy for it, and the room that is left.
+    """The work of each group in a step, the pages to copy for it, and the remaining room.
 
     Attributes:
-        budget: tokens that may still be planned.
+        budget: number of tokens that may still be planned.
         limit: how long the step may take.
-        left: work (see `StepLimit`) that may still be planned; counted since prompts have their turn.
-        num_prompts: groups planned since prompts have their turn; None before.
+        left: work (see `StepLimit`) that may still be planned; counted since prompts are planned.
+        num_prompts: number of groups planned since prompts are planned; None before.
         encoder_runs: runs of the encoder, by the key of their input.
         searches: the beam searches among the groups whose last answer is not known.
-        ahead: another step is in flight: nothing is preempted for this one.
-        num_drafts: tokens that may still be drafted: none once prompts have their turn.
-        gain: what drafts add to the step.
-        kept_pages: those that running groups lack for what they have, where tokens are drafted.
+        ahead: whether another step is in flight, so that nothing is preempted for this one.
+        num_drafts: number of tokens that may still be drafted: none once prompts are planned.
+        gain: the gain from drafts in this step.
+        kept_pages: number of pages that running groups still lack for their tokens, if tokens are drafted.
         image_work: the work of making vectors of images, in tokens.
     """
 
@@ -82,7 +83,7 @@ class Step:
     image_work: float = 0.0
 
     def begin_prompts(self) -> None:
-        """All decoding rows have their token: whatever they took, prompts get their least."""
+        """All decoding rows have their token: whatever they took, prompts get their minimum."""
         self.num_prompts = self.num_drafts = 0
         work = self.limit.work - sum(self._work(group, rows) for group, rows in self.rows.items())
         self.left = max(work, self.limit.least)
@@ -90,12 +91,12 @@ class Step:
         self.budget = int(min(self.budget, max(self.limit.tokens - taken, self.limit.least, 1)))
 
     def halve(self) -> None:
-        """Plan no more than half of the work that is left."""
+        """Plan at most half of the work that is left."""
         self.left /= 2
 
     @contextmanager
     def half(self) -> Iterator[None]:
-        """Plan within only half of what is left meanwhile. The next prompt after it counts as the step's first."""
+        """Within this context, plan only half of what is left. The next prompt after it counts as the step's first."""
         budget, work = self.budget // 2, self.left / 2 if self.left < math.inf else 0.0
         kept = self.budget - budget
         self.budget, self.left = budget, self.left - work
@@ -106,16 +107,16 @@ class Step:
 
     @property
     def is_open(self) -> bool:
-        """Another prompt may have tokens; the first one always."""
+        """Whether another prompt may have tokens; the first one always may."""
         return self.budget > 0 and (self.left >= 1.0 or not self.num_prompts)
 
     def room(self, group: SequenceGroup) -> int:
-        """Tokens that a prompt may have now: at least one while the step is open."""
+        """The number of tokens that a prompt may have now: at least one while the step is open."""
         fits = self.limit.costs.fits(self.left, group.sequences[0].num_scheduled, _scores(group), _beside(group))
         return min(max(fits, int(self.is_open)), self.budget)
 
     def can_read(self, group: SequenceGroup) -> bool:
-        """The group's input, which is read whole, may run now: it fits, or is the first prompt of this step."""
+        """Whether the group's input, which is read whole, may run now: it fits, or is the first prompt of this step."""
         count = group.sequences[0].num_tokens
         return not self.num_prompts or (count <= self.budget and self._reading(group, count) <= self.left)
 
@@ -128,7 +129,7 @@ class Step:
         return True
 
     def take(self, group: SequenceGroup, rows: list[Row]) -> None:
-        """The group runs these rows."""
+        """Plan these rows of the group."""
         self.rows[group] = rows
         self.budget -= sum([row.count for row in rows])
         if self.num_prompts is not None:
@@ -136,8 +137,8 @@ class Step:
             self.left -= self._work(group, rows)
 
     def can_encode(self, encoder_input: EncoderInput, group: SequenceGroup) -> bool:
-        """The group's encoder input, which cannot be cut, may run now, and the group have a row in the same step:
-        both fit, or it is the first prompt of this step."""
+        """Whether the group's encoder input, which cannot be cut, may run now, and the group have a row in the same
+        step: both fit, or it is the first prompt of this step."""
         if not self.num_prompts:
             return True
         known = encoder_input.key in self.encoder_runs
@@ -150,7 +151,7 @@ class Step:
         found = self.encoder_runs.get(encoder_input.key)
         if found is None:
             found = self.encoder_runs[encoder_input.key] = EncoderRun()
-            # However long it is, the group has a row: a failed step ends only those that have one.
+            # However long the input is, the group gets a row: a failed step ends only groups that have one.
             counts = [count for _, count in group.work()]
             least = len(counts) if max(counts) == 1 else 1
             self.budget = max(self.budget - len(encoder_input.tokens), least)
@@ -158,7 +159,7 @@ class Step:
         found.groups.append(group)
 
     def drop(self, group: SequenceGroup) -> list[tuple[int, int]]:
-        """Take a group out again; the copies that are not needed any more."""
+        """Remove a group again; returns the copies that are no longer needed."""
         rows = self.rows.pop(group, [])
         for key, run in list(self.encoder_runs.items()):
             run.groups = [other for other in run.groups if other is not group]

@@ -1,6 +1,6 @@
-"""Pages of sequences' own tokens: how many a group needs, and which of them it finds, shares, publishes and gives up.
+"""Pages of sequences' own tokens: how many a group needs, and which of them it finds, shares, publishes and releases.
 
-Room for a step's tokens is made by the `Scheduler`, which knows what has to be preempted for it.
+The `Scheduler` makes room for a step's tokens, because it knows what to preempt for them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from engine.scheduling.state_slots import StateSlots
 
 
 class Tables:
-    """The scheduler's way with the tables of sequences: `BlockPool` knows pages, this knows which tokens they hold.
+    """Handles the tables of sequences: `BlockPool` knows pages, this class knows which tokens they hold.
 
     Args:
-        events: is told of pages that can be found from now on; None: that is not recorded.
-        states: of sequences whose layers have some.
+        events: notified of pages that can be found from now on; None: that is not recorded.
+        states: states of sequences whose layers have some.
     """
 
     def __init__(
@@ -40,17 +40,17 @@ class Tables:
         self._states = states
 
     def pages_needed(self, group: SequenceGroup) -> int:
-        """Available pages that a waiting group uses up until it samples."""
+        """The available pages that a waiting group uses up until it samples."""
         size = self._config.block_size
         hits = self._match(group)
-        # Full pages before the fork point are shared; the page it lies in is one sequence's in the end.
+        # Full pages before the fork point are shared; the page that contains it ends up with one sequence.
         shared = 0 if group.fork_point is None else group.fork_point // size
         pages = shared + sum(pages_needed(s.num_tokens, size) - shared for s in group.sequences) - len(hits)
-        most = self._config.most_pages(len(group.sequences))  # those of hits included
+        most = self._config.most_pages(len(group.sequences))  # including those of hits
         return min(pages + self._pool.count_cached(hits), most)
 
     def hashes(self, group: SequenceGroup) -> list[PageHash]:
-        """Hashes of the full pages that a group which begins may find; empty if it must compute all of them."""
+        """Hashes of the full pages that a starting group may find; empty if it must compute all of them."""
         if group.request.decoding.prompt_logprobs is not None and not group.started:
             return []  # every prompt position must be computed to be scored
         pooling = group.request.pooling
@@ -76,7 +76,7 @@ class Tables:
         return group.sequences[0].num_tokens - len(self._match(group)) * self._config.block_size
 
     def adopt(self, group: SequenceGroup) -> None:
-        """Give a group that begins the pages of the longest beginning that is known."""
+        """Give a starting group the pages of the longest known beginning."""
         sequence, hits = group.sequences[0], self._match(group)
         sequence.table.extend(self._pool.adopt(hits))
         sequence.num_published = group.num_found = len(hits)
@@ -86,7 +86,7 @@ class Tables:
         self.fork_from_first(group)
 
     def fork_from_first(self, group: SequenceGroup) -> None:
-        """Let all other sequences go on from the first one's pages, once the common prefix is computed."""
+        """Let all other sequences continue from the first one's pages, once the common prefix is computed."""
         first = group.sequences[0]
         if group.fork_point != first.num_computed:
             return
@@ -97,8 +97,9 @@ class Tables:
         group.fork_point = None
 
     def share(self, child: Sequence, parent: Sequence) -> None:
-        """Give a sequence its parent's pages, whatever it has itself. A page of its own in which it would write next it
-        keeps: the parent's will be copied there."""
+        """Give a sequence its parent's pages, whatever it has itself. If it has a page of its own in which it would
+        write next, it
+        keeps: the parent's page will be copied there."""
         child.num_writable = 0
         if self._states is not None:
             self._states.share(child, parent)
@@ -115,7 +116,7 @@ class Tables:
         else:
             parent.num_writable = 0
         first = end
-        while first and own.item(first - 1) != wanted.item(first - 1):  # where both have a page, all before is alike
+        while first and own.item(first - 1) != wanted.item(first - 1):  # before equal pages, all are equal
             first -= 1
         pages = self._pool.fork(wanted[first:end].tolist())
         self._pool.free(own[first:end].tolist())
@@ -129,8 +130,8 @@ class Tables:
         return max(pages_needed(end, self._config.block_size) - held, 0) + shared, shared
 
     def take(self, sequence: Sequence, pages: list[int], shared: bool) -> tuple[int, int] | None:
-        """Give a sequence the pages that it lacked (see `missing`); which page is to be copied to where before the step
-        writes, if one is. Its source is pinned."""
+        """Give a sequence the pages that it lacked (see `missing`); returns which page to copy where before the step
+        writes, if any. Its source is pinned."""
         place, copy = sequence.num_scheduled // self._config.block_size, None
         if shared:
             source, target = sequence.table[place], pages.pop()
@@ -149,12 +150,12 @@ class Tables:
     def go_on(
         self, beams: Seq[Sequence], parents: Mapping[Sequence, Sequence], pages: Seq[int]
     ) -> list[tuple[int, int]]:
-        """Give beams, which have their parents' pages, those that a step in flight writes for them; which page it
-        copies where before that. The sources are pinned.
+        """Give beams, which have their parents' pages, those that a step in flight writes for them; returns which page
+        it copies where before that. The sources are pinned.
 
         Args:
-            parents: of those that were forked.
-            pages: set aside for each beam (`Searches`); what is not used is given back.
+            parents: the parents of those that were forked.
+            pages: the pages set aside for each beam (`Searches`); unused ones are returned.
         """
         size, copies, unused = self._config.block_size, [], []
         for beam, page in zip(beams, pages, strict=True):
@@ -174,7 +175,7 @@ class Tables:
         return copies
 
     def advance(self, rows: Iterable[Row]) -> None:
-        """The rows' tokens are computed: publish full pages, and give up pages that no later query sees."""
+        """The rows' tokens are computed: publish full pages, and release pages that no later query sees."""
         size, has_pages = self._config.block_size, self._config.needs.paged
         publishes = has_pages and self._config.enable_prefix_caching
         has_window = has_pages and self._config.window is not None
@@ -189,7 +190,7 @@ class Tables:
                 self._leave_window(sequence, row.start)
 
     def truncate(self, sequence: Sequence) -> None:
-        """Give up pages that were to hold more tokens than the sequence has: those of drafts which were wrong."""
+        """Release pages that were to hold more tokens than the sequence has: those of drafts that were wrong."""
         size, kept = self._config.block_size, pages_needed(sequence.num_tokens, self._config.block_size)
         if kept < sequence.table.size:
             self._pool.free(sequence.table.view(kept).tolist())
@@ -197,11 +198,11 @@ class Tables:
             sequence.num_writable = min(sequence.num_writable, kept * size)
 
     def release(self, sequence: Sequence) -> None:
-        """A sequence gives up its pages. The results of its rows in flight are dropped.
+        """Release a sequence's pages. The results of its rows in flight are dropped.
 
-        They are free at once. A step in flight may write them still, but steps run in the order in which they were
-        launched: whatever a later one writes there comes after that, and it reads nothing there that it, or one after
-        the release, has not written.
+        They are free at once. A step in flight may still write them, but steps run in the order in which they were
+        launched: whatever a later step writes there comes after that, and it reads nothing there that it, or a step
+        after the release, has not written.
         """
         self._pool.free(sequence.table.tolist())
         if self._states is not None:
@@ -211,12 +212,12 @@ class Tables:
         sequence.void()
 
     def check(self, groups: Iterable[SequenceGroup]) -> None:
-        """Raise AssertionError if a table lacks a page that is seen, holds one that is not, or others hold what a
+        """Raise AssertionError if a table lacks a page that is seen, contains one that is not, or others hold what a
         sequence seems to write alone."""
         for sequence in (s for group in groups for s in group.sequences if len(s.table)):
             table, first = sequence.table.view(), self._config.first_page(sequence.num_computed)
             if table[:first].any() or not table[first:].all():
-                raise AssertionError(f"of a table, pages from {first} on are needed, but it is {table.tolist()}")
+                raise AssertionError(f"pages from {first} on are needed in the table {table.tolist()}")
             written = table[sequence.num_scheduled // self._config.block_size :].tolist()
             if sequence.num_writable and any(map(self._pool.is_shared, written)):
                 raise AssertionError(f"of pages {written}, which one sequence writes, others hold some, too")
@@ -233,8 +234,8 @@ class Tables:
         return sequence.extend_hashes(self._hasher, group.root, self._config.block_size, num_pages, group.sides)[-1]
 
     def _leave_window(self, sequence: Sequence, position: int) -> None:
-        """Give up what a query at `position` saw and the next one does not see."""
-        # Page 0 takes the places of what is given up, so that positions stay.
+        """Release what a query at `position` saw and the next one does not see."""
+        # Page 0 replaces released pages, so that positions stay.
         start, end = self._config.first_page(position), self._config.first_page(sequence.num_computed)
         if start < end:
             pages = sequence.table.view(start, end)

@@ -1,4 +1,4 @@
-"""DRY's breakers in tokens: where a text begins, or ends, within tokens of the vocabulary."""
+"""DRY's breakers as tokens, including texts that begin or end within a token."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from engine.errors import InvalidRequestError
 from engine.interface.dry import DEFAULT_BREAKERS, Breakers
 from engine.text.tokenizer import Tokenizer
 
-MOST_CACHED = 32  # sets of breakers, each up to some thousand tokens
-MOST_FOLLOWING = 20  # tokens of a breaker after the one that it begins in, as in llama.cpp
-# In front of a text that is to be tokenised as if it went on.
+MOST_CACHED = 32  # sets of breakers, each with up to some thousand tokens
+MOST_FOLLOWING = 20  # tokens of a breaker after the one in which it begins, as in llama.cpp
+# Placed in front of a text that is to be tokenised as a continuation.
 _BEFORE = "\x02"
 
 
 class BreakerTokens:
-    """The breakers of a model's requests, each set looked up once.
+    """The breakers of a model's requests; each set is looked up once.
 
     Args:
-        tokenizer: gives the model's tokenizer, or None if there is none; asked when the first set comes.
-        vocab_size: tokens of the model.
+        tokenizer: returns the model's tokenizer, or None if there is none; called when the first set arrives.
+        vocab_size: number of tokens of the model.
     """
 
     def __init__(self, tokenizer: Callable[[], Tokenizer | None], vocab_size: int):
@@ -33,7 +33,7 @@ class BreakerTokens:
         self._worker: ThreadPoolExecutor | None = None
 
     def get(self, texts: Sequence[str] | None) -> Breakers:
-        """Texts, or the default ones, in tokens.
+        """Texts, or the default breakers, as tokens.
 
         Raises:
             InvalidRequestError: the model has no tokenizer.
@@ -52,7 +52,7 @@ class BreakerTokens:
         return found
 
     def begin(self, texts: Sequence[str] | None) -> Future[Breakers] | None:
-        """Look texts up in a thread; None if that is done already."""
+        """Look texts up on a thread; None if that is done already."""
         wanted = frozenset(DEFAULT_BREAKERS if texts is None else texts)
         with self._lock:
             if wanted in self._known:
@@ -78,7 +78,7 @@ class BreakerTokens:
 
 
 class _Pieces:
-    """The text that each token adds. Special tokens are what texts write for them."""
+    """The text that each token adds. Special tokens add the text that stands for them."""
 
     def __init__(self, tokenizer: Tokenizer, size: int):
         self._tokenizer = tokenizer
@@ -92,8 +92,8 @@ class _Pieces:
                 self._by_end[piece[-1]].append(token)
 
     def breakers(self, texts: Iterable[str]) -> Breakers:
-        """The breakers that llama.cpp looks for: tokens that hold a text, and those that end with a beginning of it,
-        followed by the tokens of its rest."""
+        """The breakers that llama.cpp looks for: tokens that contain a text, and tokens that end with its beginning,
+        followed by the tokens of the rest."""
         tails: defaultdict[int, set[tuple[int, ...]]] = defaultdict(set)
         for text in sorted(texts):
             whole = text.encode()
@@ -113,7 +113,7 @@ class _Pieces:
         )
 
     def _going_on(self, text: str) -> list[int]:
-        """The tokens of a text that stands within another one."""
+        """The tokens of a text in the middle of another text."""
         before = self._tokenizer.encode(_BEFORE, add_special_tokens=False)
         ids = self._tokenizer.encode(_BEFORE + text, add_special_tokens=False)
         if ids[: len(before)] == before:

@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("octavo.catalogues")
 
-_BATCH = 8192  # titles that are tokenised at a time: what a tokenizer makes of one takes kilobytes
-_SHOWN = 16  # names that an error lists
+_BATCH = 8192  # titles tokenised at a time: the tokenizer's result for one takes kilobytes
+_SHOWN = 16  # names listed in an error
 
 Title = str | list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """Titles that answers can be limited to.
+    """Titles to which answers can be limited.
 
     Attributes:
-        used: [vocabulary] the tokens that titles have.
+        used: [vocabulary] the tokens that occur in titles.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Catalogue:
 
     @property
     def info(self) -> CatalogueInfo:
-        """The facts for clients."""
+        """Facts for clients."""
         return CatalogueInfo(self.name, self.trie.num_sequences, self.trie.longest)
 
 
@@ -54,13 +54,13 @@ class Catalogues:
     """The catalogues of an engine.
 
     Args:
-        files: path of each by its name.
-        info: of the model.
-        defaults: what it says about decoding.
-        load_tokenizer: the model's tokenizer; it is loaded only if titles are texts.
+        files: the path of each catalogue by name.
+        info: facts about the model.
+        defaults: the model's defaults for decoding.
+        load_tokenizer: loads the model's tokenizer; called only if titles are texts.
 
     Raises:
-        ConfigError: a file cannot be read, or holds what cannot be a title; its line is named.
+        ConfigError: a file cannot be read, or a line cannot be a title; the message names the line.
     """
 
     def __init__(
@@ -80,14 +80,14 @@ class Catalogues:
 
     @property
     def infos(self) -> tuple[CatalogueInfo, ...]:
-        """The facts for clients."""
+        """Facts for clients."""
         return tuple(catalogue.info for catalogue in self._found.values())
 
     def completed(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
-        """The parameters with room for the longest title, where they do not say how long an answer may be.
+        """The parameters with room for the longest title, unless they say how long an answer may be.
 
         Raises:
-            InvalidRequestError: there is no such catalogue.
+            InvalidRequestError: the catalogue does not exist.
         """
         name = _name(params)
         if name is None:
@@ -99,10 +99,11 @@ class Catalogues:
         return replace(params, max_tokens=max(min(most, self._info.max_model_len - prompt_len), 1))
 
     def constrained(self, params: SamplingParams, decoding: Decoding) -> Decoding:
-        """The decoding whose answers are titles, where the parameters ask for that.
+        """The decoding that limits answers to titles, if the parameters ask for that.
 
         Raises:
-            InvalidRequestError: there is no such catalogue, or something else that was asked for cannot be had then.
+            InvalidRequestError: the catalogue does not exist, or the request asks for something that cannot be combined
+                with it.
         """
         name = _name(params)
         if name is None:
@@ -112,20 +113,20 @@ class Catalogues:
         if not decoding.stop_ids:
             _refuse(
                 "constraint",
-                "answers of a catalogue end with an end token, and this model names none (eos_token_id in its "
+                "answers of a catalogue end with an end token, but this model names none (eos_token_id in its "
                 "generation_config.json). Send stop_token_ids.",
             )
         within = [token for token in sorted(decoding.stop_ids) if used[token]]
         if within:
-            message = f"stop_token_ids holds {within[0]}, which is a token of titles of the catalogue {name}."
+            message = f"stop_token_ids holds {within[0]}, which occurs in titles of the catalogue {name}."
             _refuse("stop_token_ids", message)
         if decoding.num_beams > 1 and decoding.n > trie.num_sequences:
             _refuse(
                 "n",
-                f"n is {decoding.n}, but the catalogue {name} has {trie.num_sequences} titles, and beams are all "
-                "different. Ask for fewer.",
+                f"n is {decoding.n}, but the catalogue {name} has {trie.num_sequences} titles, and all beams differ. "
+                "Ask for fewer.",
             )
-        # A title ends where it ends: not where max_tokens cuts it off.
+        # A title must not be cut off by max_tokens.
         constraint = Member(trie, sorted(decoding.stop_ids))
         return replace(decoding, constraint=constraint, distinct_ends=True, forced_eos_token_ids=())
 
@@ -134,7 +135,11 @@ class Catalogues:
         if found is None:
             names = sorted(self._found)
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            there = f"there are {', '.join(names[:_SHOWN])}{more}" if names else "there is none (--catalogue NAME=FILE)"
+            there = (
+                f"the catalogues are {', '.join(names[:_SHOWN])}{more}"
+                if names
+                else "there is none (--catalogue NAME=FILE)"
+            )
             _refuse("constraint", f"constraint: there is no catalogue {brief(name)}; {there}.", "unknown_catalogue")
         return found
 
@@ -151,10 +156,10 @@ def _refuse(param: str, message: str, code: str = "invalid_value") -> NoReturn:
 
 
 def read_titles(name: str, path: str) -> Iterator[tuple[int, Title]]:
-    """The titles of a file with the numbers of their lines, as texts or as token ids; empty lines are passed over.
+    """The titles of a file with their line numbers, as texts or as token ids; empty lines are skipped.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is no title.
+        ConfigError: the file cannot be read, or a line is not a title.
     """
     where = f"catalogue {name}: {path}"
     try:
@@ -203,12 +208,12 @@ def _read_title(where: str, line: bytes) -> Title:
 
 @dataclass(slots=True)
 class _Flat:
-    """Titles as the tokens of all one after the other.
+    """All titles' tokens, one title after the other.
 
     Attributes:
-        ids: the tokens, int64 as far as they may be of any size.
-        lengths: of each title.
-        lines: the numbers of their lines.
+        ids: the tokens, as int64, as they may be any size.
+        lengths: the length of each title.
+        lines: the titles' line numbers.
     """
 
     ids: NDArray[np.int32]
@@ -216,12 +221,12 @@ class _Flat:
     lines: NDArray[np.int64]
 
     def line_of(self, place: int) -> int:
-        """The line of the title that the token at a place belongs to."""
+        """The line of the title that contains the token at this position."""
         return int(self.lines[np.searchsorted(np.cumsum(self.lengths), place, side="right")])
 
 
 class _Builder:
-    """Makes catalogues of files."""
+    """Makes catalogues from files."""
 
     def __init__(
         self, info: EngineInfo, defaults: GenerationDefaults, load_tokenizer: Callable[[], Tokenizer | None]
@@ -232,7 +237,7 @@ class _Builder:
         self._opening: list[int] = []
 
     def build(self, name: str, path: str) -> Catalogue:
-        """The catalogue of a file."""
+        """Build the catalogue of a file."""
         started, where = time.monotonic(), f"catalogue {name}: {path}"
         titles = read_titles(name, path)
         parts = []
@@ -267,7 +272,7 @@ class _Builder:
         numbers = [number for number, _ in batch]
         titles = self._encoded(where, batch)
         eos = self._defaults.eos_ids
-        # What transformers' tokenizers give for an answer: its end may be there, and what is forced before it.
+        # What transformers' tokenizers add to an answer: possibly its end, and the tokens forced before it.
         titles = [ids[:-1] if len(ids) > 1 and ids[-1] in eos else ids for ids in titles]
         forced = self._defaults.values.get("forced_bos_token_id")
         titles = [ids[1:] if len(ids) > 1 and ids[0] == forced else ids for ids in titles]
@@ -276,7 +281,7 @@ class _Builder:
             line = numbers[int(np.argmin(lengths))]
             raise ConfigError(f"{where}, line {line}: the title is empty: it has no tokens.")
         longest = int(lengths.argmax())
-        room = self._info.max_model_len - 2  # a token before it, and the end behind it
+        room = self._info.max_model_len - 2  # a token before the answer, and the end after it
         if lengths[longest] > room:
             raise ConfigError(
                 f"{where}, line {numbers[longest]}: the title has {lengths[longest]} tokens, but at most {room} fit "
@@ -314,15 +319,15 @@ class _Builder:
             if self._tokenizer is None:
                 line = next(number for number, title in batch if isinstance(title, str))
                 message = "the title is a text, and the model has no tokenizer (or skip_tokenizer_init is set)"
-                raise ConfigError(f"{where}, line {line}: {message}. Give ids.")
+                raise ConfigError(f"{where}, line {line}: {message}. Use ids instead.")
             self._opening = self._find_opening(self._tokenizer)
         encoded = iter(self._tokenizer.encode_answers(texts))
         opening = self._opening
         return [[*opening, *next(encoded)] if isinstance(title, str) else title for _, title in batch]
 
     def _find_opening(self, tokenizer: Tokenizer) -> list[int]:
-        """The tokens with which a model's answer begins before its text, as BART's with <s>: tokens in front of its
-        tokenizer's texts, unless these are forced, or the decoder begins with them."""
+        """The tokens with which a model's answer begins before its text, as BART's begins with <s>: tokens that its
+        tokenizer puts before texts, unless they are forced or the decoder's prompt holds them."""
         if self._info.max_encoder_len is None or self._defaults.values.get("forced_bos_token_id") is not None:
             return []
         framed, plain = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
@@ -337,7 +342,7 @@ def check_files(files: Mapping[str, str]) -> None:
     """Refuse files that cannot be read, before a model is loaded.
 
     Raises:
-        ConfigError: names the first one.
+        ConfigError: names the first such file.
     """
     for name, path in files.items():
         next(read_titles(name, path), None)

@@ -1,4 +1,4 @@
-"""Conversations to the text of a prompt, by chat templates, rendered as `transformers` does it."""
+"""Converting conversations to prompts with chat templates, rendered as in `transformers`."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from engine.text.pictures import with_parts
 
 Messages = list[dict[str, Any]]
 
-# A template that tells the role apart writes it as a string, which developers in its prose are not.
+# A template that distinguishes the role writes it as a string, unlike the word developers in its prose.
 _KNOWS_DEVELOPER = re.compile(r"""["']developer["']""")
-# Mistral's templates want ids of nine letters and digits, and fail on others.
+# Mistral's templates need ids of nine letters and digits, and fail on others.
 _SHORT_IDS = re.compile(r"""id['"]?\]?\s*\|\s*length\s*!=\s*9""")
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}", re.ASCII)
-# Phi-4-mini's template reads tools from the system's message, as a JSON text; the words are of its model card.
+# Phi-4-mini's template reads tools from the system message, as JSON text; the wording is from its model card.
 _TOOLS_OF_MESSAGE = re.compile(r"""message(\.tools|\[['"]tools['"]\])""")
 _HAS_TOOLS = "You are a helpful assistant with some tools."
-# A template that tells a missing content from an empty one may take the latter for an answer without calls.
+# A template that distinguishes missing from empty content may take empty content for an answer without calls.
 _KNOWS_NO_CONTENT = re.compile(r"""(?<!_)content['"]?\]?\s+is\s+(not\s+)?none""")
 
 
 def fit_messages(
     messages: Sequence[Mapping[str, Any]], template: str, tools: Sequence[Mapping[str, Any]] | None
 ) -> Messages:
-    """Messages as this template can read them. The role developer is system where the template does not know it."""
+    """Messages as this template can read them. The role developer becomes system if the template does not know it."""
     fitted = [dict(message) for message in messages]
     if tools is not None and _TOOLS_OF_MESSAGE.search(template):
         if fitted[0]["role"] not in ("system", "developer"):
@@ -48,7 +48,8 @@ def fit_messages(
 
 
 def load_renderer() -> Callable[..., tuple[list[str], Any]]:
-    """The function that renders. It is slow to import, and a process that only sends conversations needs none."""
+    """Return the function that renders. Its import is slow, and a process that only sends conversations does not need
+    it."""
     list_models_once()
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -58,16 +59,16 @@ def load_renderer() -> Callable[..., tuple[list[str], Any]]:
 def render_conversation(
     template: str, messages: Messages, *, image_mark: str | None = None, image_text: str | None = None, **given: Any
 ) -> str:
-    """Messages to the text of a prompt, in the sandbox of `transformers`.
+    """Convert messages to a prompt in `transformers`' sandbox.
 
     Args:
         template: a Jinja template.
-        messages: {"role": ..., "content": ...} each; arguments of tool calls are JSON as text.
+        messages: {"role": ..., "content": ...} each; arguments of tool calls are JSON text.
         image_mark, image_text: as `engine.text.pictures.with_parts` takes them.
-        given: tools, documents, add_generation_prompt, continue_final_message, and names that the template may use.
+        given: tools, documents, add_generation_prompt, continue_final_message, and variables that the template may use.
 
     Raises:
-        ValueError: the template refuses these messages, or fails on them; its words.
+        ValueError: the template refuses these messages, or fails on them; the text is the template's.
     """
 
     def render(probe: Messages) -> str:
@@ -83,7 +84,7 @@ def _rendered(template: str, messages: Messages, given: Mapping[str, Any]) -> st
             texts, _ = load_renderer()(conversations=[form], chat_template=template, **given)
         except MemoryError:
             raise
-        except Exception as problem:  # a template may fail in any way on messages that it was not made for
+        except Exception as problem:  # a template may fail in any way on messages it was not made for
             refusal = refusal or problem
         else:
             return str(texts[0])
@@ -91,10 +92,10 @@ def _rendered(template: str, messages: Messages, given: Mapping[str, Any]) -> st
 
 
 def _forms(template: str, messages: Messages) -> Iterator[Messages]:
-    """The messages in the forms that templates want calls in, the best first.
+    """The messages in the forms in which templates expect calls, the best first.
 
-    The documentation of `transformers` has it that arguments are objects; some templates were made for text, and fail
-    on objects. Where an answer held calls and no text, its content is missing or empty.
+    The documentation of `transformers` says that arguments are objects; some templates were made for text, and fail on
+    objects. If an answer held calls and no text, its content is missing or empty.
     """
     if not any("tool_calls" in message for message in messages):
         yield messages
@@ -113,7 +114,7 @@ def _with_calls(message: dict[str, Any], empty: str | None, objects: bool) -> di
 
 def _with_object(function: dict[str, Any]) -> dict[str, Any]:
     text = function.get("arguments") or ""
-    if not isinstance(text, str):  # it is one already
+    if not isinstance(text, str):  # it is an object already
         return function
     try:
         arguments = json.loads(text) if text.strip() else {}
@@ -123,5 +124,5 @@ def _with_object(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _short(id_: str) -> str:
-    """An id of nine letters and digits: the same one, where it is such an id."""
+    """An id of nine letters and digits: the id itself, if it is one."""
     return id_ if _SHORT_ID.fullmatch(id_) else hashlib.sha256(id_.encode()).hexdigest()[:9]

@@ -1,11 +1,11 @@
-"""Token ids to text while they arrive.
+"""Converting token ids to text as they arrive.
 
-Decoding is not additive: a tokenizer strips the space at the very beginning, spreads one character over
-several tokens, and glues or separates words by what stands before them. So new tokens are decoded after a few settled
-ones, the context. The text of the context alone is then cut off.
+Decoding is not additive: a tokenizer strips the space at the very beginning, spreads one character over several tokens,
+and joins or separates words depending on what comes before them. So new tokens are decoded after a few settled ones,
+the context. The context's text is then cut off.
 
-`tokenizers.decoders.DecodeStream` does not serve: it raises where byte-fallback tokens are no valid UTF-8, never gives
-a character that the end leaves unfinished, and knows no tokenizers written in Python.
+`tokenizers.decoders.DecodeStream` cannot be used: it raises an exception if byte-fallback tokens are not valid UTF-8,
+never returns a character that the end leaves unfinished, and does not support tokenizers written in Python.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\ufffd"
 
-# Settled tokens that are remembered; the context is a suffix of them.
+# The maximum number of settled tokens that are kept; the context is a suffix of them.
 MAX_CONTEXT = 8
-# A UTF-8 character has at most 4 bytes, hence at most 4 tokens: more than that pending, and ending in
-# U+FFFD, is text that will never be whole.
+# A UTF-8 character has at most 4 bytes, hence at most 4 tokens: if more than that are pending and the text ends in
+# U+FFFD, it will never be complete.
 CHARACTER = 4
 MAX_PENDING = 2 * CHARACTER
 # Tokens of one delta that are decoded in one call.
@@ -27,15 +27,14 @@ BLOCK = 32
 class Detokenizer:
     """Incremental text of one choice.
 
-    The text is a function of the token ids alone, however they are cut into deltas, and equals what the
-    tokenizer decodes in context, with one exception: where byte-fallback tokens are no valid UTF-8,
-    characters that were whole before the fault stay as they are (the tokenizer itself would replace the
-    whole run of bytes, including what has been streamed). A token costs a bounded number of decodings
-    of a bounded number of tokens.
+    The text depends only on the token ids, not on how they are divided into deltas, and equals what the tokenizer
+    decodes in context, with one exception. If byte-fallback tokens are not valid UTF-8, characters that were complete
+    before the fault stay unchanged; the tokenizer itself would replace the whole run of bytes, including what has been
+    streamed. A token costs a bounded number of decodings of a bounded number of tokens.
 
     Args:
-        decode: all ids to text, hiding none.
-        prompt: the last tokens before the answer, without special ones; may be empty.
+        decode: converts all ids to text and hides none.
+        prompt: the last tokens before the answer, without special tokens; may be empty.
     """
 
     __slots__ = ("_context", "_context_text", "_decode", "_given", "_history", "_pending")
@@ -46,7 +45,7 @@ class Detokenizer:
         self._history: list[int] = []
         self._context: list[int] = []
         self._context_text = ""
-        # Ids whose text is not certain yet, and the part of their text that has been given out already.
+        # Ids whose text is not certain yet, and the part of their text that has been returned already.
         self._pending: list[int] = []
         self._given = ""
         if prompt:
@@ -60,14 +59,14 @@ class Detokenizer:
         return "".join(map(self._append_block, blocks))
 
     def finish(self) -> str:
-        """The text still pending, when no more ids will come: U+FFFD where it is incomplete."""
+        """The text that is still pending, when no more ids will come: U+FFFD where it is incomplete."""
         if not self._pending:
             return ""
         return self._settle(self._pending_text(self._decode(self._context + self._pending)))
 
     def _begin(self, prompt: list[int]) -> None:
-        """Take the prompt's end as the context; a character that it leaves unfinished may still be
-        finished by the answer, so its tokens are pending and their U+FFFD counts as given."""
+        """Take the prompt's end as the context. The answer may still complete a character that the prompt leaves
+        unfinished, so that character's tokens are pending and their U+FFFD counts as returned."""
         for unfinished in range(CHARACTER):
             settled = prompt[: len(prompt) - unfinished]
             self._remember(settled)
@@ -78,8 +77,8 @@ class Detokenizer:
         self._remember(prompt)
 
     def _remember(self, settled: list[int]) -> None:
-        """Choose the context: the shortest suffix that begins and ends with a whole character and is not
-        blank (a blank beginning would take the next token's space with it)."""
+        """Choose the context: the shortest suffix that begins and ends with a whole character and is not blank (a blank
+        beginning would absorb the next token's space)."""
         self._history = settled[-MAX_CONTEXT:]
         self._context, self._context_text = [], ""
         for size in range(1, len(self._history) + 1):
@@ -92,7 +91,7 @@ class Detokenizer:
         self._history, self._context, self._context_text = [], [], ""
 
     def _append_block(self, block: list[int]) -> str:
-        """All of `block` in one decoding; where that may differ from one token at a time, each half."""
+        """Append all of `block` in one decoding; if that might differ from one token at a time, append each half."""
         if len(block) == 1:
             return self._append_one(block[0])
         ids = self._pending + block
@@ -114,15 +113,15 @@ class Detokenizer:
         return self._cut(self._pending_text(text))
 
     def _pending_text(self, text: str) -> str:
-        """The text that the pending ids add to the context, `text` being both. If the new ids changed the text of
-        the context, which has been given out already, they are decoded on their own."""
+        """The text that the pending ids add to the context; `text` is that of both. If the new ids change the context's
+        text, which has been returned already, they are decoded separately."""
         if text.startswith(self._context_text):
             return text[len(self._context_text) :]
         self._forget()
         return self._decode(self._pending)
 
     def _settle(self, text: str) -> str:
-        """All pending ids are certain, with that text; returns what has not been given of it."""
+        """All pending ids are certain, with that text; returns the part that has not been returned."""
         piece = self._beyond_given(text)
         settled, self._pending, self._given = self._pending, [], ""
         self._remember(self._history + settled)
@@ -134,7 +133,7 @@ class Detokenizer:
         return text[len(self._given.rstrip(REPLACEMENT)) :]
 
     def _give_certain(self, text: str) -> str:
-        """Text before the character that is not whole yet; `text` includes the context's."""
+        """The text before the incomplete character; `text` includes the context's."""
         if not text.startswith(self._context_text):
             return ""
         certain = text[len(self._context_text) :].rstrip(REPLACEMENT)
@@ -145,8 +144,8 @@ class Detokenizer:
         return piece
 
     def _cut(self, text: str) -> str:
-        """Too much is pending: release the text up to a place where decoding both sides separately gives
-        the same as decoding both together, so that what comes can no longer change what is before it."""
+        """Too much is pending: release the text up to a position where decoding both sides separately gives the same as
+        decoding them together, so that later tokens can no longer change the text before it."""
         whole = self._context_text + text
         for kept in range(1, CHARACTER + 1):
             before = self._decode(self._context + self._pending[:-kept])
@@ -163,13 +162,13 @@ class Detokenizer:
 
 
 class WordDetokenizer:
-    """The same for tokenizers that write a text anew from all of its words, as Moses does: a quotation mark opens or
-    closes by how many stand before it. So all ids are decoded again for each delta, and a word is given when the next
-    one has begun, since punctuation may join it until then.
+    """A detokenizer for tokenizers that write a text anew from all of its words, as Moses does: whether a quotation
+    mark opens or closes depends on how many come before it. So all ids are decoded again for each delta, and a word is
+    returned when the next one has begun, since punctuation may join it until then.
 
     Args:
-        decode: all ids to text, hiding none.
-        prompt: the tokens before the answer, without special ones; may be empty.
+        decode: converts all ids to text and hides none.
+        prompt: the tokens before the answer, without special tokens; may be empty.
     """
 
     __slots__ = ("_decode", "_given", "_ids")
@@ -191,7 +190,7 @@ class WordDetokenizer:
         return piece
 
     def finish(self) -> str:
-        """The text still pending, when no more ids will come."""
+        """The text that is still pending, when no more ids will come."""
         piece = self._decode(self._ids)[len(self._given) :]
         self._given += piece
         return piece

@@ -1,4 +1,4 @@
-"""An encoder's input from a text or a pair of texts: tokens, segments, and their places in the text."""
+"""An encoder's input from a text or a pair of texts: tokens, segments, and their positions in the text."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """A text, or a pair of texts, as a model reads it; the lists have one entry per token.
+    """A text, or a pair of texts, in the form that a model reads; the lists have one entry per token.
 
     Attributes:
         ids: the tokens.
-        type_ids: their segments; all 0 if the tokenizer knows none.
-        offsets: the characters [start, end) of its own text that a token stands for, (0, 0) for one that the tokenizer
-            added. None if they are not known: from tokenizers written in Python, and for inputs that came as ids.
-        sequence: 0 for tokens of the first text, 1 for the second's, None for those that the tokenizer added.
-        truncated: tokens were left out.
-        words: which word of its own text a token is of, None for one that is of none; None if that was not asked
-            for, or is not known.
+        type_ids: the tokens' segments; all 0 if the tokenizer has none.
+        offsets: the characters [start, end) of its text that a token stands for; (0, 0) for a token that the tokenizer
+            added. None if they are not known: for tokenizers written in Python, and for inputs that arrived as ids.
+        sequence: 0 for tokens of the first text, 1 for the second, None for tokens that the tokenizer added.
+        truncated: whether tokens were left out.
+        words: the index of each token's word in its text, None for a token that belongs to no word; None in all if this
+            was not asked for, or is not known.
     """
 
     ids: list[int]
@@ -45,11 +45,11 @@ class Encoding:
         type_ids: Sequence[int] | None = None,
         added: Collection[int] = (),
     ) -> Encoding:
-        """The input that came as ids: a single text, with whatever special tokens it brought; cut at `side` to
+        """An input that arrived as ids: a single text with the special tokens it contains, cut at `side` to
         `max_length`.
 
         Args:
-            type_ids: the segments; None: all 0.
+            type_ids: the segments; None means all 0.
             added: ids that count as added by a tokenizer.
         """
         length = len(ids) if max_length is None else max_length
@@ -69,15 +69,16 @@ def encode_fast(
     words: bool = False,
     marker: int | None = None,
 ) -> Encoding:
-    """Encode one text or two by a tokenizer of the tokenizers library, which must be set to neither truncate nor pad.
+    """Encode one or two texts with a tokenizer of the tokenizers library, which must be set to neither truncate nor
+    pad.
 
-    The library would truncate before it adds special tokens, by a setting that all threads share. Leaving out the same
-    tokens afterwards gives the same.
+    The library would truncate before it adds special tokens, through a setting that all threads share. Removing the
+    same tokens afterwards gives the same result.
 
     Raises:
-        InvalidRequestError: the special tokens alone are more than `max_length`.
+        InvalidRequestError: there are more special tokens than `max_length`.
     """
-    # Not `encode`: that holds Python's lock meanwhile, and with it whatever else the process does.
+    # Not `encode`: that holds Python's lock, and so blocks the rest of the process.
     whole = fast.encode_batch([texts if len(texts) == 2 else texts[0]], add_special_tokens=special)[0]
     ids, sequence, offsets = whole.ids, whole.sequence_ids, whole.offsets
     type_ids = whole.type_ids if segments else [0] * len(ids)
@@ -105,8 +106,8 @@ def encode_fast(
 
 
 def encode_words(fast: Any, words: list[str], *, segments: bool) -> Encoding:
-    """Encode words that have been told apart already by a tokenizer of the tokenizers library: each on its own, and the
-    special tokens around all of them. The places of tokens in a text are not known then."""
+    """Encode words that are already separated, with a tokenizer of the tokenizers library: each word separately, with
+    the special tokens around all of them. The tokens' positions in a text are then not known."""
     whole = fast.encode_batch([words], is_pretokenized=True)[0]
     type_ids = whole.type_ids if segments else [0] * len(whole.ids)
     return Encoding(whole.ids, type_ids, None, whole.sequence_ids, words=whole.word_ids)
@@ -123,10 +124,10 @@ def encode_slow(
     words: bool = False,
     marker: int | None = None,
 ) -> Encoding:
-    """Encode one text or two by a `transformers` tokenizer written in Python, which knows neither offsets nor words.
+    """Encode one or two texts with a `transformers` tokenizer written in Python, which has neither offsets nor words.
 
     Raises:
-        InvalidRequestError: the special tokens alone are more than `max_length`, or the tokenizer takes no pairs.
+        InvalidRequestError: there are more special tokens than `max_length`, or the tokenizer does not accept pairs.
     """
     parts = [list(hf.encode(text, add_special_tokens=False, verbose=False)) for text in texts]
     total = sum(map(len, parts))
@@ -140,7 +141,7 @@ def encode_slow(
         sequence: list[int | None] = [n for n, part in enumerate(parts) for _ in part]
         return _marked(Encoding(ids, [0] * len(ids), None, sequence, truncated), marker, special)
     ids = _joined(hf, parts)
-    # Which of them are of which text: numbers that no token has show the way through the same template.
+    # To learn which tokens come from which text, send numbers that no token has through the same template.
     marks = _joined(hf, [[-1 - number] * len(part) for number, part in enumerate(parts)])
     sequence = [-1 - mark if mark < 0 else None for mark in marks]
     type_ids = list(hf.create_token_type_ids_from_sequences(*parts)) if segments else [0] * len(ids)
@@ -148,7 +149,7 @@ def encode_slow(
 
 
 def _marked(encoding: Encoding, marker: int | None, special: bool) -> Encoding:
-    """The tokens of a Python tokenizer, with the marker in its place."""
+    """The tokens of a Python tokenizer, with the marker inserted."""
     if marker is None:
         return encoding
     at = _place_of_marker(encoding.ids, special)
@@ -161,7 +162,7 @@ def _marked(encoding: Encoding, marker: int | None, special: bool) -> Encoding:
 
 
 def _place_of_marker(ids: Sequence[int], special: bool) -> int:
-    """The place of the marker: after the first token, which as a rule stands for the whole input; in front if no
+    """The marker's position: after the first token, which usually stands for the whole input; at the start if no
     special tokens are added."""
     return 1 if special and ids else 0
 
@@ -171,7 +172,7 @@ def _with(items: Sequence[Item], at: int, item: Item) -> list[Item]:
 
 
 def _joined(hf: Any, parts: list[list[int]]) -> list[int]:
-    """One text's or two texts' tokens with the special tokens around them."""
+    """The tokens of one or two texts with the special tokens around them."""
     try:
         return list(hf.build_inputs_with_special_tokens(*parts))
     except (ValueError, NotImplementedError) as error:
@@ -183,7 +184,7 @@ def _joined(hf: Any, parts: list[list[int]]) -> list[int]:
 
 
 def _room(max_length: int, added: int) -> int:
-    """Tokens of the text for which there is room beside the special ones."""
+    """How many tokens of the text fit beside the special ones."""
     if max_length < added:
         raise InvalidRequestError(
             f"the input cannot be cut to {max_length} tokens, because the tokenizer adds {added} special tokens. "
@@ -195,9 +196,9 @@ def _room(max_length: int, added: int) -> int:
 
 
 def _longest_first(lengths: list[int], room: int, *, odd_to_first: bool) -> list[int]:
-    """How long one or two texts are when tokens are taken away from the longer one, as long as it is longer, and then
-    from both. If two equal texts cannot share the room equally, the tokenizers library gives the extra token to the
-    text that was longer (the second if none was). Python's tokenizers give it to the first."""
+    """The lengths of one or two texts when tokens are removed from the longer one until both are equal, and then from
+    both. If two equal texts cannot share the room equally, the tokenizers library gives the extra token to the text
+    that was longer (the second if neither was). Python's tokenizers give it to the first text."""
     if len(lengths) == 1:
         return [min(lengths[0], room)]
     first, second = lengths
@@ -210,5 +211,5 @@ def _longest_first(lengths: list[int], room: int, *, odd_to_first: bool) -> list
 
 
 def cut(items: list[Item], length: int, side: Side) -> list[Item]:
-    """The first so many, or the last where what is too much is taken from the left."""
+    """The first tokens, or the last ones if the excess is removed from the left."""
     return items[max(len(items) - length, 0) :] if side == "left" else items[:length]

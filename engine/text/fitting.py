@@ -1,7 +1,7 @@
-"""Messages in a form that a chat template shows whole.
+"""Rewriting messages so that a chat template shows all of them.
 
-A template is made for some orders of roles. It refuses other orders, or silently loses a message. Rendering an order
-once, with marks for texts, shows which: if every mark appears in its place, the messages stay as they are.
+A template supports some orders of roles. It refuses other orders, or silently drops a message. Rendering an order once,
+with marks for texts, shows which is the case: if every mark appears in order, the messages stay unchanged.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from engine.text.writing import Writing
 
 Messages = list[dict[str, Any]]
 Roles = tuple[str, ...]
-# Whether a template shows all messages of these roles; "call" is the assistant's call of a function, "said call" one
-# with text before it, "calls" two calls in one message. The order ("user", "call", "assistant", "tool") is a call with
-# text behind it.
+# Whether a template shows all messages of these roles. "call" is the assistant's function call, "said call" a call with
+# text before it, "calls" two calls in one message. The order ("user", "call", "assistant", "tool") is a call with text
+# after it.
 Shows = Callable[[Roles], bool]
 
 _LEADING = ("system", "developer")
 _PARAGRAPH = "\n\n"
-_IDS = ("abcdef123", "abcdef124")  # of a probe's calls; Mistral's templates want nine letters and digits
+_IDS = ("abcdef123", "abcdef124")  # the ids of a probe's calls; Mistral's templates need nine letters and digits
 _PROMPT = """\
 You can call these functions. Each line describes one:
 <tools>
@@ -36,12 +36,12 @@ The results come between <tool_response> and </tool_response>. Without a call, a
 
 
 def mark(index: int) -> str:
-    """The placeholder for the text of a probe's message."""
+    """The placeholder for the text of a probe message."""
     return f"mark{index}x"
 
 
 def _called(role: str, index: int) -> list[str]:
-    """The arguments of a probe's calls, which no text is."""
+    """The arguments of a probe's calls, which do not occur in texts."""
     return [f"{mark(index)}{sign}" for sign in ("-." if role == "calls" else "-")]
 
 
@@ -51,7 +51,7 @@ def _call(id_: str, text: str) -> dict[str, Any]:
 
 
 def probe(roles: Roles) -> Messages:
-    """Messages of these roles, whose texts are marks."""
+    """Messages of these roles whose texts are marks."""
     messages: Messages = []
     for index, role in enumerate(roles):
         message: dict[str, Any] = {"role": role, "content": mark(index)}
@@ -67,7 +67,7 @@ def probe(roles: Roles) -> Messages:
 
 
 def shows_all(text: str, roles: Roles) -> bool:
-    """All marks of a probe are in its text, in their order."""
+    """Whether all marks of a probe are in its text, in order."""
     at = 0
     for index, role in enumerate(roles):
         marks = [] if role in ("call", "calls") else [mark(index)]
@@ -79,7 +79,7 @@ def shows_all(text: str, roles: Roles) -> bool:
 
 
 def shows_by(render: Callable[[Messages], str]) -> Shows:
-    """Whether a template shows all messages of some roles, by rendering them once.
+    """Tests whether a template shows all messages of some roles, by rendering them once.
 
     Args:
         render: renders messages with the template; ValueError if the template refuses them.
@@ -95,10 +95,10 @@ def shows_by(render: Callable[[Messages], str]) -> Shows:
 
 
 def fitted(messages: Messages, shows: Shows, writing: Writing) -> Messages:
-    """The same messages, changed as little as the template needs.
+    """The same messages, changed as little as the template requires.
 
     Args:
-        writing: how the model writes calls, where the template cannot.
+        writing: the model's format of calls, for a template that cannot write them.
     """
     made = _with_calls(messages, shows, writing)
     lead = next((place for place, one in enumerate(made) if one["role"] not in _LEADING), len(made))
@@ -112,8 +112,8 @@ def fitted(messages: Messages, shows: Shows, writing: Writing) -> Messages:
 
 
 def with_tool_prompt(messages: Messages, tools: Sequence[Mapping[str, Any]], writing: Writing) -> Messages:
-    """The messages with a system message that tells what the template cannot: which functions there are, and how they
-    are called."""
+    """The messages with a system message that says what the template cannot: which functions exist, and how to call
+    them."""
     described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     prompt = _PROMPT.format(tools=described, call=writing.written([("NAME", "ARGUMENTS")]))
     if messages and messages[0]["role"] in _LEADING:
@@ -170,7 +170,7 @@ def _calls_last(messages: Messages) -> Messages:
 
 
 def _one_by_one(messages: Messages) -> Messages:
-    """Calls of one message as messages of their own, each before its result."""
+    """Split the calls of one message into separate messages, each before its result."""
     made: Messages = []
     rest = collections.deque(messages)
     while rest:
@@ -187,13 +187,13 @@ def _one_by_one(messages: Messages) -> Messages:
         for call in calls:
             made += [{**message, "tool_calls": [call]}, *by_id[call["id"]][:1]]
             del by_id[call["id"]][:1]
-            message = {"role": "assistant", "content": ""}  # text and reasoning come once, before the first call
-        made += itertools.chain.from_iterable(by_id.values())  # further results, and those of no call
+            message = {"role": "assistant", "content": ""}  # text and reasoning appear once, before the first call
+        made += itertools.chain.from_iterable(by_id.values())  # further results, and results without a call
     return made
 
 
 def _parted(message: dict[str, Any]) -> Messages:
-    """Put the text before a call into a message of its own."""
+    """Put the text before a call into a separate message."""
     if not message.get("tool_calls") or not message["content"]:
         return [message]
     said = {name: value for name, value in message.items() if name != "tool_calls"}
@@ -201,11 +201,11 @@ def _parted(message: dict[str, Any]) -> Messages:
 
 
 def _system(lead: Messages, others: Messages, shows: Shows) -> Messages:
-    """The messages of the system before all others."""
+    """Move system messages before all others."""
     roles = tuple(one["role"] for one in lead)
     if len(lead) > 1 and not shows((*roles[:2], "user")):
         lead = _joined(lead, lambda one, next_: True)
-    # Some templates show the system's message only where the last one is the user's.
+    # Some templates show the system message only if the last message is the user's.
     end: Roles = ()
     if any(one["role"] == "tool" for one in others):
         end = ("user", "call" if any(one.get("tool_calls") for one in others) else "assistant", "tool")
@@ -216,7 +216,7 @@ def _system(lead: Messages, others: Messages, shows: Shows) -> Messages:
 
 
 def _later(message: dict[str, Any], shows: Shows) -> dict[str, Any]:
-    """A message behind the first of the user or the assistant. A message of the system becomes the user's, if
+    """Move a message after the first message of the user or the assistant. A system message becomes a user message, if
     necessary."""
     role = message["role"]
     if role not in _LEADING:
@@ -230,7 +230,7 @@ def _follow(messages: Messages, first: str, second: str) -> bool:
 
 
 def _joined(messages: Messages, joins: Callable[..., bool]) -> Messages:
-    """Neighbours as one message, which has the first one's fields, all reasoning and the last one's calls."""
+    """Merge neighbours into one message, which has the first one's fields, all reasoning and the last one's calls."""
     runs: list[Messages] = []
     for message in messages:
         if runs and not runs[-1][-1].get("tool_calls") and joins(runs[-1][0], message):

@@ -1,10 +1,10 @@
-"""llama.cpp's grammars (GBNF), translated to Lark as llguidance reads it.
+"""Translating llama.cpp's grammars (GBNF) to Lark as llguidance reads it.
 
-GBNF describes characters. llguidance splits a text into lexemes first, the longest that match, and parses those. So a
-part of a grammar becomes a lexeme only if the longest match is always the right one. This is the case if no character
-that may follow a match of the part can also extend it, or a match of any other lexeme that may stand in the same place.
-A part that fails this test is divided, down to single characters, which always pass. So the translation accepts exactly
-the texts of the original.
+GBNF describes characters. llguidance first splits a text into lexemes, always the longest that match, and then parses
+these. So a part of a grammar becomes a lexeme only if the longest match is always the right one. This is the case if no
+character that may follow a match of the part can also extend this match, or a match of another lexeme that may stand at
+the same position. A part that fails this test is divided, down to single characters, which always pass. So the
+translation accepts exactly the same texts as the original.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, replace
 from engine.text.grammar_tokens import grammar_tokens
 
 MAX_LEXEME = 20_000  # characters of a regular expression; larger parts are divided
-MAX_PLACES = 1_500  # lexemes in the whole grammar, each as often as it stands there
-MAX_PAIRS = 3_000_000  # of places, and of characters in them, that are compared: about a second
+MAX_PLACES = 1_500  # lexemes in the whole grammar, each occurrence counted
+MAX_PAIRS = 3_000_000  # comparisons of positions and of their characters: about a second
 _SIMPLIFY = "simplify it, or write it in Lark"
-_MAX_COPIES = 64  # characters of a bounded repetition that the test for conflicts writes out
-_MAX_NAMES = 8  # of rules, in an error
+_MAX_COPIES = 64  # characters of a bounded repetition that the conflict test expands
+_MAX_NAMES = 8  # rules listed in an error
 _LAST = 0x10FFFF
 _TOKEN = re.compile(
     r"""
@@ -37,7 +37,7 @@ _TOKEN = re.compile(
 _CHARACTER = re.compile(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})|\\(.)|(.)", re.DOTALL)
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t"}
 
-Ranges = tuple[tuple[int, int], ...]  # of code points, sorted and apart
+Ranges = tuple[tuple[int, int], ...]  # ranges of code points, sorted and disjoint
 
 
 @dataclass(eq=False, slots=True)
@@ -46,10 +46,10 @@ class _Node:
 
     Attributes:
         kind: chars, seq, alt, repeat or ref.
-        parts: of seq and alt; the one part of repeat.
-        ranges: the characters of chars.
-        least: repetitions; most is None if there is no limit.
-        name: the rule of ref.
+        parts: the parts of seq and alt; the one part of repeat.
+        ranges: the code points of chars.
+        least: the minimum number of repetitions; most, the maximum, is None if there is no limit.
+        name: the rule that a ref names.
     """
 
     kind: str
@@ -61,15 +61,15 @@ class _Node:
 
 
 def is_gbnf(text: str) -> bool:
-    """Whether a grammar is written in GBNF rather than in Lark."""
+    """Whether a grammar is written in GBNF rather than Lark."""
     return "::=" in text and not re.search(r"^\s*\??\w+\s*:(?!:=)", text, re.MULTILINE)
 
 
 def gbnf_to_lark(text: str) -> str:
-    """The grammar in Lark that accepts the same texts.
+    """The Lark grammar that accepts the same texts.
 
     Raises:
-        ValueError: says what cannot be read or translated.
+        ValueError: names the part that cannot be read or translated.
     """
     rules = _Reader(grammar_tokens(_TOKEN, text)).rules()
     if "root" not in rules:
@@ -78,18 +78,18 @@ def gbnf_to_lark(text: str) -> str:
 
 
 class _Reader:
-    """Reads rules. A rule ends where the next one begins."""
+    """Reads rules. Reads the rules; a rule ends where the next one begins."""
 
     def __init__(self, tokens: list[tuple[str, str]]) -> None:
         self._tokens, self._at = [*tokens, ("end", "")], 0
 
     def rules(self) -> dict[str, _Node]:
-        """Each rule's body, by its name."""
+        """Each rule's body by name."""
         rules: dict[str, _Node] = {}
         while self._next[0] != "end":
             kind, name = self._take()
             if kind != "rule":
-                raise ValueError(f"{name!r} stands where a rule (name ::= ...) should begin")
+                raise ValueError(f"{name!r} is not the start of a rule (name ::= ...)")
             self._take()
             if name in rules:
                 raise ValueError(f"the grammar has two rules {name}")
@@ -167,7 +167,7 @@ def _codes(text: str) -> Iterator[tuple[int, bool]]:
         if not code and (escaped or plain):
             code = ord(_ESCAPES.get(escaped, escaped) if escaped else plain)
         if code > _LAST or 0xD800 <= code <= 0xDFFF:
-            raise ValueError(f"{found.group()} is no character")
+            raise ValueError(f"{found.group()} is not a character")
         yield code, plain is None
 
 
@@ -182,7 +182,7 @@ def _ranges_of(text: str) -> Ranges:
             high = codes[at + 2][0]
             at += 2
         if high < low:
-            raise ValueError(f"{text} holds a range that ends before it begins")
+            raise ValueError(f"{text} contains a range that ends before it begins")
         ranges.append((low, high))
         at += 1
     merged = _union(tuple(ranges))
@@ -211,12 +211,12 @@ def _meet(first: Ranges, second: Ranges) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Flow:
-    """The order of the places of a part: its characters, or its lexemes.
+    """The order of a part's positions, which are its characters or its lexemes.
 
     Attributes:
-        empty: the part may be nothing.
-        first: places that it may begin with.
-        last: those that it may end with.
+        empty: whether the part may be empty.
+        first: positions at which it may begin.
+        last: positions at which it may end.
     """
 
     empty: bool
@@ -226,12 +226,12 @@ class _Flow:
 
 @dataclass(slots=True)
 class _Lexeme:
-    """A regular expression as positions of characters.
+    """A regular expression as an automaton over character positions.
 
     Attributes:
         text: the expression.
         chars: the characters at each position.
-        after: the positions that may come after each.
+        after: the positions that may follow each position.
     """
 
     text: str
@@ -240,7 +240,8 @@ class _Lexeme:
     flow: _Flow = field(default_factory=lambda: _Flow(True))
 
     def extended_by(self, other: _Lexeme, follow: Ranges) -> tuple[bool, int]:
-        """Whether a match of this one and a character of `follow` can begin a match of the other; pairs compared."""
+        """Whether a match of this lexeme followed by a character of `follow` can begin a match of the other one, and
+        how many pairs were compared."""
         seen: set[tuple[int, int]] = set()
         work = [(one, two) for one in self.flow.first for two in other.flow.first]
         count = len(work)
@@ -259,14 +260,14 @@ class _Lexeme:
 
 @dataclass(slots=True)
 class _Translation:
-    """Divides a grammar into lexemes until none conflicts with another."""
+    """Divides a grammar into lexemes until no two conflict."""
 
     rules: dict[str, _Node]
-    regular: dict[str, str | None] = field(default_factory=dict)  # each rule's expression, None if there is none
+    regular: dict[str, str | None] = field(default_factory=dict)  # each rule's expression, or None if it has none
     broken: set[_Node] = field(default_factory=set)
-    num_pairs: int = 0  # compared so far
+    num_pairs: int = 0  # comparisons so far
     lexemes: dict[str, _Lexeme] = field(default_factory=dict)
-    # Of one attempt: the node and lexeme of each place, the places that may come next, and rules' flows.
+    # State of one attempt: each position's node and lexeme, the positions that may follow, and the rules' flows.
     places: list[tuple[_Node, _Lexeme]] = field(default_factory=list)
     after: list[set[int]] = field(default_factory=list)
     flows: dict[str, _Flow] = field(default_factory=dict)
@@ -282,7 +283,7 @@ class _Translation:
         return "\n".join(["start: r0", *rules])
 
     def _find_regular(self) -> None:
-        """The rules that are regular expressions: no rule in them leads back to itself."""
+        """Find the rules that are regular expressions, in which no rule leads back to itself."""
         open_rules: list[str] = []
 
         def visit(name: str) -> None:
@@ -306,7 +307,7 @@ class _Translation:
         visit("root")
 
     def _find_endless(self) -> None:
-        """Refuse a grammar whose rules lead back to themselves in every alternative."""
+        """Refuse a grammar with a rule whose every alternative leads back to itself."""
         ending: set[str] = set()
 
         def ends(node: _Node) -> bool:
@@ -326,7 +327,7 @@ class _Translation:
             raise ValueError(f"the grammar allows no text: rules lead back to themselves without an end ({endless})")
 
     def _expression(self, node: _Node) -> str | None:
-        """The regular expression of a part; None if it has none, or one that is too long."""
+        """The regular expression of a part; None if there is none, or if it is too long."""
         if node.kind == "ref":
             return self.regular.get(node.name)
         if node.kind == "chars":
@@ -352,7 +353,7 @@ class _Translation:
         return self.lexemes[text]
 
     def _flow(self, node: _Node, lexeme: _Lexeme | None) -> _Flow:
-        """The flow of a part: of its characters within a lexeme, or of the grammar's lexemes."""
+        """The flow of a part, over its characters within a lexeme or over the grammar's lexemes."""
         after = self.after if lexeme is None else lexeme.after
         if lexeme is None and (found := self._lexeme(node)) is not None:
             if len(self.places) >= MAX_PLACES:
@@ -402,7 +403,7 @@ class _Translation:
         return _Flow(flow.empty or node.least == 0, flow.first, flow.last)
 
     def _conflicts(self) -> set[_Node]:
-        """The lexemes to divide: those whose longest match may be the wrong one."""
+        """The lexemes to divide, because their longest match may be wrong."""
         flow = self._all_flows()
         together, work = set[tuple[int, int]](), [(one, two) for one in flow.first for two in flow.first]
         follow = [_union(tuple(r for to in after for start in self._starts(to) for r in start)) for after in self.after]
@@ -433,7 +434,8 @@ class _Translation:
         return [lexeme.chars[position] for position in lexeme.flow.first]
 
     def _all_flows(self) -> _Flow:
-        """The flow of the grammar. Rules may lead back to themselves, so their flows grow until they are whole."""
+        """Compute the flow of the grammar. Rules may lead back to themselves, so their flows are extended until they
+        are complete."""
         reached = self._divided()
         self.after, self.flows = [], {name: _Flow(False) for name in reached}
         while True:
@@ -444,7 +446,7 @@ class _Translation:
                 return self.flows["root"]
 
     def _divided(self) -> list[str]:
-        """The rules that are called from outside of lexemes."""
+        """The rules that are used outside of lexemes."""
         found, work = ["root"], [self.rules["root"]]
         while work:
             node = work.pop()
@@ -457,7 +459,7 @@ class _Translation:
         return found
 
     def _written(self, node: _Node, names: dict[str, str]) -> str:
-        """A part in Lark."""
+        """A part written in Lark."""
         lexeme = self._lexeme(node)
         if lexeme is not None:
             return f"/{lexeme.text}/{'?' if lexeme.flow.empty else ''}"
@@ -491,7 +493,7 @@ def _joined(flow: _Flow, more: _Flow, after: list[set[int]]) -> _Flow:
 
 
 def _overlap(one: _Lexeme, two: _Lexeme) -> bool:
-    """Whether both may begin with the same character."""
+    """Whether the two may begin with the same character."""
     return any(_meet(one.chars[a], two.chars[b]) for a in one.flow.first for b in two.flow.first)
 
 

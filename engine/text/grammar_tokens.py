@@ -1,4 +1,4 @@
-"""The tokens of a grammar's text, for the readers of GBNF and Lark."""
+"""Splitting a grammar's text into tokens, for the readers of GBNF and Lark."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import re
 
 
 def grammar_tokens(pattern: re.Pattern[str], text: str) -> list[tuple[str, str]]:
-    """Pairs of a kind and a text.
+    """Pairs of a token's kind and text.
 
     Args:
-        pattern: one named group for each kind; matches of the group `space` are left out.
+        pattern: has one named group per kind; matches of the group `space` are skipped.
 
     Raises:
-        ValueError: a part of the text matches nothing; names it.
+        ValueError: names a part of the text that matches nothing.
     """
     found, at = [], 0
     while at < len(text):

@@ -1,7 +1,7 @@
-"""Compiled formats of answers: the constraints of structured output, by llguidance.
+"""Compiled formats of answers: the constraints for structured output, with llguidance.
 
 llguidance reads JSON schemas, regular expressions and Lark grammars, and says which tokens may come next: a few
-microseconds a token for most grammars. It is imported when the first one is asked for; the engine runs without it.
+microseconds a token for most grammars. It is imported for the first grammar; the engine runs without it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from engine.text.vocabulary import Vocabulary
 
 logger = logging.getLogger("octavo.grammar")
 
-MOST_CACHED = 32  # grammars: one may take megabytes, which hold the states that its answers have met
-DEFAULT_WHITESPACE = r"[\x20\x0A\x09]{1,32}"  # without an end a model may go on with it for ever
-_WALK = 48  # bytes of each answer that a trial of a grammar begins: one of low letters, one of high ones
-# What a grammar may cost: states take about 2 kB each, 14,000 units of fuel a millisecond. Schemas with many optional
-# properties need large rows; grammars of clients may be ambiguous, and then take the square of these.
+MOST_CACHED = 32  # grammars: one may take megabytes, with the states that its answers have reached
+DEFAULT_WHITESPACE = r"[\x20\x0A\x09]{1,32}"  # without an end token a model may continue forever
+_WALK = 48  # bytes with which a trial of a grammar begins an answer: one with small letters, one with capitals
+# The limits on a grammar's cost: a state takes about 2 kB, and a millisecond takes 14,000 units of fuel. Schemas with
+# many optional properties need large rows; grammars from clients may be ambiguous, and then take the square of these
+# values.
 LIMITS = {"max_lexer_states": 25_000, "step_lexer_fuel": 100_000, "verbose_errors": False}
 LARK_LIMITS = LIMITS | {"max_items_in_row": 300, "step_max_items": 5_000}
-# What llguidance says where one of these is exceeded, and what a client should read.
+# llguidance's message when one of these is exceeded, and the message for the client.
 _EXCEEDED = (
     (
         re.compile(r"Current row has (\d+) items; max is (\d+)"),
@@ -46,8 +47,8 @@ _EXCEEDED = (
     ),
     (
         re.compile(r"Too many items \(limit (\d+)"),
-        "it is too ambiguous: a token takes more than the limit of {0} parser items. Use longer literals, or fewer "
-        "alternatives that may begin alike.",
+        "it is too ambiguous: one token takes more than the limit of {0} parser items. Use longer literals, or "
+        "fewer alternatives that may begin alike.",
     ),
     (
         re.compile(r"too many states: \d+ >= (\d+)"),
@@ -60,12 +61,12 @@ _EXCEEDED = (
         "shorter patterns, or lower limits of length.",
     ),
 )
-# Seconds that masks of a request may take in a step, and all that took long together.
+# Seconds that a request's masks may take in one step, and in all slow steps together.
 STEP_LIMIT, TOTAL_LIMIT = 0.03, 0.25
-_FEW = 4  # answers of a request whose masks are filled together with those of others
-_SLOW = 0.005  # seconds from which time counts
-# With so many threads masks are filled by the caller alone: others take longer to wake, while those of the forward pass
-# still look for work, than they save.
+_FEW = 4  # answers of a request whose masks are filled together with other requests'
+_SLOW = 0.005  # seconds from which a mask counts as slow
+# With up to this many threads, the caller fills the masks alone: waking others takes longer than they save while the
+# threads of the forward pass still look for work.
 FEW_THREADS = 2
 
 
@@ -73,7 +74,7 @@ def _llguidance() -> Any:
     """The library.
 
     Raises:
-        InvalidRequestError: it is not installed.
+        InvalidRequestError: llguidance is not installed.
     """
     try:
         import llguidance
@@ -98,7 +99,7 @@ def _refused(
 
 
 def plain(problem: str) -> str:
-    """An error message of llguidance, on one line. Limits are named in words that say what to change."""
+    """An error message from llguidance, on one line. Messages about limits say what to change."""
     for pattern, words in _EXCEEDED:
         if found := pattern.search(problem):
             return words.format(*found.groups())
@@ -106,14 +107,14 @@ def plain(problem: str) -> str:
 
 
 def grammar_text(params: StructuredOutputsParams, *, may_open_with_space: bool = False, may_force: bool = True) -> str:
-    """A request's grammar as llguidance reads it.
+    """A request's grammar in the form that llguidance reads.
 
     Args:
-        may_open_with_space: an answer may begin with a space, which its text then does not have.
-        may_force: where one text must come, it comes as the tokenizer writes it; no: by any tokens.
+        may_open_with_space: whether an answer may begin with a space that is not part of its text.
+        may_force: whether forced text uses the tokenizer's own tokens rather than any tokens.
 
     Raises:
-        InvalidRequestError: it cannot be understood, or would allow what it should not.
+        InvalidRequestError: the grammar cannot be read, or would allow too much.
     """
     parts: dict[str, dict[str, Any]] = {}
     kind = params.kind
@@ -150,7 +151,7 @@ def grammar_text(params: StructuredOutputsParams, *, may_open_with_space: bool =
 
 
 def limits_of(library: Any, params: StructuredOutputsParams) -> Any:
-    """The limits on a grammar's cost, for llguidance."""
+    """The limits on a grammar's cost, in llguidance's form."""
     return library.LLParserLimits(**(LARK_LIMITS if params.kind == "grammar" else LIMITS))
 
 
@@ -228,7 +229,7 @@ def _check_compiled(params: StructuredOutputsParams, matcher: Any) -> None:
 
 
 class Trial:
-    """Compiles grammars without a model, for a process that may be ended when that takes too long."""
+    """Compiles grammars without a model, for a process that may be ended when this takes too long."""
 
     def __init__(self) -> None:
         library = _llguidance()
@@ -239,10 +240,10 @@ class Trial:
         """Compile a grammar, and begin an answer.
 
         Raises:
-            InvalidRequestError: it cannot be used.
+            InvalidRequestError: the grammar cannot be used.
         """
         text, limits = grammar_text(params), limits_of(self._library, params)
-        # Special tokens are not known here; where a grammar names some, only the model's tokenizer tells.
+        # Special tokens are not known here; only the model's tokenizer can check a grammar that names some.
         failed, messages = self._library.LLMatcher.validate_grammar_with_warnings(text, limits=limits)
         if failed:
             place = place_of(json.loads(str(params.json)), messages[0]) if params.kind == "json" else None
@@ -263,7 +264,7 @@ class Trial:
 
 
 def single_bytes(library: Any) -> Any:
-    """llguidance's view of a vocabulary of single bytes, which has each byte's value as its token; 256 ends answers."""
+    """llguidance's view of a vocabulary of single bytes, in which each token is a byte's value and 256 ends answers."""
     return library.LLTokenizer(library.TokenizerWrapper(_Bytes()), n_vocab=257, eos_token=[256])
 
 
@@ -282,8 +283,8 @@ class _Bytes:
 
 
 class _Watch:
-    """The computing time since it was made, in seconds: of the clock, but no more than the process has worked, so
-    that a machine's pauses are no grammar's fault."""
+    """Measures the computing time since it was created, in seconds: wall-clock time, but at most the process's
+    processor time, so that a grammar is not blamed for the machine's pauses."""
 
     __slots__ = ("_began", "_worked")
 
@@ -296,11 +297,11 @@ class _Watch:
 
 
 class _Meter:
-    """Seconds that the answers of a request have taken, as far as they took long.
+    """Seconds that the answers of a request have taken; only slow ones count.
 
     Attributes:
-        is_slow: the last masks took long, or those of another request beside them.
-        takes_long: a token took long once, so that others are timed.
+        is_slow: whether the last masks took long, or those of another request filled with them.
+        takes_long: whether a token has ever taken long, so that others are timed.
     """
 
     __slots__ = ("is_slow", "seconds", "takes_long")
@@ -309,14 +310,14 @@ class _Meter:
         self.is_slow, self.takes_long, self.seconds = False, False, 0.0
 
     def took_too_long(self, seconds: float) -> bool:
-        """Count this time; whether it has been enough."""
+        """Add this time; returns whether the limit is exceeded."""
         if seconds > _SLOW:
             self.seconds += seconds
         return self.seconds > TOTAL_LIMIT
 
 
 def _compute(rows: Sequence[tuple[GrammarConstraint, int]], masks: Masks) -> None:
-    """Fill rows of masks. llguidance's own functions for it want int32."""
+    """Fill rows of masks. llguidance's own functions for this require int32."""
     pool, first, size = rows[0][0]._pool, masks.ctypes.data, masks.shape[1] * masks.itemsize
     if pool is None:
         for one, place in rows:
@@ -326,20 +327,20 @@ def _compute(rows: Sequence[tuple[GrammarConstraint, int]], masks: Masks) -> Non
     for one, place in rows:
         if one._matcher.is_error():
             one._note()
-            masks[place] = 0  # llguidance would end the answer
+            masks[place] = 0  # llguidance would end the answer here
 
 
 class GrammarConstraint:
-    """An answer's way through a grammar.
+    """The state of one answer within a grammar.
 
     Args:
-        matcher: llguidance's, which is this constraint's alone.
-        vocab_size: tokens of the model.
+        matcher: the llguidance matcher, which only this constraint uses.
+        vocab_size: number of tokens of the model.
         pool: fills masks of several answers at a time; None: they are filled one after the other.
-        meter: of the request's answers; None: a new one.
+        meter: measures the request's answers; None: a new meter.
 
     Attributes:
-        problem: why it can go on no more: the grammar takes too much; None while it can.
+        problem: why the answer cannot continue, because the grammar takes too much; None while it can.
     """
 
     __slots__ = ("_matcher", "_meter", "_pool", "problem", "vocab_size")
@@ -352,15 +353,15 @@ class GrammarConstraint:
 
     @property
     def is_complete(self) -> bool:
-        """Nothing may follow but the end of the answer."""
+        """Whether only the end of the answer may follow."""
         return self.problem is None and bool(self._matcher.is_stopped())
 
     def accept(self, token: int) -> None:
-        """The answer goes on with this token."""
+        """Advance the answer by this token."""
         if self.problem is not None:
             return
         meter, began = self._meter, time.perf_counter()
-        watch = _Watch() if meter.takes_long else None  # whose clock takes as long as most tokens
+        watch = _Watch() if meter.takes_long else None  # reading the clock takes as long as most tokens
         if not self._matcher.consume_token(token):
             self._note()
         elif watch is not None and meter.took_too_long(watch.seconds()):
@@ -374,8 +375,8 @@ class GrammarConstraint:
 
     @staticmethod
     def fill_together(constraints: Sequence[Constraint], places: Sequence[int], masks: Masks) -> None:
-        """`fill` for several constraints at once. Requests with many answers, or with slow masks before, are filled one
-        after the other, so that none takes more than its share of time."""
+        """`fill` for several constraints at once. Requests with many answers, or whose masks were slow before, are
+        filled one after the other, so that none takes more than its share of time."""
         alone: dict[_Meter, list[tuple[GrammarConstraint, int]]] = {}
         for one, place in zip(constraints, places, strict=True):
             if isinstance(one, GrammarConstraint) and one.problem is None:
@@ -405,38 +406,38 @@ class GrammarConstraint:
                     masks[place] = 0
 
     def forced(self) -> Sequence[int]:
-        """Tokens of which each is the only one that may come."""
+        """The next tokens, as long as only one token is possible."""
         if self.problem is not None or self._matcher.is_stopped():
             return ()
         tokens: list[int] = self._matcher.compute_ff_tokens()
         return tokens
 
     def fork(self) -> GrammarConstraint:
-        """The same state, which goes its own way."""
+        """A copy of the state that advances independently."""
         return GrammarConstraint(self._matcher.deep_copy(), self.vocab_size, self._pool, self._meter, self.problem)
 
     def begun(self) -> GrammarConstraint:
-        """The same state, for another request."""
+        """The same state for another request."""
         return GrammarConstraint(self._matcher.deep_copy(), self.vocab_size, self._pool)
 
     def _give_up(self) -> None:
-        self.problem = "the grammar takes too long to follow; simplify it"
+        self.problem = "the grammar takes too long to apply; simplify it"
         logger.warning("%s", self.problem)
 
     def _note(self) -> None:
-        self.problem = f"the grammar cannot be followed any further: {plain(self._matcher.get_error())}"
+        self.problem = f"the grammar cannot be applied any further: {plain(self._matcher.get_error())}"
         logger.warning("%s", self.problem)
 
 
 class Grammars:
-    """The grammars of a model's requests, compiled once each.
+    """The grammars of a model's requests, each compiled once.
 
     Args:
-        tokenizer: gives the model's tokenizer, or None if there is none; asked when the first grammar comes.
-        vocab_size: tokens of the model.
-        eos_ids: those that end its answers.
-        opens_texts: answers are texts of their own, not the continuation of one (encoder-decoder models).
-        threads: that fill masks.
+        tokenizer: returns the model's tokenizer, or None if there is none; called when the first grammar arrives.
+        vocab_size: number of tokens of the model.
+        eos_ids: tokens that end its answers.
+        opens_texts: whether answers are separate texts and do not continue one (encoder-decoder models).
+        threads: number of threads that fill masks.
     """
 
     def __init__(
@@ -458,10 +459,10 @@ class Grammars:
         self._worker: ThreadPoolExecutor | None = None
 
     def get(self, params: StructuredOutputsParams) -> GrammarConstraint:
-        """The first state of a grammar, for a request; compiles it where that is not done yet.
+        """The initial state of a grammar for a request; compiles the grammar if necessary.
 
         Raises:
-            InvalidRequestError: it cannot be used, or this model can have no grammars.
+            InvalidRequestError: the grammar cannot be used, or this model cannot use grammars.
         """
         with self._lock:
             found = self._compiled.get(params)
@@ -476,12 +477,12 @@ class Grammars:
         return made.begun()
 
     def begin(self, params: StructuredOutputsParams) -> Future[GrammarConstraint] | None:
-        """Compile a grammar in a thread; None if it is compiled already."""
+        """Compile a grammar on a thread; None if it is compiled already."""
         with self._lock:
             return None if params in self._compiled else self._thread().submit(self.get, params)
 
     def warm(self) -> None:
-        """Prepare in a thread what all grammars share, unless that is done or has been tried."""
+        """Prepare on a thread what all grammars share, unless this is done or has been tried."""
         with self._lock:
             if not self._warmed:
                 self._warmed = True
@@ -491,7 +492,7 @@ class Grammars:
         try:
             if self._ready is None:
                 self._prepare(_llguidance())
-        except OctavoError as problem:  # which a request with a grammar is told
+        except OctavoError as problem:  # a request with a grammar reports this error
             logger.debug("no grammars: %s", problem)
 
     def _thread(self) -> ThreadPoolExecutor:

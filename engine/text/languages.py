@@ -1,5 +1,5 @@
-"""Languages that a tokenizer knows: by tokens of their own (mBART, M2M-100, NLLB, SMaLL-100, PLBART), or as the pair
-that its model was trained for (Marian)."""
+"""Languages that a tokenizer knows: through their own tokens (mBART, M2M-100, NLLB, SMaLL-100, PLBART), or as the
+language pair that its model was trained for (Marian)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _SHOWN = 6
 
 @dataclass(frozen=True, slots=True)
 class Languages:
-    """The tokens that stand for languages, and where an input holds one.
+    """The tokens that stand for languages, and their position in an input.
 
     Attributes:
-        ids: token id by the language's code; empty if the tokenizer knows none.
-        place: of the language's token in an input: 0, or -1 for its end.
-        starts: the decoder begins with the target's token, which in other models it writes first. Only PLBART has codes
-            between lines behind the text (`__java__`), so that these tell.
-        marked_side: which language that token names: the text's own, or the one that it is to be translated to.
-        pair: source and target of a model that translates nothing else, and needs no tokens for them.
+        ids: token id by language code; empty if the tokenizer has none.
+        place: the position of the language token in an input: 0, or -1 for the end.
+        starts: whether the decoder begins with the target's token; other models generate this token first. Only PLBART
+            has codes between underscores after the text (`__java__`), which identify it.
+        marked_side: which language that token names: the text's own, or the one to translate into.
+        pair: the source and target of a model that translates nothing else and needs no language tokens.
     """
 
     ids: Mapping[str, int] = field(default_factory=dict)
@@ -39,9 +39,9 @@ class Languages:
         """The languages among special tokens.
 
         Args:
-            special: ids of special tokens by their text.
-            frame: what the tokenizer makes of an empty text. A language's token begins or ends it, or the tokenizer
-                has no place for languages.
+            special: ids of special tokens by text.
+            frame: the tokenizer's result for an empty text. A language token is the first or last of it, or the
+                tokenizer has no position for languages.
         """
         found = ((_CODE.fullmatch(text), token) for text, token in special.items())
         codes = {token: code for code, token in found if code is not None}
@@ -55,7 +55,7 @@ class Languages:
         """The token of a language.
 
         Raises:
-            InvalidRequestError: the tokenizer does not know it, or none at all.
+            InvalidRequestError: the tokenizer does not know this language, or knows none.
         """
         if not self.ids:
             raise InvalidRequestError(
@@ -77,6 +77,6 @@ class Languages:
         return self.ids[language]
 
     def marked(self, ids: list[int], language: int) -> list[int]:
-        """An input's tokens, special ones included, with another language's."""
+        """An input's tokens, including special ones, with a different language token."""
         ids[self.place] = language
         return ids

@@ -1,7 +1,7 @@
-"""A tokenizer.json with a large vocabulary, read in less memory than the tokenizers library takes.
+"""Reads a tokenizer.json with a large vocabulary in less memory than the tokenizers library needs.
 
 The library copies a file's merges several times while it reads them. The merges of Gemma 3, with 262,144 tokens, take
-up to 340 MB while they load, and 95 MB afterwards, because freed memory lies between memory in use. Built from Python's
+up to 340 MB while they load, and 95 MB afterwards, because freed memory lies between memory in use. Built from Python
 objects, they take 230 MB and then 75 MB.
 """
 
@@ -18,17 +18,17 @@ from tokenizers.models import BPE
 from engine.host.resident import give_back
 
 LARGE = 4 << 20
-"""Bytes of a file that is read this way."""
+"""The size in bytes from which a file is read this way."""
 _OPTIONS = frozenset(
     {
         "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback",
         "ignore_merges",
     }
 )  # fmt: skip
-# Within a text of JSON a quote comes after a backslash: this is no text.
+# In a JSON string, a quote comes after a backslash, so this is not in a string.
 _MERGES = re.compile(r'(?<!\\)"merges"\s*:\s*\[')
 _TOKEN = frozenset({"id", "content", "single_word", "lstrip", "rstrip", "normalized", "special"})
-_COMMENT = "#version"  # the library skips merges that are texts and begin with it
+_COMMENT = "#version"  # the library skips merges that are strings and begin with it
 _BETWEEN = re.compile(r"[\s,]*")
 
 
@@ -44,7 +44,7 @@ def read_tokenizer(file: Path) -> Tokenizer:
 
 
 def _built(file: Path) -> Tokenizer | None:
-    """The tokenizer; None for a model that is no byte pairs, or is written in another way than expected."""
+    """The tokenizer; None if the model is not byte-pair encoding, or is written in an unexpected way."""
     try:
         content, merges = _parted(file.read_text(encoding="utf-8"))
     except (ValueError, IndexError, TypeError):
@@ -60,7 +60,7 @@ def _built(file: Path) -> Tokenizer | None:
     options = {name: value for name, value in model.items() if value is not None}
     try:
         pairs = BPE(vocab=vocabulary, merges=merges, **options)
-    except Exception:  # of many kinds; the library says of the file itself where it is wrong
+    except Exception:  # errors of many kinds; the library itself then says what is wrong in the file
         return None
     del vocabulary, merges
     empty: dict[str, Any] = {"type": "BPE", "vocab": {}, "merges": []}
@@ -71,15 +71,15 @@ def _built(file: Path) -> Tokenizer | None:
 
 
 def _are_tokens(added: object) -> bool:
-    """Whether these are added tokens as the library writes them."""
+    """Whether these are added tokens in the form that the library writes."""
     return isinstance(added, list) and all(isinstance(token, dict) and token.keys() == _TOKEN for token in added)
 
 
 def _parted(text: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """The content without its merges, and these, of which equal texts are one object.
+    """The content without its merges, and the merges, in which equal strings share one object.
 
     Raises:
-        ValueError, IndexError, TypeError: it is no JSON, or has no merges in one place.
+        ValueError, IndexError, TypeError: the file is not JSON, or does not have its merges in one place.
     """
     places = list(_MERGES.finditer(text))
     if len(places) != 1:
@@ -104,7 +104,7 @@ def _parted(text: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
         raise ValueError("merges are texts and lists")
     content = json.loads(text[:begin] + text[at:])
     if not isinstance(content, dict):
-        raise ValueError("it is no object")
+        raise ValueError("it is not an object")
     return content, merges
 
 

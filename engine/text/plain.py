@@ -1,5 +1,5 @@
-"""A tokenizer.json and plain settings, as `transformers` reads them, without `transformers`: its import takes half a
-second and 20 MB, and it parses the whole file twice."""
+"""Reads a tokenizer.json and plain settings as `transformers` does, but without it: its import takes half a second and
+20 MB, and it parses the whole file twice."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _EXTRA = ("additional_special_tokens", "extra_special_tokens")
-# Settings that change nothing of what is read here.
+# Settings that have no effect on what is read here.
 _IDLE = frozenset(
     {
         "add_bos_token", "add_eos_token", "backend", "clean_up_tokenization_spaces", "is_local", "local_files_only",
         "made_from", "model_max_length", "padding_side", "tokenizer_class",
     }
 )  # fmt: skip
-# What the settings may say besides, and of which type.
+# Other settings that may occur, and their types.
 _TYPES: dict[str, type] = {
     **dict.fromkeys((*NAMED, "chat_template", "source_lang", "target_lang", "truncation_side"), str),
     **dict.fromkeys((*_EXTRA, "model_input_names"), list),
@@ -32,14 +32,14 @@ class PlainTokenizer:
     """The part of `PreTrainedTokenizerFast` that `engine.text.tokenizer.Tokenizer` uses.
 
     Args:
-        backend: of the tokenizers library; special tokens that it lacks are added.
-        settings: of tokenizer_config.json.
-        chat_template: Jinja, or None.
-        folder: where these are.
+        backend: a tokenizer of the tokenizers library; special tokens that it lacks are added.
+        settings: the content of tokenizer_config.json.
+        chat_template: Jinja text, or None.
+        folder: the folder of these files.
 
     Attributes:
-        special_tokens_map: the special tokens that have a name, by these.
-        all_special_tokens: these and the others, each once.
+        special_tokens_map: the special tokens that have a name, by name.
+        all_special_tokens: these and the other special tokens, each once.
     """
 
     is_fast = True
@@ -60,7 +60,7 @@ class PlainTokenizer:
             backend.post_processor = processors.TemplateProcessing(single="$A:0", pair="$A:0 $B:1", special_tokens=[])
 
     def _add(self, decoder: Mapping[str, Any]) -> None:
-        """Add the tokens that the settings name and the tokenizer.json does not, in the order of `transformers`."""
+        """Add the tokens that the settings name and the tokenizer.json lacks, in the order of `transformers`."""
         from tokenizers import AddedToken
 
         present = self._tokenizer.get_added_tokens_decoder().values()
@@ -78,7 +78,7 @@ class PlainTokenizer:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     def __getattr__(self, name: str) -> Any:
-        """bos_token, bos_token_id, and so on; None for a token that there is not."""
+        """bos_token, bos_token_id, and so on; None for a token that does not exist."""
         text = name.removesuffix("_id")
         if text not in NAMED:
             raise AttributeError(f"{type(self).__name__} has no attribute {name}")
@@ -102,7 +102,7 @@ class PlainTokenizer:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def whole(self) -> Any:
-        """The object of `transformers` that reads the same folder."""
+        """The `transformers` object that reads the same folder."""
         from transformers import PreTrainedTokenizerFast  # slow to import
 
         made = PreTrainedTokenizerFast.from_pretrained(str(self._folder), local_files_only=True)
@@ -114,8 +114,8 @@ def read_plain(folder: Path, settings: Mapping[str, Any]) -> PlainTokenizer | No
     """The tokenizer of a folder whose settings are plain; None if `transformers` has to read it.
 
     Args:
-        folder: has a tokenizer.json, for which `transformers` has no class of its own.
-        settings: of tokenizer_config.json.
+        folder: has a tokenizer.json, and `transformers` has no specific class for it.
+        settings: the content of tokenizer_config.json.
 
     Raises:
         Exception: the tokenizers library cannot read the file.
@@ -129,7 +129,7 @@ def read_plain(folder: Path, settings: Mapping[str, Any]) -> PlainTokenizer | No
     )
     if not plain:
         return None
-    from engine.text.large_vocabulary import read_tokenizer  # an engine that reads none needs no such library
+    from engine.text.large_vocabulary import read_tokenizer  # an engine that reads no tokenizer needs no such library
 
     backend = read_tokenizer(folder / "tokenizer.json")
     tidies = bool(settings.get("clean_up_tokenization_spaces")) and type(backend.model).__name__ != "BPE"

@@ -1,5 +1,5 @@
-"""Text on both sides of the engine, which itself knows ids only: the tokenizer, and the processor that
-turns a request's deltas into text, used by the offline face and by the server alike."""
+"""Text before and after the engine, which itself handles only ids: the tokenizer, and the processor that turns a
+request's deltas into text. Both the offline interface and the server use it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ __all__ = [
 
 
 def spell_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
-    """The parameters with `bad_words` among `bad_words_ids`: each word as a text begins with it, and after a space.
+    """The parameters with `bad_words` added to `bad_words_ids`: each word as it is at the start of a text, and after a
+    space.
 
     Raises:
         InvalidRequestError: there is no tokenizer, or the words have too many tokens.
@@ -53,16 +54,16 @@ class ChoiceText:
     """News of one choice.
 
     Attributes:
-        index: which of the n answers.
-        text: new text only; what may yet change or become a stop string is not in it.
+        index: which of the n answers this is.
+        text: new text only, without text that may still change or become a stop string.
         token_ids: new ids only.
-        logprobs: one entry per new id, `decoded_token` filled in, if asked for.
+        logprobs: one entry per new id with `decoded_token` filled in, if asked for.
         finish_reason: set in the choice's last item.
-        stop_reason: the stop string or stop token id that ended it, or why it was aborted.
-        cumulative_logprob: sum over the choice's tokens so far (beams: in the last item).
-        score: in a beam's last item.
-        stopped_by_text: a stop string ended the choice here, which the engine cannot know: abort the
-            choice there. Later deltas of it are ignored.
+        stop_reason: the stop string or stop token id that ended the choice, or why it was aborted.
+        cumulative_logprob: the sum over the choice's tokens so far (for beams, in the last item).
+        score: a beam's score, in its last item.
+        stopped_by_text: whether a stop string ended the choice here, which the engine cannot know; the caller must
+            abort the choice. Later deltas of the choice are ignored.
     """
 
     index: int
@@ -76,7 +77,7 @@ class ChoiceText:
     stopped_by_text: bool = False
 
     def extend(self, later: ChoiceText) -> None:
-        """Take later news of the same choice in."""
+        """Append later news of the same choice."""
         self.text += later.text
         self.token_ids.extend(later.token_ids)
         if self.logprobs is None:
@@ -94,23 +95,23 @@ class ChoiceText:
 class OutputProcessor:
     """Turns one request's deltas into text, and keeps the answers so far.
 
-    Text is streamed as soon as it is certain and adds up to the same however the tokens arrive. Without
-    a tokenizer it is always "". The id that ended a choice is part of its token_ids; its text is shown
-    only with include_stop_str_in_output, an EOS also with skip_special_tokens=False.
-    The text of the first min_tokens tokens cannot complete a stop string.
+    Text is streamed as soon as it is certain; the total does not depend on how the tokens arrive. Without a tokenizer
+    it is always "". The id that ended a choice is part of its token_ids; its text is shown only with
+    include_stop_str_in_output, an EOS also with skip_special_tokens=False. The text of the first min_tokens tokens
+    cannot complete a stop string.
 
     Args:
         tokenizer: the model's, or None.
-        prompt_token_ids: the prompt that the answer continues (the decoder's, for encoder-decoder models).
+        prompt_token_ids: the prompt that the answer continues (the decoder's prompt for encoder-decoder models).
         params: the request's.
-        keep_logprobs: `outputs` hold log-probabilities, too; a stream, which hands them on, needs none kept.
-        shown_special: special tokens whose text is shown although others' is not.
+        keep_logprobs: whether `outputs` include log-probabilities; a stream passes them on and need not keep them.
+        shown_special: special tokens whose text is shown although other special tokens' text is not.
 
     Raises:
         InvalidRequestError: stop strings are asked for, but there is no tokenizer.
 
     Attributes:
-        prompt_logprobs: as in `RequestDelta`, `decoded_token` filled in, once they are known.
+        prompt_logprobs: as in `RequestDelta`, with `decoded_token` filled in, once they are known.
         num_cached_tokens: as in `RequestDelta`.
         num_draft_tokens, num_accepted_draft_tokens: as in `RequestDelta`, of all deltas.
         error: why the request failed, if it did.
@@ -149,7 +150,7 @@ class OutputProcessor:
 
     @property
     def finished(self) -> bool:
-        """All choices are finished."""
+        """Whether all choices are finished."""
         return all(choice.finished for choice in self._choices)
 
     @property
@@ -158,9 +159,9 @@ class OutputProcessor:
         return [choice.cumulative() for choice in self._choices]
 
     def process(self, delta: RequestDelta) -> list[ChoiceText]:
-        """Take a delta; returns one item per choice that has news.
+        """Process a delta; returns one item per choice that has news.
 
-        A choice that the request's last delta leaves unfinished ends there, as "error" or "abort".
+        A choice that is unfinished in the request's last delta ends there with "error" or "abort".
         """
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = [None if entry is None else self._describe(entry) for entry in delta.prompt_logprobs]
@@ -187,7 +188,7 @@ class OutputProcessor:
 
 
 class _Choice:
-    """One answer: ids -> text -> text without stop strings."""
+    """One answer: ids become text, from which stop strings are removed."""
 
     def __init__(
         self,
@@ -201,7 +202,7 @@ class _Choice:
     ) -> None:
         self.index = index
         self._keeps_logprobs = keep_logprobs
-        self._logprob = 0.0  # of the tokens so far, where a stop string may end them
+        self._logprob = 0.0  # of the tokens so far, if a stop string may end them
         self._tokenizer = tokenizer
         self._detokenizer = None if tokenizer is None else tokenizer.detokenizer(prompt_token_ids)
         self._matcher = None if stops is None else StopMatcher(stops)
@@ -245,7 +246,7 @@ class _Choice:
         return news
 
     def _advance(self, delta: ChoiceDelta) -> tuple[str, int, str | None]:
-        """New text, number of tokens used, and the stop string found."""
+        """New text, the number of tokens used, and the stop string found."""
         ids = delta.token_ids
         if self._tokenizer is None or self._detokenizer is None:
             return "", len(ids), None
@@ -273,7 +274,7 @@ class _Choice:
         return "".join(pieces), len(ids), None
 
     def _hides_last(self, delta: ChoiceDelta) -> bool:
-        """The last id is the EOS or stop id that ended the choice, and is not to be shown."""
+        """Whether the last id is the EOS or stop id that ended the choice, and is not to be shown."""
         if delta.finish_reason != "stop" or self._include_stop:
             return False
         return self._skip_special or delta.stop_reason is not None

@@ -1,5 +1,5 @@
-"""The parts of JSON schemas that llguidance leaves open: the place of a problem in a schema, the exclusion by
-`oneOf`, formats of which it allows a little too much, and numbers that it rounds."""
+"""Parts of JSON schemas that llguidance does not cover: the location of a problem in a schema, exclusion by `oneOf`,
+formats for which it allows slightly too much, and numbers that it rounds."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Iterator, Mapping
 from itertools import combinations
 from typing import Any, TypeGuard
 
-# Keywords whose value is a schema, a list of them, or schemas by name.
+# Keywords whose value is a schema, a list of schemas, or schemas by name.
 _ONE = ("additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then",
         "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
 _LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 _NAMED = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
-_MOST_STEPS = 20_000  # comparisons of schemas; then nothing is known
+_MOST_STEPS = 20_000  # comparisons of schemas, after which the result is unknown
 
 
 def subschemas(schema: Any, path: str = "#") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """A schema and all within it, each with its path, the outer ones first. The depth is bounded by
+    """A schema and all schemas within it, each with its path, the outer ones first. The depth is bounded by
     `engine.interface.structured.check_structure`."""
     if not isinstance(schema, Mapping):
         return
@@ -49,7 +49,7 @@ _DAY = (
 _DATE = rf"(?:{_YEAR}-{_DAY}|{_LEAP}-02-29)"
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _WORD, _LABEL = r"[A-Za-z0-9_%+'-]{1,30}", r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,28}[A-Za-z0-9])?"
-# No 30th of February, no leap seconds, no parts of addresses that are too long: what every validator takes.
+# Without 30 February, leap seconds, or parts of addresses that are too long: what every validator accepts.
 _FORMATS = {
     "date": f"^{_DATE}$",
     "date-time": f"^{_DATE}T{_TIME}$",
@@ -59,8 +59,8 @@ _FORMATS = {
 
 
 def narrow(schema: Any) -> None:
-    """Say in other words what llguidance would read too widely, or not at all: formats by patterns that allow nothing
-    else, bounds that are not exact by the nearest that are, exclusive ones by inclusive ones.
+    """Rewrite what llguidance would read too widely, or not at all: formats become patterns that allow nothing else,
+    inexact bounds become the nearest exact ones, and exclusive bounds become inclusive.
     """
     items = [item for _, item in subschemas(schema) if isinstance(item, dict)]
     combined = any(map(_combines, items))
@@ -92,16 +92,16 @@ def _narrow_wide_bounds(item: dict[str, Any]) -> None:
 
 
 def _narrow_exclusive_bounds(item: dict[str, Any], combined: bool) -> None:
-    """llguidance takes a whole number that is excluded (0 in 0 < x < 0.5) when no other lies between the bounds.
+    """llguidance accepts an excluded whole number (0 in 0 < x < 0.5) if no other lies between the bounds.
 
     Args:
-        combined: bounds of other schemas may come to those of this one.
+        combined: whether bounds of other schemas may combine with those of this one.
     """
     if item.get("type") == "integer":
         return
     bounds = {name: item[name] for name in _BOUNDS if _is_number(item.get(name))}
     if any(abs(bound) > MOST_EXACT for bound in bounds.values()):
-        return  # it is refused
+        return  # the schema is refused
     lowest = max((bounds[name] for name in ("minimum", "exclusiveMinimum") if name in bounds), default=-math.inf)
     highest = min((bounds[name] for name in ("maximum", "exclusiveMaximum") if name in bounds), default=math.inf)
     if not (combined or 0 < highest - lowest < 1):
@@ -115,20 +115,20 @@ def _narrow_exclusive_bounds(item: dict[str, Any], combined: bool) -> None:
 
 
 def _combines(item: Mapping[str, Any]) -> bool:
-    """Several schemas, in or beside this one, may hold for the same number."""
+    """Whether several schemas, in or beside this one, may apply to the same number."""
     several = isinstance(item.get("allOf"), list) and len(item["allOf"]) > 1
     beside = any(name in item for name in ("$ref", "allOf", "anyOf", "oneOf"))
     return several or (beside and any(name in item for name in _BOUNDS))
 
 
 _BOUNDS = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf")
-MOST_EXACT = 2**53 - 1  # llguidance's bounds, and integers of its constants, are float64
-# From a number that is excluded to the least that is allowed: llguidance reads the last digits of a float64 wrongly.
+MOST_EXACT = 2**53 - 1  # llguidance's bounds, and the integers in its constants, are float64
+# From an excluded number to the smallest allowed: llguidance reads the last digits of a float64 wrongly.
 _STEP, _LEAST = 1e-13, 1e-50
 
 
 def rounded_number(schema: Any) -> tuple[str, str, int | float] | None:
-    """A keyword with a number that llguidance would round, so that it allowed other values than the schema.
+    """A keyword whose number llguidance would round, so that it would allow other values than the schema.
 
     Returns:
         Its name, the path of the schema that has it, and the number; None if there is none.
@@ -158,7 +158,7 @@ def _is_number(value: Any) -> TypeGuard[int | float]:
 
 
 _UNKNOWN = re.compile(r"Unimplemented keys: \[(.*?)\]")
-# What a message names, with the keyword that holds it.
+# What a message names, with the keyword that contains it.
 _VALUES = (
     (re.compile(r"Unknown format: (.*)"), "format"),
     (re.compile(r"Invalid type: (.*)"), "type"),
@@ -177,7 +177,7 @@ _KEYWORDS = (
 
 
 def place_of(schema: Any, message: str) -> tuple[str, str] | None:
-    """The keyword that llguidance's message is about, and the path to the schema that has it; None if that is not
+    """The keyword that llguidance's message is about, and the path to the schema that contains it; None if that is not
     known."""
     if (found := _UNKNOWN.search(message)) is not None:
         for keyword in re.findall(r'"(.*?)"', found[1]):
@@ -199,9 +199,10 @@ def place_of(schema: Any, message: str) -> tuple[str, str] | None:
 
 
 def overlapping(schema: Any) -> str | None:
-    """The path of a `oneOf` of which several may hold at once, or might as far as is known; None if each excludes.
+    """The path of a `oneOf` in which several schemas may hold at once, as far as is known; None if they all exclude
+    each other.
 
-    llguidance takes those that it cannot tell apart for `anyOf`, which allows too much.
+    llguidance treats schemas that it cannot tell apart as `anyOf`, which allows too much.
     """
     exclusion = _Exclusion(schema)
     for path, item in subschemas(schema):
@@ -212,7 +213,7 @@ def overlapping(schema: Any) -> str | None:
 
 
 class _Exclusion:
-    """Whether two schemas of a document allow no value in common; in doubt they do."""
+    """Whether no value is valid for both of two schemas in a document; no if in doubt."""
 
     def __init__(self, root: Any):
         self._root = root
@@ -244,7 +245,7 @@ class _Exclusion:
         return self._objects_apart(one, other, depth)
 
     def _objects_apart(self, one: Mapping[str, Any], other: Mapping[str, Any], depth: int) -> bool:
-        """Whether both are objects, and one requires a property that has no value valid for both."""
+        """Whether both are objects, and one requires a property for which no value is valid for both."""
         if _types(one) & _types(other) != {"object"}:
             return False
         mine, theirs = one.get("properties"), other.get("properties")
@@ -298,7 +299,7 @@ def _types_of(value: Any) -> frozenset[str]:
 
 
 def _values(schema: Mapping[str, Any]) -> list[Any] | None:
-    """All values that there can be, where they are listed."""
+    """All possible values, if they are listed."""
     if "const" in schema:
         return [schema["const"]]
     listed = schema.get("enum")
@@ -310,7 +311,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _numbers_apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Both are numbers, and of ranges that have nothing in common."""
+    """Whether both are numbers whose ranges do not overlap."""
     if not _types(one) & _types(other) <= {"integer", "number"}:
         return False
     for low, high in ((one, other), (other, one)):

@@ -1,7 +1,7 @@
 """Texts cut into segments that a tokenizer encodes independently of each other.
 
 The tokenizers library takes some added tokens, such as `<|im_end|>`, out of a text before it normalises or splits
-anything. A text may therefore be cut in front of such a token, and the ids of both parts joined are those of the whole.
+anything. A text may therefore be cut before such a token: the joined ids of both parts are those of the whole text.
 That does not hold for every added token: `cutting_tokens` says for which it does.
 """
 
@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection
 from typing import Protocol
 
-LEAST = 1024  # characters of a segment that is followed by another; many short ones would cost more than they save
+LEAST = 1024  # characters of a segment that is followed by another; many short segments would cost more than they save
 
 
 class AddedToken(Protocol):
@@ -24,16 +24,16 @@ class AddedToken(Protocol):
 
 
 def cutting_tokens(added: Collection[AddedToken], wanted: str) -> list[str]:
-    """The added tokens in front of which any text may be cut.
+    """The added tokens before which any text may be cut.
 
-    The tokenizer looks for such a token in the text as it is (not `normalized`). Neither this token nor a longer one
-    that begins with it depends on what stands before it (`single_word`) or takes spaces from there (`lstrip`). No other
-    token that is looked for in the text as it is reaches over the cut: none holds a beginning of this one anywhere but
-    at its own beginning. The first character is neither a space, which the token before might take, nor part of a word.
+    The tokenizer looks for such a token in the original text (not `normalized`). Neither this token nor a longer one
+    that begins with it depends on the text before it (`single_word`) or absorbs spaces there (`lstrip`). No other token
+    that is looked for in the original text extends over the cut: none contains a beginning of this one except at its
+    own beginning. The first character is neither a space, which the token before might absorb, nor part of a word.
 
     Args:
         added: all added tokens of the tokenizer.
-        wanted: only tokens that this text contains are returned.
+        wanted: a text; only tokens that it contains are returned.
     """
     found = [token for token in added if token.content and not token.normalized]
     return [
@@ -47,18 +47,18 @@ def cutting_tokens(added: Collection[AddedToken], wanted: str) -> list[str]:
 
 
 def _reaches_into(token: str, following: str) -> bool:
-    """The end of a token can be the beginning of the following token, or contain all of it."""
+    """Whether the end of a token can be the beginning of the following token, or contain all of it."""
     return any(token.startswith(following[: len(token) - start], start) for start in range(1, len(token)))
 
 
 class Segmenter:
-    """Cuts texts in front of certain tokens.
+    """Cuts texts before certain tokens.
 
-    The same beginning of two texts has the same segments, except the last one.
+    Texts with the same beginning have the same segments there, except the last one.
 
     Args:
-        tokens: the tokens; see `cutting_tokens`.
-        least: characters of each segment but the last.
+        tokens: the tokens at which to cut; see `cutting_tokens`.
+        least: minimum characters of each segment but the last.
     """
 
     def __init__(self, tokens: Collection[str], least: int = LEAST):

@@ -1,8 +1,8 @@
 """Stop strings in a text that arrives in pieces.
 
-One Knuth-Morris-Pratt automaton a stop string (SIAM J. Comput. 6, 1977): constant amortised time per
-character and stop string, the same answer however the text is cut into pieces, and the automaton's state
-is exactly the number of characters that have to be held back.
+There is one Knuth-Morris-Pratt automaton per stop string (SIAM J. Comput. 6, 1977). It takes constant amortised time
+per character and stop string, gives the same result however the text is divided, and its state is exactly the number of
+characters that have to be held back.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """The stop strings of a request, prepared once and shared by its choices.
+    """A request's stop strings, prepared once and shared by its choices.
 
     Args:
         strings: non-empty strings.
@@ -29,8 +29,8 @@ class StopStrings:
 class StopMatcher:
     """Looks for stop strings in one choice's text.
 
-    The match that *completes* first wins; of those that complete at the same character, the longest.
-    Text that may be the beginning of a stop string is held back until it is known not to be one.
+    The match that *completes* first wins; of several that complete at the same character, the longest. Text that may be
+    the beginning of a stop string is held back until it is known not to be one.
     """
 
     __slots__ = ("_held", "_states", "_stops")
@@ -44,13 +44,13 @@ class StopMatcher:
         """Take the next piece of text.
 
         Args:
-            text: the piece; may be empty.
-            accept: whether a stop string may be completed by this piece; one that is completed while
-                this is false counts as ordinary text.
-            include: keep the stop string at the end of the released text.
+            text: the piece of text; may be empty.
+            accept: whether this piece may complete a stop string; one that is completed while this is false counts as
+                ordinary text.
+            include: whether to keep the stop string at the end of the released text.
 
         Returns:
-            The text that may be shown, and the stop string found, or None. After a match the matcher is
+            The text that may be shown, and the stop string found, or None. After a match, the matcher is
             spent: the rest of the piece is dropped.
         """
         if not self._held and self._stops.first.isdisjoint(text):
@@ -79,14 +79,14 @@ class StopMatcher:
         return seen[:shown], None
 
     def release(self) -> str:
-        """The text still held back, when no more will come."""
+        """The text that is still held back, when no more will come."""
         held, self._held = self._held, ""
         self._states = [0] * len(self._states)
         return held
 
 
 def _failures(string: str) -> array[int]:
-    """The length of each prefix's longest proper prefix that is also its suffix."""
+    """The length of each prefix's longest proper prefix that is also a suffix of it."""
     table = array("l", [0]) * len(string)
     length = 0
     for at in range(1, len(string)):

@@ -1,4 +1,4 @@
-"""A model's tokenizer: ids to text and back, chat messages to a prompt."""
+"""A model's tokenizer: converts ids to text and back, and chat messages to a prompt."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ _BYTE_OF = _byte_characters()
 
 
 def _pair(hf: Any) -> tuple[str, str] | None:
-    """Source and target language, where a tokenizer's config names them and its texts need not."""
+    """The source and target languages, if a tokenizer's config names them and its texts need not."""
     named = getattr(hf, "init_kwargs", {})
     source, target = named.get("source_lang"), named.get("target_lang")
     if isinstance(langs := named.get("langs"), list | tuple) and len(langs) == 2:  # FSMT's name for them
         source, target = langs
     if not (isinstance(source, str) and isinstance(target, str) and source and target):
         return None
-    several = getattr(hf, "supported_language_codes", ())  # texts begin with one of these
+    several = getattr(hf, "supported_language_codes", ())  # texts begin with one of these tokens
     return None if several else (source, target)
 
 
 def _writes_words(hf: Any) -> bool:
-    """Whether it is FSMT's: Moses writes the texts of its target side, and it has no mode for encoding such."""
+    """Whether it is FSMT's tokenizer: Moses writes the texts of the target side, and has no mode to encode them."""
     return hasattr(hf, "tgt_vocab_size")
 
 
@@ -54,28 +54,29 @@ def _switch_to_target(hf: Any) -> None:
 
 
 class Tokenizer:
-    """A `transformers` tokenizer, reduced to what serving needs; safe to use from several threads.
+    """A `transformers` tokenizer, reduced to what serving needs; may be used from several threads.
 
     Args:
         hf: the tokenizer object, fast (Rust) or slow (Python).
-        lower_case: texts are lower-cased before all else.
-        marked_side: which language the token names that an input holds, where it holds one (`Languages`).
+        lower_case: whether texts are lower-cased first.
+        marked_side: which language an input's language token names, if it has one (`Languages`).
 
     Attributes:
         eos_token_id: the tokenizer's own end-of-sequence id, or None.
         bos_token_id: the tokenizer's own beginning-of-sequence id, or None.
-        mask_token_id, mask_token: the token that stands for one to be predicted, and how texts write it, or None.
-        unk_token_id: the token for what the vocabulary has no token for, or None.
-        pad_token_id: the token that other programs fill up short inputs with, or None.
+        mask_token_id, mask_token: the token that marks a position to predict, and its text, or None.
+        unk_token_id: the token for text that the vocabulary does not cover, or None.
+        pad_token_id: the token with which other programs pad short inputs, or None.
         cls_token_id: the token that stands for a whole input, or None.
-        frame_ids: the tokens that begin, separate, end or fill up inputs.
-        truncation_side: where tokens are left out of what is too long.
+        frame_ids: the tokens that begin, separate, end or pad inputs.
+        truncation_side: the side from which inputs that are too long are cut.
         subword_prefix: how the vocabulary marks a token that continues a word (WordPiece's "##"), if it does.
         vocab_size: number of ids, added tokens included.
-        plain_size: number of ids without added tokens; 0 for a slow tokenizer, which does not tell them apart.
-        languages: those that it knows.
-        encode_long: texts of more than so many characters are encoded by that function, given the text and whether
-            special tokens are added; None: all are encoded here. It is for tokenizers that can be saved.
+        plain_size: number of ids without added tokens; 0 for a slow tokenizer, which does not distinguish them.
+        languages: the languages that it knows.
+        encode_long: texts of more than the given number of characters are encoded by this function, which is given the
+            text and whether to add special tokens; None: all are encoded here. It is only for tokenizers that can be
+            saved.
     """
 
     def __init__(
@@ -86,11 +87,11 @@ class Tokenizer:
         self._lower_case = lower_case
         self._fast: Any = getattr(hf, "_tokenizer", None) if getattr(hf, "is_fast", False) else None
         if self._fast is not None:
-            # A tokenizer.json may come with training's truncation and padding. They are switched off
-            # once: `transformers` sets them anew for every call, which is not safe between threads.
+            # A tokenizer.json may contain truncation and padding from training. They are switched off once:
+            # `transformers` sets them again for every call, which is not safe between threads.
             self._fast.no_truncation()
             self._fast.no_padding()
-            if lower_case:  # within the tokenizer, so that places in the text stay known
+            if lower_case:  # within the tokenizer, so that positions in the text stay known
                 from tokenizers import normalizers
 
                 before = [] if self._fast.normalizer is None else [self._fast.normalizer]
@@ -104,7 +105,7 @@ class Tokenizer:
         self.bos_token_id: int | None = hf.bos_token_id
         self.unk_token_id: int | None = getattr(hf, "unk_token_id", None)
         mask = getattr(hf, "mask_token_id", None)
-        if mask == self.unk_token_id:  # one that is named, but not in the vocabulary
+        if mask == self.unk_token_id:  # one that is named, but is not in the vocabulary
             mask = None
         self.mask_token_id: int | None = mask
         self.mask_token: str | None = None if mask is None else hf.mask_token
@@ -116,14 +117,14 @@ class Tokenizer:
         model = None if self._fast is None else self._fast.model
         self.subword_prefix: str | None = getattr(model, "continuing_subword_prefix", None) or None
         self._segments = "token_type_ids" in getattr(hf, "model_input_names", ())
-        # The two sides of Marian's and FSMT's may have a vocabulary each.
+        # The two sides of Marian and FSMT may have separate vocabularies.
         other = (len(getattr(hf, "target_encoder", ())), getattr(hf, "tgt_vocab_size", 0))
         self.vocab_size: int = max(len(hf), *other)
         self.plain_size: int = 0 if self._fast is None else self._fast.get_vocab_size(with_added_tokens=False)
         special = {text: hf.convert_tokens_to_ids(text) for text in hf.all_special_tokens}
         special |= getattr(hf, "lang_token_to_id", {})
         self.languages = replace(Languages.among(special, self.encode("")), marked_side=marked_side, pair=_pair(hf))
-        self._answers: Any = None  # what encodes the beginning of an answer, where that is another tokenizer
+        self._answers: Any = None  # encodes the beginning of an answer, if another tokenizer does that
         self._known: dict[int, bool] = {}
         self._texts: dict[int, str] = {}
         self._anchor: tuple[int, str] | None = None
@@ -135,22 +136,22 @@ class Tokenizer:
 
     @property
     def hf(self) -> Any:
-        """The `transformers` tokenizer. Its settings are not to be changed."""
+        """The `transformers` tokenizer. Do not change its settings."""
         return self._hf.whole() if isinstance(self._hf, PlainTokenizer) else self._hf
 
     @property
     def is_fast(self) -> bool:
-        """It is the tokenizers library's, and can be saved."""
+        """Whether it belongs to the tokenizers library, and can be saved."""
         return self._fast is not None
 
     def added_beyond(self, size: int) -> dict[int, str]:
-        """Added tokens whose ids are not below `size`, as texts write them."""
+        """Added tokens with ids of at least `size`, as texts write them."""
         added = {} if self._fast is None else self._fast.get_added_tokens_decoder()
         return {token: added[token].content for token in sorted(added) if token >= size}
 
     def segmenter(self) -> Segmenter:
-        """The object that cuts texts into segments whose ids, joined, are those of the whole text. It cuts in front of
-        the special tokens of chat templates."""
+        """The object that cuts texts into segments whose joined ids are those of the whole text. It cuts before the
+        special tokens of chat templates."""
         if self._fast is None or self._fast.encode_special_tokens:
             return Segmenter(())
         named = "\n".join(map(str, self.template_variables.values()))
@@ -158,7 +159,7 @@ class Tokenizer:
         return Segmenter(cutting_tokens(self._fast.get_added_tokens_decoder().values(), wanted))
 
     def save(self, path: Path) -> None:
-        """Write what `encode` does, languages apart, as a tokenizer.json."""
+        """Write a tokenizer.json that does what `encode` does, except for languages."""
         self._fast.save(str(path))
 
     @property
@@ -168,7 +169,7 @@ class Tokenizer:
 
     @property
     def template_variables(self) -> dict[str, str | list[str]]:
-        """The special tokens by the names under which a chat template knows them, such as bos_token."""
+        """The special tokens under the names that chat templates use, such as bos_token."""
         given: Mapping[str, Any] = self._hf.special_tokens_map
         return {
             name: [str(item) for item in value] if isinstance(value, list | tuple) else str(value)
@@ -179,10 +180,10 @@ class Tokenizer:
         """The model's own chat template (Jinja).
 
         Args:
-            tools: for a conversation with tools; some models have a template of their own for these.
+            tools: whether the conversation has tools; some models have a separate template for these.
 
         Raises:
-            InvalidRequestError: there is none.
+            InvalidRequestError: the model has no such template.
         """
         template = (self._template("tool_use") if tools else None) or self.chat_template
         if template is None:
@@ -207,7 +208,7 @@ class Tokenizer:
         return template if isinstance(template, Mapping) else None
 
     def _template(self, name: str) -> str | None:
-        """One of the model's chat templates; a single one has every name."""
+        """One of the model's chat templates; if there is only one, it has every name."""
         template = getattr(self._hf, "chat_template", None)
         if isinstance(template, Mapping):
             template = template.get(name)
@@ -217,7 +218,7 @@ class Tokenizer:
         """Text to ids.
 
         Args:
-            src_lang: the text's language, for tokenizers that mark it by a special token; None takes their default.
+            src_lang: the text's language, for tokenizers that mark it with a special token; None means their default.
 
         Raises:
             InvalidRequestError: the text is not valid Unicode (unpaired surrogates), or the language has no token.
@@ -227,7 +228,7 @@ class Tokenizer:
         if self.encode_long is not None and len(text) > self.encode_long[0]:
             ids = self.encode_long[1](text, add_special_tokens)
         elif self._fast is not None:
-            # Not `encode`: that holds Python's lock meanwhile, and with it whatever else the process does.
+            # Not `encode`: that holds Python's lock, and so blocks the rest of the process.
             ids = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         else:
             ids = list(self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
@@ -244,15 +245,15 @@ class Tokenizer:
         words: bool = False,
         marker: int | None = None,
     ) -> Encoding:
-        """A text, or a pair of texts, to what an encoder reads.
+        """Convert a text, or a pair of texts, to an encoder's input.
 
         Args:
-            max_length: leave out what is more than so many tokens; of a pair from the longer text first (transformers'
-                `truncation=True`). Special tokens stay.
-            side: where; None: the tokenizer's own side.
-            words: tell which word each token is of, too.
-            marker: a token that is put after the first one, or in front where there are no special tokens; it counts
-                as one of those.
+            max_length: the maximum number of tokens; the rest is left out, of a pair from the longer text first
+                (transformers' `truncation=True`). Special tokens are kept.
+            side: the side that is cut; None means the tokenizer's default.
+            words: whether to return each token's word, too.
+            marker: a token that is inserted after the first one, or at the start if there are no special tokens; it
+                counts as a special token.
 
         Raises:
             InvalidRequestError: a text is not valid Unicode, there is no room for the special tokens, or the tokenizer
@@ -273,7 +274,7 @@ class Tokenizer:
         )
 
     def encode_words(self, words: Sequence[str]) -> Encoding:
-        """Words that have been told apart already, to what an encoder reads; `Encoding.words` counts them.
+        """Convert words that are already separated to an encoder's input; `Encoding.words` counts them.
 
         Raises:
             InvalidRequestError: a word is not valid Unicode, or the tokenizer does not say which word a token is of.
@@ -288,7 +289,7 @@ class Tokenizer:
         return encode_words(self._fast, [self._given(word, "input") for word in words], segments=self._segments)
 
     def encode_answer(self, text: str) -> list[int]:
-        """The beginning of an encoder-decoder model's answer to ids, without special tokens.
+        """Convert the beginning of an encoder-decoder model's answer to ids, without special tokens.
 
         Raises:
             InvalidRequestError: the text is not valid Unicode.
@@ -297,23 +298,23 @@ class Tokenizer:
             return self.encode(text, add_special_tokens=False)
         text = self._given(text)
         if self._answers is None:
-            # A copy stays in that mode: the switch would reach other threads.
+            # A copy stays in that mode: a switch would affect other threads.
             answers = copy.copy(self._hf)
-            if getattr(answers, "tgt_lang", "") is None:  # some want one, for the special tokens that are not added
+            if getattr(answers, "tgt_lang", "") is None:  # some require one, for the special tokens that are not added
                 answers.tgt_lang = answers.src_lang
             _switch_to_target(answers)
             self._answers = answers
         return list(self._answers.encode(text, add_special_tokens=False, verbose=False))
 
     def encode_answers(self, texts: Sequence[str]) -> list[list[int]]:
-        """Whole answers to ids, without special tokens."""
+        """Convert whole answers to ids, without special tokens."""
         if self._fast is None:
             return [self.encode_answer(text) for text in texts]
         given = [self._given(text) for text in texts]
         return [encoding.ids for encoding in self._fast.encode_batch_fast(given, add_special_tokens=False)]
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token that is written so in the vocabulary; None if there is none."""
+        """The id of the token with this spelling in the vocabulary; None if there is none."""
         if self._fast is not None:
             found: int | None = self._fast.token_to_id(text)
             return found
@@ -321,15 +322,15 @@ class Tokenizer:
         return token if self._hf.convert_ids_to_tokens(token) == text else None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Ids to text, all at once; ids that the tokenizer does not know have no text."""
+        """Convert ids to text, all at once; ids that the tokenizer does not know have no text."""
         return self._decode(self.visible(ids, skip_special_tokens))
 
     def decode_tidy(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """`decode`, spaces tidied up as the model's own tokenizer has it: for what is read, not streamed."""
+        """`decode` with spaces tidied up as the model's own tokenizer does: for text that is read, not streamed."""
         return str(self._hf.decode(self.visible(ids, skip_special_tokens), skip_special_tokens=False))
 
     def written(self, token: int) -> str:
-        """The vocabulary's spelling of a token, its marks included."""
+        """The vocabulary's spelling of a token, including its marks."""
         return str(self._hf.convert_ids_to_tokens(token))
 
     def visible(self, ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
@@ -346,11 +347,11 @@ class Tokenizer:
         return self._special
 
     def special_texts(self) -> dict[int, str]:
-        """The spelling of the special tokens in texts, by their ids."""
+        """The spelling of the special tokens in texts, by id."""
         return {token: self.written(token) for token in sorted(self._special)}
 
     def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer | WordDetokenizer:
-        """A detokenizer for one answer to that prompt. Give it only visible ids."""
+        """A detokenizer for one answer to that prompt. Pass it only visible ids."""
         if _writes_words(self._hf):
             return WordDetokenizer(self._decode, self.visible(prompt_token_ids, skip_special_tokens=True))
         tail: list[int] = []
@@ -362,16 +363,15 @@ class Tokenizer:
         return Detokenizer(self._decode, tail[::-1])
 
     def token_text(self, token: int) -> str:
-        """The text of one token as it stands within a text, a leading space included; U+FFFD for a token
-        that is only part of a character; "" for an id that the tokenizer does not know."""
+        """The text of one token within a text, including a leading space; U+FFFD for a token that is only part of a
+        character; "" for an id that the tokenizer does not know."""
         text = self._texts.get(token)
         if text is None:
             text = self._texts[token] = self._text_within(token)
         return text
 
     def token_bytes(self, token: int) -> bytes | None:
-        """The UTF-8 bytes of one token's text, also where it is only part of a character; None if they
-        cannot be known."""
+        """The UTF-8 bytes of one token's text, even if it is only part of a character; None if they cannot be known."""
         text = self.token_text(token)
         if REPLACEMENT not in text:
             return text.encode()
@@ -386,7 +386,7 @@ class Tokenizer:
         return None
 
     def all_token_bytes(self, size: int) -> list[bytes | None]:
-        """`token_bytes` of the ids below `size`, sooner than one by one; b"" for those that are not known."""
+        """`token_bytes` of the ids below `size`, faster than one by one; b"" for unknown ids."""
         if self._anchor is None:
             self._anchor = self._find_anchor()
         before, before_text = self._anchor
@@ -398,7 +398,7 @@ class Tokenizer:
         for token, text in zip(known, texts, strict=True):
             plain = text.startswith(before_text) and REPLACEMENT not in text and token not in self._special
             found[token] = text[len(before_text) :].encode() if plain else self.token_bytes(token)
-        self._texts.clear()  # few of them will be asked for again
+        self._texts.clear()  # few of them are requested again
         return found
 
     def describe(self, entry: TokenLogprobs) -> TokenLogprobs:
@@ -414,20 +414,20 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """Messages to the text of a prompt, by the model's chat template in `transformers`' sandbox.
+        """Convert messages to a prompt, by the model's chat template in `transformers`' sandbox.
 
         The template writes the special tokens itself: encode the result with `add_special_tokens=False`.
 
         Args:
-            messages: {"role": ..., "content": ...} each, contents being texts.
-            chat_template: used instead of the model's own.
+            messages: {"role": ..., "content": ...} each, with text contents.
+            chat_template: a template to use instead of the model's own.
             tools: {"type": "function", "function": {...}} each.
-            add_generation_prompt: end with what opens the assistant's answer.
-            variables: continue_final_message, documents, image_mark, image_text, and names that the template may use
-                (enable_thinking ...).
+            add_generation_prompt: whether to end with the text that opens the assistant's answer.
+            variables: continue_final_message, documents, image_mark, image_text, and variables that the template may
+                use (enable_thinking ...).
 
         Raises:
-            InvalidRequestError: there is no template, or it refuses these messages.
+            InvalidRequestError: the model has no template, or it refuses these messages.
         """
         from engine.text.conversations import fit_messages, render_conversation  # slow to import
 
@@ -449,7 +449,7 @@ class Tokenizer:
             ) from error
 
     def _given(self, text: str, param: str = "prompt") -> str:
-        """A caller's text as the tokenizer takes it."""
+        """A caller's text in the form that the tokenizer accepts."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -462,8 +462,8 @@ class Tokenizer:
         return text.lower() if self._lower_case and self._fast is None else text
 
     def _decode(self, ids: list[int]) -> str:
-        """The text of ids, including special tokens. The Rust tokenizer is asked directly: microseconds a call, and
-        without `transformers`' clean-up of spaces, which cannot be undone once streamed."""
+        """The text of ids, including special tokens. This calls the Rust tokenizer directly, which takes microseconds
+        and skips `transformers`' clean-up of spaces, which could not be undone once streamed."""
         if self._fast is not None:
             text: str = self._fast.decode(ids, skip_special_tokens=False)
             return text
@@ -494,12 +494,12 @@ class Tokenizer:
         return text[len(before_text) :] if before_text and text.startswith(before_text) else alone
 
     def _find_anchor(self) -> tuple[int, str]:
-        """An ordinary token that stands for "some text before": printable and unchanged by what follows.
-        ("", if there is none among the first thousand.)"""
+        """An ordinary token that stands for "some text before": printable and unchanged by what follows. (It is "" if
+        there is none among the first thousand.)"""
         for token in range(min(self.vocab_size, 1000)):
             if token in self._special or not self._is_known(token):
                 continue
-            # A token such as <0x41> would join the bytes of the token after it.
+            # A token such as <0x41> would join the bytes of the next token.
             if self._fast is not None and self._fast.id_to_token(token).startswith("<"):
                 continue
             text = self._decode([token])

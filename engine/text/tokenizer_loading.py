@@ -1,4 +1,4 @@
-"""Tokenizers from folders and the hub, without running any code that comes with them."""
+"""Loading tokenizers from folders and the hub, without running any code that comes with them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("octavo.tokenizer")
 
-# What a folder that has a tokenizer holds at least one of.
+# A folder that has a tokenizer contains at least one of these.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -34,12 +34,12 @@ TOKENIZER_FILES = (
     "sentencepiece*.model",
     "tekken.json",
 )
-# Classes that transformers lacks, with those that read the same files. An input of theirs begins with the token of the
-# language that it is to be translated to (arXiv:2210.11621).
+# Classes that transformers lacks, with classes that read the same files. Their inputs begin with the token of the
+# language to translate into (arXiv:2210.11621).
 TARGET_MARKED = {"SMALL100Tokenizer": "M2M100Tokenizer"}
-# Classes that are a tokenizer.json and nothing more.
+# Classes that consist of a tokenizer.json and nothing more.
 GENERIC = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
-# Kinds of models for which `AutoTokenizer` may take another class nevertheless.
+# Kinds of models for which `AutoTokenizer` may still choose another class.
 ELSEWISE = frozenset(
     {
         "hyperclovax_vision_v2", "ministral", "ministral3", "mistral", "mistral3", "mistral_large4", "mixtral",
@@ -47,10 +47,10 @@ ELSEWISE = frozenset(
         "voxtral_realtime",
     }
 )  # fmt: skip
-_SHOWN = 5  # tokens that a message names
-# What a folder that stands for a GGUF file says where no tokenizer can be made of it (`engine.model.gguf.folder`).
+_SHOWN = 5  # tokens that a message lists
+# What a GGUF file's folder says if no tokenizer can be made from the file (`engine.model.gguf.folder`).
 NO_TOKENIZER = "no_tokenizer.txt"
-# Files that say which tokenizer class to use and complete it.
+# Files that say which tokenizer class to use, and complete it.
 COMPANION_FILES = ("config.json", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.jinja")
 
 
@@ -66,20 +66,19 @@ def load_tokenizer(
     """Load a model's tokenizer, without running any code that comes with it.
 
     Args:
-        path_or_id: a folder, or a model's id on the hub (offline mode is honoured).
+        path_or_id: a folder, or a model's id on the hub (offline mode is respected).
         revision: branch, tag or commit on the hub.
         hf_token: access token for the hub.
         lower_case: texts are lower-cased before they are tokenised (`EngineInfo.lower_case`).
-        chat_template: replaces the tokenizer's own (see `read_template`).
-        alone: where `transformers` has to read it, it does so without torch, in this whole process from then on
+        chat_template: replaces the tokenizer's own template (see `read_template`).
+        alone: if `transformers` has to read the tokenizer, it does so without torch, in this whole process from then on
             (`engine.configs.alone`).
 
-    Returns:
-        The tokenizer, or None if there are no tokenizer files at all.
+    Returns: The tokenizer, or None if there are no tokenizer files at all.
 
     Raises:
         ModelLoadError: the tokenizer cannot be fetched, or its files cannot be read.
-        ConfigError: there is no such chat template.
+        ConfigError: the chat template does not exist.
     """
     template = None if chat_template is None else read_template(chat_template)
     folder = Path(path_or_id)
@@ -95,7 +94,7 @@ def load_tokenizer(
         if template is not None:
             hf.chat_template = template
         loaded = Tokenizer(hf, lower_case=lower_case, marked_side=marked)
-    except Exception as error:  # tokenizers fail with bare exceptions of many kinds
+    except Exception as error:  # tokenizers raise bare exceptions of many kinds
         raise ModelLoadError(
             f"The tokenizer in {folder} cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())}). A "
             "complete tokenizer.json is enough; SentencePiece's files (*.model, *.spm) need the package sentencepiece "
@@ -110,7 +109,7 @@ def check_vocabulary(info: EngineInfo, tokenizer: Tokenizer | None) -> None:
     """Refuse a tokenizer that was made for a larger vocabulary than the model's, and warn of single tokens beyond it.
 
     Raises:
-        ModelLoadError: the tokenizer has more tokens than the model, added ones not counted.
+        ModelLoadError: the tokenizer has more tokens than the model, not counting added ones.
     """
     size = max(info.vocab_size, info.encoder_vocab_size or 0)
     if tokenizer is None or not size:  # a model without a vocabulary reads no tokens
@@ -131,21 +130,21 @@ def check_vocabulary(info: EngineInfo, tokenizer: Tokenizer | None) -> None:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """A JSON object, empty if there is none."""
+    """A JSON object, or an empty one if the file is missing."""
     found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return found if isinstance(found, dict) else {}
 
 
 def _class_name(folder: Path) -> str:
-    """The class that a tokenizer_config.json names, "" if there is none."""
+    """The class that a tokenizer_config.json names, "" if it names none."""
     return str(_read(folder / "tokenizer_config.json").get("tokenizer_class", ""))
 
 
 def is_generic(folder: Path) -> bool:
-    """`AutoTokenizer` would make of the folder what its tokenizer.json alone makes. It would also import torch and
-    the model's code, which takes seconds."""
+    """Whether `AutoTokenizer` would read only the folder's tokenizer.json. It would also import torch and the model's
+    code, which takes seconds."""
     settings = _read(folder / "tokenizer_config.json")
-    if settings.get("made_from") == "gguf":  # whatever class the kind of model would have
+    if settings.get("made_from") == "gguf":  # whatever class the model's kind would have
         return True
     return (
         (folder / "tokenizer.json").is_file()
@@ -175,7 +174,8 @@ def _load(folder: Path, alone: bool) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(folder), **settings)
     except Exception:
-        # Marian's class reads no tokenizer.json, and others want packages or files that one makes needless.
+        # Marian's class reads no tokenizer.json, and others need packages or files that a tokenizer.json makes
+        # unnecessary.
         if not (folder / "tokenizer.json").is_file():
             raise
         try:

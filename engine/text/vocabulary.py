@@ -1,4 +1,5 @@
-"""A model's vocabulary as bytes: what each token adds to a text, and how a text becomes tokens in the middle of one."""
+"""A model's vocabulary as bytes: what each token adds to a text, and how text in the middle of another becomes
+tokens."""
 
 from __future__ import annotations
 
@@ -8,25 +9,25 @@ from collections.abc import Sequence
 from engine.errors import InvalidRequestError
 from engine.text.tokenizer import Tokenizer
 
-# In front of a text that is to be tokenised as if it went on: no tokenizer joins it with what follows.
+# Placed before a text that is to be tokenised as a continuation: no tokenizer joins it with what follows.
 _BEFORE = "\x02"
 _MOST_KEPT = 4096  # texts whose tokens are kept
-_LONGEST = 128  # bytes of a token that the greedy way looks for, and of a text whose tokens are kept
+_LONGEST = 128  # maximum bytes of a token in the greedy search, and of a text whose tokens are kept
 
 
 class Vocabulary:
-    """The tokens of a model as llguidance wants them (its `TokenizerWrapper`).
+    """The tokens of a model in the form that llguidance expects (its `TokenizerWrapper`).
 
     Args:
-        tokenizer: the model's.
-        size: ids of the model; those that the tokenizer does not know have no bytes, and never come.
+        tokenizer: the model's tokenizer.
+        size: number of ids of the model; ids that the tokenizer does not know have no bytes, and are never allowed.
         eos_ids: tokens that end answers.
 
     Attributes:
-        tokens: the bytes of each token within a text, empty for those that have none or whose are not known.
+        tokens: the bytes of each token within a text, empty for tokens without bytes or whose bytes are not known.
         special_token_ids: tokens that no text stands for; a grammar can name them.
-        writes_all: each printable character of ASCII has a token of its own, so that any text can be written.
-        opens_without_space: the first token of a text loses the space that it begins with.
+        writes_all: whether each printable ASCII character has a token, so that any text can be written.
+        opens_without_space: whether a text's first token loses its leading space.
     """
 
     def __init__(self, tokenizer: Tokenizer, size: int, eos_ids: Sequence[int]):
@@ -39,7 +40,7 @@ class Vocabulary:
         self.bos_token_id = None
         self._tokenizer = tokenizer
         self._special = special = frozenset(self.special_token_ids)
-        # What must come is asked for with each mask, and is mostly the same.
+        # Forced text is requested with each mask, and is mostly the same.
         self._written = functools.lru_cache(_MOST_KEPT)(self._write)
         self._ids: dict[bytes, int] = {}
         for token, found in enumerate(self.tokens):
@@ -52,11 +53,11 @@ class Vocabulary:
 
     @staticmethod
     def _plain(found: bytes | None) -> bytes:
-        """The bytes as far as they can be used: a first byte of 0xFF, which no text has, marks special tokens."""
+        """The bytes that can be used: a first byte of 0xFF, which no text has, marks special tokens."""
         return b"" if found is None or found[:1] == b"\xff" else found
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """The tokens of a text that stands within another one, the way the tokenizer writes it where that is known."""
+        """The tokens of a text within another text, as the tokenizer writes it if that is known."""
         data = text.encode() if isinstance(text, str) else text
         return self._written(data).copy() if len(data) <= _LONGEST else self._write(data)
 
@@ -77,7 +78,7 @@ class Vocabulary:
         return self.tokens[token] if token < len(self.tokens) else b"\xff"
 
     def _greedy(self, data: bytes) -> list[int]:
-        """The longest token that fits, again and again; as far as there is one."""
+        """Repeatedly the longest token that fits, as long as there is one."""
         ids: list[int] = []
         start = 0
         while start < len(data):

@@ -1,4 +1,4 @@
-"""Formats in which models write calls of functions."""
+"""Formats in which models write function calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ class Pair:
     """The format of an argument: begin NAME middle VALUE end.
 
     Attributes:
-        middle_of_json: stands there instead of `middle` where the value is JSON and no text, if that is told apart.
+        middle_of_json: used instead of `middle` if the value is JSON rather than text, in formats that distinguish
+            them.
     """
 
     begin: str
@@ -22,14 +23,14 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writing:
-    """The format of a family's calls: first, then begin NAME middle ARGUMENTS end for each, then last.
+    """The format of a family's calls: first, then begin NAME middle ARGUMENTS end for each call, then last.
 
     Attributes:
-        between: stands between two calls; None if there can be only one.
-        pair: how each argument stands there by itself, text as it is and all else as JSON; None if they are one
+        between: separates two calls; None if only one call is possible.
+        pair: the format of each argument, with text unchanged and all else as JSON; None if the arguments are one
             object.
-        quote: the mark around strings where the object is JSON but for these and its keys, which have no quotes; None
-            for JSON.
+        quote: the mark around strings if the object is JSON except for these marks and its unquoted keys; None for
+            JSON.
     """
 
     first: str
@@ -43,7 +44,7 @@ class Writing:
 
     @property
     def as_json(self) -> bool:
-        """The arguments are one object in JSON."""
+        """Whether the arguments are one object in JSON."""
         return self.pair is None and self.quote is None
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:

@@ -1,1 +1,1 @@
-"""The way from prompts to answers, whole or streamed."""
+"""From prompts to answers, whole or streamed."""

@@ -1,4 +1,4 @@
-"""Answering a request for generated text, at once or as a stream: what all such endpoints share."""
+"""The code that all endpoints for generated text share: answering a request at once or as a stream."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from server.gates import Place
 
 T = TypeVar("T")
 
-_SMALL_ANSWER = 1024 * 1024  # bytes of memory; a larger one is put together in a thread
+_SMALL_ANSWER = 1024 * 1024  # bytes of memory; a larger answer is built in a thread
 
 
 async def encode_prompts(
@@ -49,11 +49,11 @@ async def encode_prompts(
     """Prompts as token ids; texts are tokenised in a thread.
 
     Args:
-        src_lang: the texts' language, where the tokenizer marks it.
-        truncation: cuts what is longer.
+        src_lang: the language of the texts, for tokenizers that mark it.
+        truncation: the rule that cuts longer prompts.
 
     Raises:
-        ApiError: a text where there is no tokenizer, or that is far too long, or ids outside the vocabulary.
+        ApiError: a text without a tokenizer, a text that is far too long, or ids outside the vocabulary.
     """
     tokenizer, info = service.tokenizer, service.client.info
     vocab_size = info.vocab_size if info.encoder_vocab_size is None else info.encoder_vocab_size
@@ -86,19 +86,19 @@ async def encode_prompts(
 
 
 def estimate_size(given: Sequence[str | list[int]], longest: int) -> int:
-    """About how many tokens the prompts have, each at most `longest`: what is longer will be refused, and others must
-    not be meanwhile."""
+    """An estimate of the tokens in the prompts, each at most `longest`: a longer prompt will be refused, and must not
+    block others until then."""
     sizes = (estimate_tokens(item) if isinstance(item, str) else len(item) for item in given)
     return sum(min(size, longest) for size in sizes)
 
 
 @dataclass(slots=True)
 class Run(ABC, Generic[Piece, Choice]):
-    """One request being answered. A subclass defines the prompts and the format of the answer."""
+    """A request being answered. A subclass defines the prompts and the format of the answer."""
 
     id_prefix: ClassVar[str]
-    bytes_per_logprob: ClassVar[int]  # of memory, from the engine's news to the answer's JSON
-    usual_answer: ClassVar[int] = DEFAULT_MAX_TOKENS  # tokens, where neither the request nor the model says it
+    bytes_per_logprob: ClassVar[int]  # bytes of memory, from the engine's results to the answer's JSON
+    usual_answer: ClassVar[int] = DEFAULT_MAX_TOKENS  # default tokens, if neither the request nor the model sets them
     stream_keeps_answer: ClassVar[bool] = False  # a stream's last events repeat the whole answer
     stream_type: ClassVar[str] = EventStream.media_type
 
@@ -110,11 +110,11 @@ class Run(ABC, Generic[Piece, Choice]):
     created: int = field(default_factory=lambda: int(time.time()))
     record: RequestRecord = field(init=False)
     terms: Terms = field(init=False)
-    shown_special: frozenset[int] = frozenset()  # special tokens by which the answer is read
+    shown_special: frozenset[int] = frozenset()  # special tokens needed to parse the answer
     headers: dict[str, str] = field(default_factory=dict)  # of the answer
     _left_out: list[str] = field(default_factory=list)
     _ticket: Place | None = None
-    _size: int = 0  # bytes of memory that the answer may take
+    _size: int = 0  # bytes of memory that the answer may use
     _stream: Events[Piece] | None = None  # once the prompts are known
     _streamed: Generation | None = None
 
@@ -123,11 +123,11 @@ class Run(ABC, Generic[Piece, Choice]):
 
     @abstractmethod
     def size(self) -> tuple[int, int]:
-        """The number of prompts in the request, and roughly of their tokens."""
+        """The number of prompts in the request, and an estimate of their tokens."""
 
     @abstractmethod
     async def prompts(self) -> list[Prompt]:
-        """The prompts as token ids; may still adapt `shape` to them."""
+        """The prompts as token ids; this may still change `shape`."""
 
     @abstractmethod
     def maker(self, prompts: list[Prompt]) -> PieceMaker[Piece]:
@@ -153,15 +153,15 @@ class Run(ABC, Generic[Piece, Choice]):
         return {"timings": timings_of(self.record)}
 
     def ignored_fields(self) -> list[str]:
-        """Names of fields of the request that might have been meant to change the answer."""
+        """Names of ignored fields that the client may have expected to change the answer."""
         return self.body.ignored_fields()
 
     async def settle(self, body: str) -> str:
-        """The last look at an unstreamed answer's body before it is sent."""
+        """Finish an unstreamed answer's body before it is sent."""
         return body
 
     async def settle_stream(self, events: Events[Piece]) -> str:
-        """The last events of a streamed one."""
+        """Finish a streamed answer: its last events."""
         return await self.made(events.closing)
 
     async def made(self, make: Callable[[], T]) -> T:
@@ -169,18 +169,18 @@ class Run(ABC, Generic[Piece, Choice]):
         return make() if self._size < _SMALL_ANSWER else await asyncio.to_thread(make)
 
     def ended(self) -> None:
-        """A stream has ended, however that came."""
+        """Called when a stream has ended, for whatever reason."""
 
     def failing(self, problem: ApiError) -> str:
-        """The last events of a stream that fails."""
+        """The last events of a failing stream."""
         return failure(problem) if self._stream is None else self._stream.failing(problem)
 
     @property
     def truncation(self) -> Truncation | None:
-        """The rule for cutting prompts, if the request asks for it.
+        """The rule for cutting prompts, if the request has one.
 
         Raises:
-            ApiError: to more tokens than the model takes, or none.
+            ApiError: the limit exceeds the model's, or leaves no token.
         """
         info = self.service.client.info
         free = tokens_to_keep_free(self.shape.params, info, self.usual_answer)
@@ -188,7 +188,7 @@ class Run(ABC, Generic[Piece, Choice]):
 
     @property
     def keeps_answer(self) -> bool:
-        """The whole answer is in memory at its end."""
+        """Whether the whole answer is in memory at its end."""
         return self.stream_keeps_answer or not self.body.stream
 
     def public_name(self, param: str | None) -> str | None:
@@ -196,7 +196,7 @@ class Run(ABC, Generic[Piece, Choice]):
         return param
 
     async def respond(self, request: Request) -> Response:
-        """The answer, as the body asks for it."""
+        """Answer in the form that the body requests."""
         headers, ticket = await self.begin(request)
         wanted = Wanted(self.service.drain, self.interrupted)
         if self.body.stream:
@@ -213,15 +213,15 @@ class Run(ABC, Generic[Piece, Choice]):
         """The headers of the answer, and the request's slots.
 
         Raises:
-            ApiError, EngineDeadError: it cannot be served now.
+            ApiError, EngineDeadError: the request cannot be served now.
         """
         headers = self.prepare(request)
-        # Before any task is made for it: a refusal does not wait for turns of a busy event loop.
+        # This comes before any task is created, so a refusal does not wait for a busy event loop.
         with self.record.refusals():
             return headers, await self.admitted()
 
     def prepare(self, request: Request) -> dict[str, str]:
-        """The headers of the answer, once the request's terms and record are made."""
+        """The headers of the answer, after the request's terms and record are made."""
         self.terms = read_terms(self.body, request, self.service.settings, self.arrival, self.service.client.adapters)
         self.record = self._record(request.url.path)
         self.record.belongs_to(request)
@@ -233,23 +233,22 @@ class Run(ABC, Generic[Piece, Choice]):
         """The request's slots.
 
         Args:
-            patient: the request will be tried again, so that a refusal does not count.
+            patient: the request will be tried again, so a refusal does not count.
 
         Raises:
-            ApiError, EngineDeadError: it cannot be served now.
+            ApiError, EngineDeadError: the request cannot be served now.
         """
         self._ticket = await self.service.admit(*self.size(), self.terms, patient=patient)
         return self._ticket
 
     def leave_out(self, *names: str) -> None:
-        """Tell the client, and the log, that these fields of its request do not change the answer as they say. The
-        headers are sent when the prompts are known."""
+        """Report to the client and the log that these fields of the request are ignored. The headers are sent when the
+        prompts are known."""
         self._left_out += names
         self.headers.update(ignored_header(self._left_out))
 
     def fill_room(self, length: int) -> None:
-        """Let the answer to a prompt of this length have the tokens that there is room for, if the request does not say
-        how many."""
+        """If the request sets no maximum, let the answer have all tokens that a prompt of this length leaves."""
         params, info = self.shape.params, self.service.client.info
         if params.max_tokens is None:
             limit = chat_max_tokens(params, info, length)
@@ -294,8 +293,8 @@ class Run(ABC, Generic[Piece, Choice]):
         return self.whole(choices, maker.usage()).model_dump_json(exclude_unset=True)
 
     async def events_of(self, ticket: Place) -> AsyncGenerator[str, None]:
-        """The answer as events (see `EventStream`): first those that open it, or an empty item, once the engine has
-        accepted it."""
+        """The answer as events (see `EventStream`). The first item opens the answer, and may be empty; it comes once
+        the engine has accepted the request."""
         try:
             with self._working(ticket):
                 prompts = await self._prompts(ticket)
@@ -320,7 +319,8 @@ class Run(ABC, Generic[Piece, Choice]):
 
     @contextmanager
     def _working(self, ticket: Place) -> Iterator[None]:
-        """The request's slots. They are released however the request ends. Failures of the server are counted."""
+        """A context that holds the request's slots. They are released however the request ends. It counts failures of
+        the server."""
         with ticket:
             try:
                 yield
@@ -331,20 +331,20 @@ class Run(ABC, Generic[Piece, Choice]):
                 raise
 
     def stop(self, reason: str) -> None:
-        """End a stream here: what has been generated is sent, and its last events."""
+        """End a stream now: send the text generated so far and the last events."""
         if self._streamed is not None and not self._streamed.finished:
             self.interrupted(reason)
             self._streamed.stop()
 
     def interrupted(self, reason: str) -> None:
-        """The answer was given up: nothing wants it, or the service stops."""
+        """The answer was abandoned: the client left, or the service stops."""
         self._aborted(reason)
         self.record.abort(reason)
 
     def _aborted(self, reason: str) -> None:
         if self._ticket is None:
             return
-        # A client that leaves after the last token has missed nothing; any other end cuts an answer off.
+        # A client that leaves after the last token has missed nothing; any other end cuts the answer off.
         least = 0 if reason == "disconnect" else 1
         self.service.metrics.aborted(reason, max(self._ticket.num_unfinished, least))
 
@@ -356,7 +356,7 @@ class Run(ABC, Generic[Piece, Choice]):
         prompts = await self.prompts()
         self.record.ignored = self.headers.get(IGNORED_HEADER)
         info = self.service.client.info
-        longest, begun = Room.of_prompt(info).tokens, info.max_model_len  # of what is longer the engine will say so
+        longest, begun = Room.of_prompt(info).tokens, info.max_model_len  # the engine refuses a longer prompt
         await ticket.measured([min(len(p.token_ids), longest) + min(len(p.decoder_ids or ()), begun) for p in prompts])
         self._size = AnswerSize(self.shape, self.bytes_per_logprob, info).check(
             prompts, self.service.settings, stream=not self.keeps_answer

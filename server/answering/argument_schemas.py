@@ -1,4 +1,4 @@
-"""Schemas of functions' arguments, as answers are held to them."""
+"""Schemas of functions' arguments, as they are enforced in answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 Schema = dict[str, Any]
 
-# Keywords that hold schemas. Those under allOf are left alone: others count beside them.
+# Keywords whose values contain schemas. Schemas under allOf stay open, because they apply together.
 _SCHEMAS = {"items", "prefixItems", "anyOf", "oneOf"}
 _NAMED_SCHEMAS = {"properties", "$defs", "definitions"}
 _OPENING = {
@@ -21,8 +21,9 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def closed(schema: Any) -> Any:
-    """A schema whose objects have the properties that it names, and no others: where it leaves that open, a small model
-    that is led invents some. Objects that name none, and such as other schemas may add to, stay as they are."""
+    """A schema whose objects have only the named properties. If the schema leaves that open, a small model under
+    enforcement invents properties. Objects without named properties, and objects to which other schemas may add
+    properties, stay unchanged."""
 
     def close(one: Schema) -> Schema:
         return {**one, "additionalProperties": False} if "properties" in one and not _OPENING & one.keys() else one
@@ -31,8 +32,8 @@ def closed(schema: Any) -> Any:
 
 
 def possible(schema: Any) -> tuple[Any, bool]:
-    """A schema without lists of values of which none has the type that it asks for beside them, and whether it had
-    any: nothing could be written by it."""
+    """The schema without enums in which no value has the required type, and whether there were
+    any: such an enum would allow nothing."""
     found = False
 
     def drop(one: Schema) -> Schema:
@@ -56,7 +57,7 @@ def _is(value: Any, kind: str) -> bool:
 
 
 def _changed(schema: Any, change: Callable[[Schema], Schema]) -> Any:
-    """A schema in which each one has been changed, the inner ones first."""
+    """A schema in which every subschema has been changed, from the inside out."""
     if isinstance(schema, list):
         return [_changed(item, change) for item in schema]
     if not isinstance(schema, dict):

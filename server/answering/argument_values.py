@@ -1,4 +1,4 @@
-"""The form of arguments in formats that write strings as plain text and all other values as JSON."""
+"""The form of arguments in formats that write strings as plain text and other values as JSON."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-_MAX_DEPTH = 32  # of schemas and references in each other
-_SHAPES = {"properties", "items", "prefixItems"}  # of objects and arrays, whose schemas need not name the type
+_MAX_DEPTH = 32  # maximum nesting of schemas and references
+_SHAPES = {"properties", "items", "prefixItems"}  # keywords of objects and arrays, whose schemas need not name the type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """The allowed form of a value: any text, one of some texts, or JSON of a schema.
+    """The allowed form of a value: any text, one of several texts, or JSON that matches a schema.
 
     Attributes:
-        texts: the keys.
-        json: schemas of which one is to fit; the keys are their identities.
+        texts: the allowed texts, as keys.
+        json: the schemas, one of which must match; the keys are their identities.
     """
 
     any_text: bool = False
@@ -28,7 +28,7 @@ _ANY = Form(any_text=True)
 
 
 def typed(schema: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A schema of arguments as a reader wants it that follows no references: the types of each argument alone."""
+    """A schema of arguments for a reader that follows no references: only the types of each argument."""
     named = (schema or {}).get("properties")
     if schema is None or not isinstance(named, dict):
         return {}
@@ -41,7 +41,7 @@ class Values:
     """The values of one function's arguments.
 
     Args:
-        schema: of all arguments, to which references lead.
+        schema: the schema of all arguments, in which references are resolved.
     """
 
     def __init__(self, schema: Mapping[str, Any]):
@@ -49,12 +49,13 @@ class Values:
         self._known: dict[str, Form] = {}
 
     def form(self, schema: Any) -> Form:
-        """The form of a value of a schema. If a string is allowed, the whole text is read as that string."""
+        """The form of a value that matches a schema. If the schema allows a string, the whole text is read as a
+        string."""
         form = self._form(schema, 0)
         return form if form.any_text or form.texts else _json(schema)
 
     def types(self, schema: Any, depth: int = 0) -> list[str]:
-        """The types that a value of a schema may have, as far as the schema names them."""
+        """The types that a schema allows, if it names them."""
         if not isinstance(schema, dict) or depth > _MAX_DEPTH:
             return []
         if isinstance(schema.get("$ref"), str):
@@ -94,7 +95,7 @@ class Values:
         reference = schema["$ref"]
         if reference not in self._known:
             target = self.target(reference) if depth < _MAX_DEPTH else None
-            self._known[reference] = Form()  # while it is looked for: a schema may lead back to itself
+            self._known[reference] = Form()  # while it is being resolved: a schema may refer to itself
             found = Form() if target is None else self._form(target, depth + 1)
             if not found.any_text and not found.texts:
                 found = _json(schema)
@@ -102,7 +103,7 @@ class Values:
         return self._known[reference]
 
     def target(self, reference: str) -> Any:
-        """The schema that a reference leads to; None if there is none."""
+        """The schema that a reference names; None if it does not exist."""
         start, *names = reference.split("/")
         found: Any = self._schema if start == "#" else None
         for name in names:
@@ -115,10 +116,10 @@ def _json(schema: Any) -> Form:
 
 
 def _listed(values: list[Any], others: list[Any]) -> Form:
-    """One of some values.
+    """The form of one of several values.
 
     Args:
-        others: the types that they may have besides text; where none is named, all that is written is read as text.
+        others: the other allowed types besides text; if none is named, everything is read as text.
     """
     texts = dict.fromkeys(value for value in values if isinstance(value, str))
     rest = [value for value in values if not isinstance(value, str)]

@@ -1,7 +1,8 @@
-"""Answers that are made whether their clients stay or not: `background` of /v1/responses. They wait for room.
+"""Answers that do not depend on their client's connection: `background` of /v1/responses. They wait for room in the
+service.
 
-The process that makes such an answer holds the events of its stream, and writes them to the store a few times a second.
-Clients of this process follow the events here, those of others in the store.
+The process that makes such an answer holds the events of its stream and writes them to the store a few times a second.
+Clients of the same process follow the events here, clients of other processes in the store.
 """
 
 from __future__ import annotations
@@ -25,25 +26,25 @@ from server.gates import Place
 from server.response_store import ResponseStore
 
 _WRITE_INTERVAL = 0.25  # seconds between two writes of new events
-_LOOK_INTERVAL = 0.25  # seconds between two looks for what another process has written
-_TRY_INTERVAL = 0.1  # seconds between two attempts to find room
+_LOOK_INTERVAL = 0.25  # seconds between two checks for events that another process has written
+_TRY_INTERVAL = 0.1  # seconds between two attempts to get room
 
 
 class Background:
     """The events of an answer that does not depend on its client.
 
     Args:
-        service: that makes it.
-        events: the answer as items of some events each; the first one once the engine has accepted it.
-        streamed: clients may follow the events; else only their number counts.
-        keep: writes to the store the events from that number on, and returns whether it could. It is called first when
-            the engine has accepted the request, and last when the answer has ended.
-        failing: makes the last events of a problem.
-        interrupted: told why, if the answer was given up.
+        service: the service that makes the answer.
+        events: the answer as lists of events; the first list comes once the engine has accepted the request.
+        streamed: clients may follow the events; otherwise only their number is kept.
+        keep: writes the events from that number on to the store; returns whether this succeeded. It is first called
+            when the engine has accepted the request, and last when the answer has ended.
+        failing: makes the last events for an error.
+        interrupted: called with the reason if the answer was abandoned.
 
     Attributes:
-        events: all events so far, each at the place of its number.
-        done: there will be no more.
+        events: all events so far, indexed by number.
+        done: whether there will be no more events.
     """
 
     def __init__(
@@ -68,20 +69,20 @@ class Background:
         self._accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def start(self, ended: Callable[[], None]) -> None:
-        """Begin to make the answer; returns when the engine has accepted it, and the store has it.
+        """Begin the answer; returns when the engine has accepted the request and the store has it.
 
         Args:
-            ended: called when there is nothing more to do.
+            ended: called when everything is done.
 
         Raises:
-            ApiError, OctavoError, StoreError: the request is refused, or cannot be stored.
+            ApiError, OctavoError, StoreError: the request is refused or cannot be stored.
         """
         task = asyncio.create_task(self._make())
         task.add_done_callback(lambda _: ended())
         await asyncio.shield(self._accepted)
 
     async def changed(self) -> None:
-        """Wait until there are further events, or there will be none."""
+        """Wait until there are new events or the answer has ended."""
         await self._changed.wait()
 
     async def _make(self) -> None:
@@ -128,12 +129,12 @@ class Background:
 
 
 class Patience:
-    """The wait of one request for room in the service. Two of the waiting responses ask for room at a time, tenants in
-    turn.
+    """The wait of one request for room in the service. At most two waiting responses ask for room at a time,
+    round-robin over tenants.
 
     Args:
-        service: that has no room.
-        terms: of the request; its deadline ends the wait.
+        service: the service that lacks room.
+        terms: the request's terms; the deadline ends the wait.
     """
 
     def __init__(self, service: Service, terms: Terms):
@@ -143,10 +144,10 @@ class Patience:
         self._waiting: asyncio.Timeout | None = None
 
     async def place(self, admit: Callable[[], Awaitable[Place]]) -> Place | None:
-        """The request's slots, once there is room; None: the wait was given up.
+        """The request's slots, once there is room; None if the wait was abandoned.
 
         Args:
-            admit: asks for them.
+            admit: asks for the slots.
 
         Raises:
             ApiError: there will be no room, or none before the deadline.
@@ -159,7 +160,7 @@ class Patience:
                     while True:
                         try:
                             return await admit()
-                        except EngineDeadError:  # another one may be started
+                        except EngineDeadError:  # another request may ask
                             pass
                         except ApiError as problem:
                             if problem.code != OVERLOADED:
@@ -180,22 +181,22 @@ class Patience:
 
 
 async def _nothing() -> Message:
-    """No client is there to leave."""
+    """Does nothing, because there is no client that could leave."""
     never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
     return await never
 
 
 async def follow(service: Service, id_: str, tenant: str | None, after: int) -> AsyncGenerator[str, None]:
-    """The events of an answer behind one of this number, up to the last, wherever they are made. The last event is
-    always sent, with a number that follows: a client may have seen higher numbers than the store, if the process that
-    made the answer was killed.
+    """The events of an answer after this number, to the end, whichever process makes them. The last event is always
+    sent with a higher number than the client's: a client may have seen higher numbers than the store has, if the
+    process that made the answer was killed.
 
     Args:
-        id_: of an answer whose stream is kept.
+        id_: the id of an answer whose stream is kept.
     """
     store, made = service.response_store, service.background.get(id_)
     assert store is not None
-    yield ""  # nothing can be wrong any more
+    yield ""  # errors no longer matter
     keepalive = service.settings.stream_keepalive or None
     sent, silent, told = after + 1, time.monotonic(), False
     while True:
@@ -220,7 +221,7 @@ async def follow(service: Service, id_: str, tenant: str | None, after: int) -> 
 
 
 def _numbered(event: str, number: int) -> str:
-    """A typed event with another number."""
+    """A typed event with a new number."""
     name, data = event.split("data: ", 1)
     return f"{name}data: {to_json(from_json(data) | {'sequence_number': number}).decode()}\n\n"
 

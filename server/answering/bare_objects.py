@@ -1,6 +1,6 @@
-"""Arguments as Gemma 4 writes them: JSON whose keys have no quotes, and whose strings stand between marks of their own.
+"""Arguments in Gemma 4's form: JSON whose keys have no quotes and whose strings stand between special marks.
 
-They are rules of a grammar that follow a schema, since llguidance makes only JSON of a schema itself.
+The rules follow a schema; llguidance itself can only turn a schema into JSON.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 
 from server.answering.argument_values import Values
 
-_KEY = re.compile(r"\w+", re.ASCII)  # what reads calls knows no other keys
+_KEY = re.compile(r"\w+", re.ASCII)  # the call parser knows no other keys
 _PLAIN = {"string": "string", "integer": "INTEGER", "number": "NUMBER", "boolean": "BOOLEAN", "null": '"null"'}
-_MOST_COUNTED = 64  # items of an array whose number is enforced
+_MOST_COUNTED = 64  # maximum array items whose number is enforced
 
 
 def shared_rules(mark: str) -> list[str]:
-    """The rules that all arguments need, besides `string_end`: any text, and the mark behind it.
+    """The rules that all arguments share, besides `string_end`: any text, and the mark after it.
 
     Args:
-        mark: around strings, in the grammar's words.
+        mark: the mark around strings, as the grammar writes it.
     """
     return [
         f"string: {mark} string_end",
@@ -40,30 +40,30 @@ class BareObjects:
     """The rules of one function's arguments.
 
     Args:
-        name: of the first rule; those of the others begin with it.
-        schema: of all arguments.
-        mark: around strings, in the grammar's words.
+        name: the name of the first rule; the names of the others begin with it.
+        schema: the schema of all arguments.
+        mark: the mark around strings, as the grammar writes it.
     """
 
     def __init__(self, name: str, schema: Mapping[str, Any], mark: str):
         self._name = name
         self._mark = mark
         self._values = Values(schema)
-        self._referred: dict[str, str] = {}  # rules by reference: a schema may lead back to itself
+        self._referred: dict[str, str] = {}  # rules by reference, because a schema may refer to itself
         self._rules: list[str] = []
         self._count = 0
         self._schema = schema
 
     def rules(self) -> list[str]:
-        """All of them.
+        """All rules.
 
         Raises:
-            ValueError: a schema cannot be written so.
+            ValueError: the schema cannot be written in this form.
         """
         return [f"{self._name}: {self._object(self._schema)}", *self._rules]
 
     def _value(self, schema: Any) -> str:
-        """The place of a value of this schema in a rule."""
+        """The expression for a value of this schema."""
         if not isinstance(schema, dict):
             if schema is False:
                 raise ValueError("the schema allows no value for an argument, so the call cannot be enforced")
@@ -111,20 +111,20 @@ class BareObjects:
         return self._referred[reference]
 
     def _object(self, schema: Mapping[str, Any]) -> str:
-        """The members in the order of the schema, of which those that are not required may be missing."""
+        """The members in the order of the schema; optional ones may be missing."""
         named = schema.get("properties")
         if not isinstance(named, dict):
             return "any_object"
         required = schema.get("required")
         more = schema.get("additionalProperties", True) is not False
-        # What may follow a member, and what may be where there is none before it.
+        # The expression after a member, and the expression if no member came before.
         behind = self._rule('("," any_pair)*') if more else ""
         first = self._rule('(any_pair ("," any_pair)*)?') if more else ""
         for key, value in reversed(named.items()):
             if value is False:  # it may have no value
                 continue
             if not _KEY.fullmatch(key):
-                raise ValueError(f"a call with an argument of the name {json.dumps(key)} cannot be enforced")
+                raise ValueError(f"a call with an argument named {json.dumps(key)} cannot be enforced")
             pair = self._rule(f"{_text(f'{key}:')} {self._value(value)}")
             member = f"{pair} {behind}".strip()
             if isinstance(required, list) and key in required:

@@ -1,7 +1,7 @@
-"""An answer as blocks that follow one another: text, reasoning, calls of functions.
+"""An answer as a sequence of blocks: text, reasoning, function calls.
 
-/v1/responses and /v1/messages tell an answer so; it is made of the pieces of a chat answer. Log-probabilities are those
-of answers that are text alone.
+/v1/responses and /v1/messages use blocks; they are made from the pieces of a chat answer. Log-probabilities exist only
+for answers that are plain text.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Block:
     """A part of an answer.
 
     Attributes:
-        index: its place in the answer.
-        call_id: of a call: by which its result will name it.
-        name: of a call: the function.
-        parts: of its text, or of a call's arguments.
-        logprobs: of a text's tokens, where they were asked for.
-        ended: nothing more comes.
-        complete: it was not cut off.
+        index: the block's index in the answer.
+        call_id: for a call, the id that its result refers to.
+        name: for a call, the function.
+        parts: the parts of the text, or of a call's arguments.
+        logprobs: log-probabilities of a text's tokens, if requested.
+        ended: whether the block is finished.
+        complete: whether it was not cut off.
     """
 
     kind: Kind
@@ -44,34 +44,34 @@ class Block:
 
     @property
     def text(self) -> str:
-        """All of its text, or of a call's arguments, so far."""
+        """The text, or a call's arguments, so far."""
         if len(self.parts) > 1:
             self.parts = ["".join(self.parts)]
         return self.parts[0] if self.parts else ""
 
 
 class Listener(Protocol):
-    """Hears how the blocks grow."""
+    """Is notified as blocks grow."""
 
     def began(self, block: Block) -> None:
-        """There is a new block, empty; all others have ended."""
+        """A new, empty block has begun; all others have ended."""
 
     def grew(self, block: Block, text: str, logprobs: Sequence[ChatTokenLogprob]) -> None:
         """The block has more text, which may be empty if there are log-probabilities."""
 
     def ended(self, block: Block) -> None:
-        """Nothing more comes of it."""
+        """The block has ended."""
 
 
 class Blocks:
     """The blocks of one answer.
 
     Args:
-        listener: told what happens, at once.
+        listener: is notified at once.
 
     Attributes:
         made: the blocks so far.
-        finish_reason: as in chat answers; None until it is known.
+        finish_reason: as in chat answers; None until known.
         stop_reason: the stop string or token that ended the answer.
     """
 
@@ -82,7 +82,7 @@ class Blocks:
         self.stop_reason: int | str | None = None
 
     def feed(self, news: ChatPiece | PlainText) -> None:
-        """More of the answer."""
+        """Add a part of the answer."""
         if isinstance(news, PlainText):
             self._grow(self._current("text"), news.text)
             return
@@ -98,7 +98,7 @@ class Blocks:
             self.finish_reason, self.stop_reason = news.finish_reason, news.stop_reason
 
     def finish(self) -> None:
-        """The answer has ended; one without any block is an empty text."""
+        """End the answer; an answer without blocks becomes an empty text."""
         complete = self.finish_reason in ("stop", "tool_calls")
         if not self.made and complete:
             self._begin("text")

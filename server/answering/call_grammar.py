@@ -1,5 +1,5 @@
-"""Grammars of answers with calls of functions, in the form that the model was trained to write. They also cover text
-before calls, and answers of another format."""
+"""Grammars for answers with function calls, in the form that the model was trained to write. They also cover text
+before calls, and answers in another format."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ from server.answering.formats import CallFormat
 from server.answering.parsing import Parsing
 from server.answering.tools import Function, Tools
 
-# One space, or none, between two parts of the arguments: a model that is led may go on with white space for ever.
+# At most one space between two parts of the arguments, because a model under enforcement may otherwise write white
+# space for ever.
 _JSON_OPTIONS = {"coerce_one_of": True, "lenient": False, "whitespace_pattern": r"\x20"}
-_MAX_RULES = 1_000_000  # characters of the rules of arguments that are not one JSON object
+_MAX_RULES = 1_000_000  # maximum characters of the rules for arguments that are not one JSON object
 _REFERS = '"$ref"'
 _TERMINALS = (
     r"TEXT: /(.|\n)*/",
     r"SPACE: /[ \t\r\n]{0,8}/",
-    r"NO_OBJECT: /[^{ \t\r\n](.|\n)*/",  # an answer without a call, where nothing but an object tells of one
+    r"NO_OBJECT: /[^{ \t\r\n](.|\n)*/",  # an answer without a call, if only an object marks a call
 )
 
 
 def call_grammar(parsing: Parsing, special: Mapping[int, str], *, formed: bool = False) -> str | None:
-    """The grammar of the answer, in llguidance's form of Lark; None if the answer may be anything.
+    """The grammar of the answer, in llguidance's form of Lark; None if any answer is allowed.
 
-    An answer that must hold calls holds nothing else, except reasoning if the model reasons. If an answer may hold
-    calls, the arguments of strict functions follow their schemas.
+    If calls are required, the answer contains only calls, and reasoning if the model reasons. If calls are optional,
+    the arguments of strict functions follow their schemas.
 
     Args:
-        parsing: how the answer is read, and the functions that it may call.
-        special: how texts write special tokens, by their ids: a grammar names them.
-        formed: an answer that is no call has a form of its own, for which `@answer` stands.
+        parsing: how the answer is parsed, and the functions that it may call.
+        special: the ids of special tokens by their texts; a grammar refers to them by id.
+        formed: an answer without calls has its own format, which `@answer` stands for.
 
     Raises:
-        ValueError: the model's format is none that can be enforced.
+        ValueError: the model's format cannot be enforced.
     """
     tools, format = parsing.tools, parsing.formats.calls
     quoted = _Quoted(special)
@@ -53,7 +54,7 @@ def call_grammar(parsing: Parsing, special: Mapping[int, str], *, formed: bool =
     if tools.forced:
         start = "calls"
     elif formed and (format.writing.first + format.writing.begin).startswith("{"):
-        # Of JSON "{" is read alone, and not with what may follow it in a call.
+        # For JSON, "{" is matched alone, without the text that may follow it in a call.
         rules.append(f"call: %json {_as_object(format.writing, tools)}")
         return "\n".join([f"start: {before} (call | @answer)", *rules, *_TERMINALS])
     elif formed:
@@ -61,13 +62,13 @@ def call_grammar(parsing: Parsing, special: Mapping[int, str], *, formed: bool =
     else:
         start, more = _free(format, format.writing, quoted)
         rules += more
-    several = tools.parallel and tools.named is None  # of a named function there is one call, as at OpenAI
+    several = tools.parallel and tools.named is None  # a named function is called once, as at OpenAI
     rules += _calls(format.writing, tools.callable, quoted, several=several, every=tools.forced)
     return "\n".join([f"start: {before} {start}", *rules, *_TERMINALS])
 
 
 class _Quoted:
-    """Texts as a grammar writes them: those of special tokens by the tokens' ids."""
+    """Texts in a grammar's notation; special tokens are written by id."""
 
     def __init__(self, special: Mapping[int, str]):
         self._ids = {text: token for token, text in special.items() if text}
@@ -75,7 +76,7 @@ class _Quoted:
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) if longest_first else r"(?!)")
 
     def __call__(self, text: str) -> str:
-        """The text; nothing if it is empty."""
+        """The text; nothing for an empty one."""
         parts, at = [], 0
         for found in self._pattern.finditer(text):
             parts += [_literal(text[at : found.start()]), f"<[{self._ids[found.group()]}]>"]
@@ -83,7 +84,7 @@ class _Quoted:
         return " ".join(filter(None, [*parts, _literal(text[at:])]))
 
     def until(self, rule: str, text: str) -> list[str]:
-        """A rule of any text up to this one, and with it. Special tokens are in no terminal, and end any."""
+        """A rule for any text up to and including this one. Special tokens match no terminal and end any."""
         found = self._pattern.search(text)
         if found is None:
             return [f"{rule}[lazy]: TEXT {_literal(text)}"]
@@ -93,11 +94,11 @@ class _Quoted:
         return [f"{rule}: {name} {self(text[found.start() :])}", f"{name}: TEXT {_literal(lead)}"]
 
     def holds_token(self, text: str) -> bool:
-        """There is a special token in it."""
+        """Whether it contains a special token."""
         return self._pattern.search(text) is not None
 
     def begins_with_token(self, text: str) -> bool:
-        """It begins with a special token, which no text holds."""
+        """Whether it begins with a special token, which no text contains."""
         return self._pattern.match(text) is not None
 
 
@@ -112,11 +113,11 @@ def _literal(text: str) -> str:
 def _calls(
     writing: Writing, functions: Iterable[Function], quoted: _Quoted, *, several: bool, every: bool
 ) -> list[str]:
-    """The rule `calls`, and what it is made of: `call`, `body` without what begins one, and `more` for what follows.
+    """The rule `calls` and its parts: `call`, `body` (without its opening), and `more` for the calls after it.
 
     Args:
-        several: there may be more than one.
-        every: arguments of all functions are as their schemas say, not only those of strict ones.
+        several: there may be more than one call.
+        every: enforce the arguments of all functions, not only of strict ones.
     """
     lines, names, size = [], [], 0
     for index, function in enumerate(functions):
@@ -132,8 +133,8 @@ def _calls(
         for line in rules:
             lines.append(line)
             size += len(line)
-            if size > _MAX_RULES:  # what several arguments refer to is written for each
-                raise ValueError(f"calls whose schemas make more than {_MAX_RULES} characters cannot be enforced")
+            if size > _MAX_RULES:  # definitions that several arguments refer to are repeated for each
+                raise ValueError(f"calls whose schemas have more than {_MAX_RULES} characters cannot be enforced")
     if writing.pair is not None:
         lines += quoted.until("plain", writing.pair.end)
     elif writing.quote is not None:
@@ -153,7 +154,7 @@ def _json(schema: Mapping[str, Any]) -> str:
 
 
 def _pairs(rule: str, schema: Mapping[str, Any], pair: Pair, quoted: _Quoted) -> Iterator[str]:
-    """The rule of arguments that stand by themselves, in the order of the schema, and what it is made of."""
+    """The rule for arguments that are written one by one, in the order of the schema, and its parts."""
     named = schema.get("properties")
     if not isinstance(named, dict):
         yield f"{rule}: ({quoted(pair.begin)} /[a-zA-Z0-9_.-]+/ {quoted(pair.middle)} plain)*"
@@ -181,7 +182,7 @@ def _pairs(rule: str, schema: Mapping[str, Any], pair: Pair, quoted: _Quoted) ->
 
 
 def _as_object(writing: Writing, tools: Tools) -> str:
-    """A call that is nothing but an object, as a JSON schema."""
+    """A call that is a single object, as a JSON schema."""
     name, arguments = (re.findall(r'"(\w+)"', text)[0] for text in (writing.begin, writing.middle))
     calls = [
         {
@@ -196,7 +197,7 @@ def _as_object(writing: Writing, tools: Tools) -> str:
 
 
 def _arguments(function: Function, *, every: bool) -> dict[str, Any]:
-    """The schema of a function's arguments, as far as answers are held to it."""
+    """The schema of a function's arguments that is enforced."""
     schema: dict[str, Any] = {"type": "object"}
     if function.parameters is not None and (every or function.strict):
         schema |= closed(function.parameters)
@@ -217,14 +218,14 @@ def _reasoning(parsing: Parsing, quoted: _Quoted) -> tuple[str, list[str]]:
 
 
 def _free(format: CallFormat, writing: Writing, quoted: _Quoted) -> tuple[str, list[str]]:
-    """Text in which calls may stand, with its rules."""
+    """Text that may contain calls, with its rules."""
     opening = writing.first + writing.begin
     if opening.startswith("{"):
         return "(calls | NO_OBJECT?)", []
     if quoted.begins_with_token(opening):
         return "TEXT (calls TEXT)*", []
     if quoted.holds_token(opening):
-        raise ValueError("calls whose first mark has a special token within it can be enforced only where they must be")
+        raise ValueError("calls whose first mark contains a special token can be enforced only if a call is required")
     marks = [*format.drops, *(region["open"] for region in format.regions if "open" in region)]
     mark = next((mark for mark in marks if opening.startswith(mark)), opening.partition("\n")[0])
     rest = quoted(opening.removeprefix(mark))

@@ -1,4 +1,4 @@
-"""Reads the calls of functions that an answer holds, while they are written."""
+"""Parses function calls in an answer while it is written."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from collections.abc import Callable, Iterable
 from server.answering.parts import Call, Part, Text
 
 _ALPHABET = string.ascii_letters + string.digits
-_ID_LENGTH = 9  # what Mistral's templates take; others take any
-_MAX_HEAD = 512  # characters before a call's arguments
+_ID_LENGTH = 9  # the form that Mistral's templates require; others take any
+_MAX_HEAD = 512  # maximum characters before a call's arguments
 _SPACE = " \t\r\n"
-_STRUCTURE = re.compile(r'["{}\[\],\s]|[^\w:.+-]')  # or what JSON has nowhere but in strings
+_STRUCTURE = re.compile(r'["{}\[\],\s]|[^\w:.+-]')  # or characters that occur in JSON only within strings
 _STRING_END = re.compile(r'["\\]')
 
 
 def new_id() -> str:
-    """A call's id."""
+    """A new id for a call."""
     return "".join(secrets.choice(_ALPHABET) for _ in range(_ID_LENGTH))
 
 
 class Calls:
-    """The calls of one answer: numbers them and tells of them.
+    """The calls of one answer: numbers and reports them.
 
     Args:
-        names: of functions that may be called; None for any.
-        most: calls beyond so many are left out.
+        names: functions that may be called; None for any.
+        most: further calls are dropped.
     """
 
     def __init__(self, names: frozenset[str] | None = None, most: int | None = None):
@@ -39,11 +39,11 @@ class Calls:
 
     @property
     def strict(self) -> bool:
-        """Text that is not clearly a call does not count as one."""
+        """strict: text counts as a call only if it clearly is one."""
         return self._names is not None
 
     def knows(self, name: str) -> bool:
-        """A call of that name is one."""
+        """Whether a call of that name is accepted."""
         return self._names is None or name in self._names
 
     def begin(self, name: str) -> Calls.Open:
@@ -63,26 +63,26 @@ class Calls:
             self._has_arguments = False
 
         def told(self) -> Iterable[Part]:
-            """Its name, unless that has been told."""
+            """Report the name, unless it has been reported."""
             if self._name is not None and self._index is not None:
                 yield Call(self._index, new_id(), self._name)
             self._name = None
 
         def more(self, arguments: str) -> Iterable[Part]:
-            """More of its arguments."""
+            """Report more of its arguments."""
             if arguments and self._index is not None:
                 self._has_arguments = True
                 yield Call(self._index, arguments=arguments)
 
         def end(self) -> Iterable[Part]:
-            """All of it is written; without arguments it gets an empty object."""
+            """The call is complete; without arguments it gets an empty object."""
             yield from self.told()
             if not self._has_arguments:
                 yield from self.more("{}")
 
 
 def _beginning(text: str, mark: str) -> int:
-    """The number of characters at the text's end that may be the beginning of a mark."""
+    """The number of characters at the end of the text that may begin a mark."""
     return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
 
 
@@ -91,10 +91,10 @@ class _MalformedError(Exception):
 
 
 class _Value:
-    """Follows one JSON value to its end, without looking at what it means.
+    """Follows one JSON value to its end without interpreting it.
 
     Attributes:
-        broken: it ended with what is no JSON.
+        broken: the value ended with invalid JSON.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class _Value:
         self._in_string = self._escaped = self._began = False
 
     def end(self, text: str, at: int) -> int | None:
-        """The index at which the value that begins at `at` ends; None if the text ends within it."""
+        """The end index of the value that begins at `at`; None if the text ends within it."""
         while at < len(text):
             if self._escaped:
                 self._escaped = False
@@ -123,7 +123,7 @@ class _Value:
                     return at
                 continue
             if not self._depth and self._began and sign not in '"{[':
-                return place  # a number or a word ends before what follows
+                return place  # a number or a word ends before the next character
             if sign not in '"{}[],' and not sign.isspace():
                 self.broken = True
                 return place
@@ -141,31 +141,31 @@ class _Value:
 
 
 class Region(ABC):
-    """A part of an answer that should hold calls, read while it is written.
+    """A part of an answer that should contain calls, parsed while it is written.
 
-    It ends with its mark, but not with one within a string. If no call has begun in it, all of it is text, including
-    the marks around it. Within a reported call or after it, anything that is neither call nor text is left out.
+    It ends with its closing mark, unless the mark is within a string. If no call has begun in it, everything is text,
+    including the marks. Within or after a reported call, anything that is neither call nor text is dropped.
 
     Args:
-        opening: what opened it.
-        closing: the mark that ends it; None if it goes on to the answer's end, and what follows calls is text.
+        opening: the text that opened it.
+        closing: the mark that ends it; None if it extends to the end of the answer and anything after calls is text.
 
     Attributes:
-        ended: its mark has come.
-        rest: the unread text. Once the part has ended, the text behind it.
+        ended: whether the closing mark was read.
+        rest: the unread text. After the end of the part, the text after it.
     """
 
     def __init__(self, calls: Calls, opening: str, closing: str | None):
         self._calls = calls
         self._closing = closing
-        self._raw = opening  # all since the last call ended; shown if nothing comes of it
-        self._failed = self._left_out = False  # what follows is text, or nothing
-        self._told = False  # the call that is being written
+        self._raw = opening  # all text since the last call; shown if it turns out to be no call
+        self._failed = self._left_out = False  # the rest is text or dropped
+        self._told = False  # the call being written
         self.ended = False
         self.rest = ""
 
     def feed(self, text: str) -> Iterable[Part]:
-        """More of the text."""
+        """Add text."""
         if not self._told and not self._failed:
             self._raw += text
         self.rest += text
@@ -178,20 +178,20 @@ class Region(ABC):
             yield from self._look_for_end()
 
     def close(self) -> Iterable[Part]:
-        """The answer has ended within it."""
+        """The answer ended within this part."""
         if self._failed:
             if self.rest and not self._left_out:
                 yield Text(self.rest)
         elif self._told:
             yield from self._cut()
         elif not self._is_between():
-            if not self._calls.count:  # after calls, it is the beginning of another
+            if not self._calls.count:  # after calls, it begins another one
                 yield Text(self._raw)
         elif self._closing is None and self.rest.strip():
             yield Text(self.rest)
 
     def _fail(self) -> Iterable[Part]:
-        """It goes on as text, or as nothing."""
+        """Treat the rest as text, or drop it."""
         self._failed = True
         self._left_out = self._told or (self._closing is not None and self._is_between())
         if self._told:
@@ -221,19 +221,19 @@ class Region(ABC):
 
     @abstractmethod
     def _read(self) -> Iterable[Part]:
-        """Take as much of `rest` as is certain."""
+        """Consume the unambiguous part of `rest`."""
 
     @abstractmethod
     def _is_between(self) -> bool:
-        """A call has been read, and no other has begun since."""
+        """Whether a call has been read and no other has begun since."""
 
     @abstractmethod
     def _cut(self) -> Iterable[Part]:
-        """The answer ended within a call that was told."""
+        """The answer ended within a reported call."""
 
 
 class ObjectCalls(Region):
-    """JSON objects with a name and arguments, one, several or a list of them."""
+    """JSON objects with a name and arguments: one, several, or a list."""
 
     def __init__(self, calls: Calls, opening: str, closing: str | None):
         super().__init__(calls, opening, closing)
@@ -251,7 +251,7 @@ class ObjectCalls(Region):
             yield from parts
 
     def _skip(self, signs: str) -> bool:
-        """Leave these out; whether anything follows."""
+        """Skip these characters; returns whether anything follows."""
         self.rest = self.rest.lstrip(signs)
         return bool(self.rest)
 
@@ -260,10 +260,10 @@ class ObjectCalls(Region):
             raise _MalformedError
         self.rest = self.rest[1:]
 
-    # Each step returns the parts that it made, or None when it needs more text.
+    # Each step returns its parts, or None if it needs more text.
 
     def _separators(self) -> Iterable[Part] | None:
-        # Small models write a brace too many.
+        # Small models write one brace too many.
         if not self._skip(_SPACE + ("[],;}" if self._one else "[")):
             return None
         if self._one:
@@ -317,11 +317,11 @@ class ObjectCalls(Region):
         return ()
 
     def _other(self) -> Iterable[Part] | None:
-        """A value that means nothing here."""
+        """A value without meaning here."""
         return None if self._span() is None else ()
 
     def _scalar(self) -> Iterable[Part] | None:
-        """Arguments that some models write as a string that holds JSON, or as null."""
+        """Arguments that some models write as null or as a string that contains JSON."""
         end = self._span_reader.end(self.rest, self._seen)
         if self._span_reader.broken:
             raise _MalformedError
@@ -345,7 +345,7 @@ class ObjectCalls(Region):
         return self._more(text)
 
     def _span(self) -> str | None:
-        """The rest of the value, if it ends here. Otherwise nothing is taken, and the state is kept for the next
+        """The rest of the value, if it ends here. Otherwise nothing is consumed, and the state is kept for the next
         call."""
         end = self._span_reader.end(self.rest, 0)
         if end is None:
@@ -360,12 +360,12 @@ class ObjectCalls(Region):
         raise _MalformedError
 
     def _string(self) -> str | None:
-        """The JSON string at the beginning; None if it is not whole."""
+        """The JSON string at the beginning; None if it is incomplete."""
         if not self.rest.startswith('"'):
             raise _MalformedError
         end = _Value().end(self.rest, 0)
         if (len(self.rest) if end is None else end) > _MAX_HEAD:
-            raise _MalformedError  # a name is not so long
+            raise _MalformedError  # names are shorter than this
         if end is None:
             return None
         text, self.rest = self.rest[:end], self.rest[end:]
@@ -406,10 +406,10 @@ def _decoded(text: str) -> str:
 
 
 class NamedCalls(Region):
-    """A name with marks around it, then the arguments as a JSON value; one such call or several.
+    """A name between marks, then the arguments as a JSON value; one such call or several.
 
     Args:
-        head: the pattern of what stands before the arguments, with the group `name`.
+        head: the pattern before the arguments, with the group `name`.
     """
 
     def __init__(self, calls: Calls, opening: str, closing: str | None, head: re.Pattern[str]):
@@ -447,7 +447,7 @@ class NamedCalls(Region):
             self._call_ended()
 
     def _find_name(self) -> bool:
-        """Whether the beginning of a call is whole."""
+        """Whether the beginning of a call is complete."""
         text = self.rest.lstrip()
         found = self._head.match(text)
         if found is None:

@@ -22,7 +22,7 @@ def vtt(segments: Sequence[SpokenSegment]) -> str:
 
 
 def _line(segment: SpokenSegment) -> str:
-    """A text in which nothing can be taken for the next times."""
+    """A line in which nothing looks like the next cue's times."""
     return " ".join(segment.text.split()).replace("-->", "->")
 
 

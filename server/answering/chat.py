@@ -25,20 +25,20 @@ from server.api.chat_schemas import (
 
 @dataclass(slots=True)
 class ChatPieces(PieceMaker[ChatPiece]):
-    """A piece with the role opens each choice; text follows.
+    """The first piece of each choice has the role; text follows.
 
     Attributes:
-        role: of the message that the answer is, or goes on with.
-        echoed: text that each choice begins with.
+        role: the role of the answer's message.
+        echoed: text at the beginning of each choice.
     """
 
     role: str = "assistant"
     echoed: str = ""
-    _told: bool = False  # what there is to tell of the prompt
-    _bytes: dict[int, list[int] | None] = field(default_factory=dict)  # of tokens that were told
+    _told: bool = False  # facts about the prompt, if requested
+    _bytes: dict[int, list[int] | None] = field(default_factory=dict)  # number of reported tokens
 
     def make(self, update: Update, choice: ChoiceText, index: int, first: bool) -> list[ChatPiece]:
-        """The choice's piece, unless it says nothing, and the opening before the first."""
+        """The choice's piece, unless it is empty, after the opening if it is the first."""
         made = self.opening(update, index) if first else []
         logprobs = self.describe(choice)
         shows_ids = self.shape.return_token_ids and choice.token_ids
@@ -55,7 +55,7 @@ class ChatPieces(PieceMaker[ChatPiece]):
         return made
 
     def opening(self, update: Update, index: int) -> list[ChatPiece]:
-        """The deltas before a choice's first news: the role, and the echo."""
+        """The deltas before a choice's first text: the role, and the echo."""
         delta = ChatDelta(role=self.role, content="")
         piece = ChatPiece(index=index, delta=delta, logprobs=None, finish_reason=None)
         if not self._told:
@@ -73,11 +73,11 @@ class ChatPieces(PieceMaker[ChatPiece]):
         return ChatLogprobs.model_construct(content=content, refusal=None)  # no copy, no validation
 
     def opens(self, piece: ChatPiece | PlainText) -> bool:
-        """It comes before the choice's first token."""
+        """Whether it comes before the choice's first token."""
         return isinstance(piece, ChatPiece) and piece.delta.role is not None
 
     def plain(self, news: PlainText) -> ChatPiece:
-        """The piece that says no more than this."""
+        """The piece with only this text."""
         return ChatPiece(index=news.index, delta=ChatDelta(content=news.text), logprobs=None, finish_reason=None)
 
     def _describe(self, token: int, entry: TokenLogprobs) -> ChatTokenLogprob:

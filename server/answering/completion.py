@@ -1,4 +1,4 @@
-"""Answers made of the choices of /v1/completions."""
+"""Answers with the choices of /v1/completions."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from server.api.schemas import CompletionChoice, CompletionLogprobs
 
 @dataclass(slots=True)
 class CompletionPieces(PieceMaker[CompletionChoice]):
-    """Pieces that are choices with the new text only."""
+    """Pieces that are choices with only the new text."""
 
-    _offsets: dict[int, int] = field(default_factory=dict)  # where each choice's text stands
+    _offsets: dict[int, int] = field(default_factory=dict)  # current text offset of each choice
 
     def make(self, update: Update, choice: ChoiceText, index: int, first: bool) -> list[CompletionChoice]:
-        """The choice's piece, unless it says nothing."""
+        """The choice's piece, unless it is empty."""
         prompt = self.prompts[update.prompt_index]
         extras = self.prompt_fields(update) if first else {}
         if self.shape.return_token_ids:
@@ -51,7 +51,7 @@ class CompletionPieces(PieceMaker[CompletionChoice]):
         return [piece] if news else []
 
     def plain(self, news: PlainText) -> CompletionChoice:
-        """The piece that says no more than this."""
+        """The piece with only this text."""
         return CompletionChoice(index=news.index, text=news.text, logprobs=None, finish_reason=None, stop_reason=None)
 
     def _prompt_text(self, prompt: Prompt) -> str:
@@ -80,8 +80,8 @@ class CompletionPieces(PieceMaker[CompletionChoice]):
         cursor = 0
         for position, token in enumerate(prompt.token_ids):
             shown = self.token_text(token)
-            # Some tokens do not stand in the text as they are: special ones, parts of characters, the
-            # first with its space. They keep the place where the next one can begin.
+            # Some tokens do not appear in the text unchanged: special ones, parts of characters, the first one with its
+            # space. Their offset is where the next one can begin.
             found = text.find(shown.lstrip() if position == 0 else shown, cursor, cursor + len(shown) + 8)
             cursor = max(cursor, found)
             self._add_token(to, token, entries[position] if entries else None, cursor)
@@ -104,7 +104,7 @@ class CompletionPieces(PieceMaker[CompletionChoice]):
 
 
 class TextRun(Run[CompletionChoice, CompletionChoice]):
-    """Answers whose choices are those of /v1/completions, or are made of them."""
+    """Answers whose choices are those of /v1/completions, or are derived from them."""
 
     bytes_per_logprob = BYTES_PER_LOGPROB
 
@@ -137,7 +137,7 @@ def _join_one(pieces: Sequence[CompletionChoice]) -> CompletionChoice:
         )
     if last.score is not None:
         whole.score = last.score
-    # Clients of vLLM find these in each answer, null where they were not asked for.
+    # vLLM's clients expect these fields in each answer, null if not requested.
     asked = first.token_ids is not None
     whole.token_ids = [token for piece in pieces for token in piece.token_ids or ()] if asked else None
     whole.prompt_token_ids, whole.prompt_logprobs = first.prompt_token_ids, first.prompt_logprobs

@@ -1,4 +1,4 @@
-"""A conversation being answered: what the endpoints that take messages share."""
+"""The code that all endpoints with messages share."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from server.errors import ApiError
 
 
 async def render_chat(service: Service, chat: ChatCompletionRequest) -> Prompt:
-    """The prompt of a chat request that is not answered.
+    """The prompt of a chat request that is rendered, not answered.
 
     Raises:
-        ApiError, InvalidRequestError: it cannot be rendered, or is far too long.
+        ApiError, InvalidRequestError: the request cannot be rendered, or is far too long.
     """
     pictures = pictures_for(service)
     messages = read_messages(chat.messages, pictures)
@@ -47,13 +47,13 @@ def pictures_for(service: Service) -> Pictures | None:
 
 @dataclass(slots=True)
 class ConversationRun(Run[ChatPiece, Choice]):
-    """Answers a chat request, whatever the endpoint's shape is.
+    """Answers a chat request in any endpoint's shape.
 
     Attributes:
-        ignored: names of what the request held in the endpoint's own shape, and the chat request does not.
+        ignored: names of fields of the endpoint's own shape that the chat request lacks.
         pictures: the images in the messages; None: the model reads none.
         prediction: a text that the answer is expected to repeat.
-        lowered: the prompt leaves less room than max_tokens; the answer gets what there is.
+        lowered: whether the prompt leaves less room than max_tokens; the answer gets the room that is left.
     """
 
     bytes_per_logprob = 400
@@ -70,14 +70,14 @@ class ConversationRun(Run[ChatPiece, Choice]):
 
     @classmethod
     def of(cls, body: ChatCompletionRequest, service: Service, arrival: float, **more: Any) -> Self:
-        """The run of a request.
+        """The run that answers a request.
 
         Args:
             arrival: `time.monotonic()` seconds.
-            more: further attributes.
+            more: further attributes of the run.
 
         Raises:
-            ApiError, InvalidRequestError: something in the body is wrong, or not supported.
+            ApiError, InvalidRequestError: the body contains an invalid or unsupported field.
         """
         if body.top_logprobs and not body.logprobs:
             message = f"top_logprobs ({body.top_logprobs}) needs logprobs to be true."
@@ -136,7 +136,7 @@ class ConversationRun(Run[ChatPiece, Choice]):
         params = self.shape.params
         most = room_for_answer(params, self.service.client.info, len(prompt.token_ids))
         if params.max_tokens is not None and max(params.min_tokens or 0, 1) <= most < params.max_tokens:
-            # Agents ask for the most that a model could write.
+            # Agents ask for as many tokens as a model could write.
             self.shape, self.lowered = replace(self.shape, params=replace(params, max_tokens=most)), True
             self.leave_out(self.public_name("max_tokens") or "")
         self.fill_room(len(prompt.token_ids))
@@ -157,7 +157,7 @@ class ConversationRun(Run[ChatPiece, Choice]):
             self.shape = replace(self.shape, params=replace(params, reasoning_budget=budget))
 
     def maker(self, prompts: list[Prompt]) -> ChatPieces:
-        # As in vLLM: without an answer that is opened, the last message is what goes on.
+        # As in vLLM: unless an answer is opened, the last message is continued.
         last = self.messages[-1]
         role = "assistant" if self.rendering.add_generation_prompt else last["role"]
         echoed = last["content"] if self.body.echo and last["role"] == role else ""
@@ -172,7 +172,7 @@ class ConversationRun(Run[ChatPiece, Choice]):
         budget = self.body.reasoning_budget
         unlimited = budget is not None and budget >= 0 and not self.service.answers.limits_reasoning
         names = ["reasoning_budget"] if unlimited else []
-        if self.tools is not None and self.tools.forced:  # there is no text that could have the form
+        if self.tools is not None and self.tools.forced:  # there is no text to which the format could apply
             names += self.body.format_fields()
         return [*self.body.ignored_fields(), *self.ignored, *tools, *(self.public_name(name) or "" for name in names)]
 

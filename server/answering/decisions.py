@@ -1,6 +1,6 @@
-"""Questions about one input, answered by the log-probabilities of labels.
+"""Questions about one input, answered by log-probabilities of labels.
 
-Each question is a prompt of its own that ends where the reply begins. All share the input's cached pages.
+Each question is a separate prompt that ends where the reply begins. All questions share the input's cached pages.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from server.errors import ApiError
 from server.gates import Place
 
 LETTERS = tuple(string.ascii_uppercase)
-_SPLIT = f"<{uuid.uuid4().hex}>"  # stands for the question where the conversation is rendered
+_SPLIT = f"<{uuid.uuid4().hex}>"  # placeholder for the question when the conversation is rendered
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question as the model reads it.
+    """A question in the form that the model reads.
 
     Attributes:
         instructions: the question.
-        lines: what each label stands for.
-        labels: the replies that count, each one token.
-        reply: tells the model to answer by a label; ends with a full stop.
+        lines: the meaning of each label.
+        labels: the accepted replies, each one token.
+        reply: tells the model to reply with a label; ends with a full stop.
     """
 
     instructions: str
@@ -63,9 +63,9 @@ class Reading:
     """The model's answer to a question.
 
     Attributes:
-        shares: the probability of each label among the labels.
-        mass: of all labels over the whole vocabulary.
-        is_label: the most probable token is a label.
+        shares: the probability of each label, relative to all labels.
+        mass: the total probability of all labels over the vocabulary.
+        is_label: whether the most probable token is a label.
     """
 
     shares: list[float]
@@ -74,7 +74,7 @@ class Reading:
 
     @property
     def best(self) -> int:
-        """The number of the likeliest label."""
+        """The index of the likeliest label."""
         return self.shares.index(max(self.shares))
 
     @property
@@ -90,16 +90,16 @@ def described(name: str, description: str | None) -> str:
 
 @dataclass(slots=True)
 class DecisionRun(TextRun):
-    """Asks all questions at once.
+    """Asks all questions in one batch.
 
     Attributes:
-        given: the request, in the endpoint's shape.
-        state: what the questions are about.
+        given: the request in the endpoint's shape.
+        state: the subject of the questions.
         questions: at least one.
-        answer: makes the response of readings, the usage and this run.
+        answer: makes the response from the readings, the usage and this run.
         instructions: a system message, or None.
-        variables: further ones for the template.
-        param: the field that holds the state.
+        variables: further variables for the template.
+        param: the field with the state.
     """
 
     id_prefix = "decision-"
@@ -114,7 +114,7 @@ class DecisionRun(TextRun):
 
     @staticmethod
     def request(given: ServedBody) -> tuple[CompletionRequest, Shape]:
-        """The request for completions that asks the same, and the shape of its choices."""
+        """The equivalent completion request, and the shape of its choices."""
         terms = {name: getattr(given, name) for name in ServedBody.model_fields}
         params = SamplingParams(max_tokens=1, temperature=0.0, num_beams=1, logprobs=0, ignore_eos=True)
         return CompletionRequest(prompt="-", **terms), Shape(params=params, n=1, logprobs=0, tokens_as_ids=True)
@@ -126,7 +126,7 @@ class DecisionRun(TextRun):
 
     @property
     def _slots(self) -> int:
-        """The questions that are answered at the same time. The others wait for the same slots."""
+        """The number of questions that are answered at the same time. The other questions wait for the same slots."""
         return min(len(self.questions), self.service.client.info.max_num_seqs)
 
     async def begin(self, request: Request) -> tuple[dict[str, str], Place]:
@@ -189,10 +189,10 @@ def label_ids(tokenizer: Tokenizer, context: str, labels: Sequence[str] | Mappin
     """The token of each label after the prompt.
 
     Args:
-        context: what the prompt ends with.
+        context: the end of the prompt.
 
     Raises:
-        ApiError: a label is not one token of its own there.
+        ApiError: a label is not a single token there.
     """
     base, found = tokenizer.encode(context, add_special_tokens=False), dict[str, int]()
     for label in labels:

@@ -21,17 +21,17 @@ from server.context import Service
 from server.errors import ApiError
 
 T = TypeVar("T")
-Text = str | tuple[str, str]  # a text, or a pair of texts that is one input
-Boxes = Sequence[list[list[int]] | None]  # of each input those of its tokens, [left, upper, right, lower]; None: zeros
+Text = str | tuple[str, str]  # a text, or a pair of texts that forms one input
+Boxes = Sequence[list[list[int]] | None]  # boxes of each input's tokens, [left, upper, right, lower]; None for zeros
 
-ADVICE = "send truncate_prompt_tokens"  # about a text that is too long
-MANY_TOKENS = 2**20  # tokens that the inputs of one request may have together, or `max_queued_tokens` if that is more
-_AT_ONCE = 64  # texts between two looks at whether the client is still there
-_AT_ONCE_CHARACTERS = 65536  # characters between two looks
+ADVICE = "send truncate_prompt_tokens"  # advice for a text that is too long
+MANY_TOKENS = 2**20  # maximum tokens of all inputs of one request, or `max_queued_tokens` if that is more
+_AT_ONCE = 64  # texts between two checks whether the client is still connected
+_AT_ONCE_CHARACTERS = 65536  # characters between two checks
 
 
 def estimate(inputs: Sequence[Text | Image | list[int]], info: EngineInfo) -> int:
-    """An estimate of the number of tokens in these inputs. Each text counts at most as many as the model takes."""
+    """An estimate of the number of tokens in these inputs. Each text counts as at most the model's limit."""
     positions = 0 if info.signal is None else info.signal.positions
     images = sum(isinstance(item, Image) for item in inputs)
     texts = (item for item in inputs if not isinstance(item, Image))
@@ -45,10 +45,10 @@ def _estimate(item: Text | list[int]) -> int:
 
 
 async def read_images(service: Service, inputs: Sequence[object]) -> dict[int, PixelInput]:
-    """The images among the inputs, by their places, as the engine takes them.
+    """The images among the inputs, by index, in the engine's form.
 
     Raises:
-        InvalidRequestError: the model reads no images, or one cannot be read.
+        InvalidRequestError: the model takes no images, or an image cannot be read.
     """
     found = {place: item for place, item in enumerate(inputs) if isinstance(item, Image)}
     if not found:
@@ -74,23 +74,23 @@ async def encode_all(
     may_be_empty: bool = False,
     advice: str = ADVICE,
 ) -> list[T]:
-    """Tokenises texts in a thread, in parts, and returns what `keep` makes of each.
+    """Tokenise texts in a thread, in parts; returns the result of `keep` for each text.
 
-    An `Encoding` takes up to 200 bytes a token. Only that of one text exists at a time, unless `keep` returns it.
+    An `Encoding` takes up to 200 bytes per token. Only one exists at a time, unless `keep` returns it.
 
     Args:
-        keep: is called in the thread.
-        param: the field that they came in.
-        places: theirs there, for refusals (default: there is nothing else in it).
-        name: what a refusal of one that is too long calls it; its field and place unless told.
-        truncate: cut each, or each pair, to so many tokens (see `engine.pooled.longest`).
-        marker: a token that stands after the first one of each.
-        may_be_empty: texts without any token are no mistake.
-        advice: what to do about one that is too long, besides to shorten it.
+        keep: runs in the thread.
+        param: the request's field with the texts.
+        places: the texts' indices in that field, for errors (default: the field has nothing else).
+        name: the name of a text in the error about its length (default: its field and index).
+        truncate: cut each text or pair to this many tokens (see `engine.pooled.longest`).
+        marker: a token after the first token of each text.
+        may_be_empty: texts without tokens are allowed.
+        advice: what to do about a text that is too long, besides shortening it.
 
     Raises:
-        ApiError: there is no tokenizer, a text has more tokens than the model takes and is not to be cut, or several
-            have more together than one request may bring.
+        ApiError: there is no tokenizer; a text has more tokens than the model allows and is not to be cut; or the texts
+            together have more than one request may have.
     """
     tokenizer = need_tokenizer(service, param)
     limit = service.client.info.max_model_len
@@ -113,7 +113,7 @@ def _read_some(
     found: list[T],
     most: int,
 ) -> int:
-    """Add the next texts to `found`; how many tokens the reader has read in all."""
+    """Add the next texts to `found`; returns the tokens that the reader has read in total."""
     last, characters = min(len(found) + _AT_ONCE, len(texts)), 0
     while len(found) < last and characters < _AT_ONCE_CHARACTERS and reader.num_tokens <= most:
         item = texts[len(found)]
@@ -123,36 +123,36 @@ def _read_some(
 
 
 def _most_tokens(service: Service) -> int:
-    """Tokens that several inputs of one request may have together."""
+    """Maximum tokens of all inputs of one request together."""
     return max(max_queued_tokens(service.client.info, service.settings), MANY_TOKENS)
 
 
 def _too_many(param: str, count: int, most: int) -> ApiError:
     message = (
-        f"{param}: the {count} inputs have more than {most} tokens together, the most that one request may bring. Send "
-        "fewer in one request, or raise --max-num-queued-tokens."
+        f"{param}: the {count} inputs have more than {most} tokens together, which is the limit for one request. "
+        "Send fewer in one request, or raise --max-num-queued-tokens."
     )
     return ApiError(400, message, param=param, code="too_many_tokens")
 
 
 def compact(source: TokenInput, settings: ServerSettings) -> TokenInput:
-    """The input with 4 bytes for each token id, and with its text only if that is logged."""
+    """The input with 4 bytes per token id, and with its text only if the text is logged."""
     made = source.keeping(array("i", source.token_ids), _packed)
     return made if settings.log_prompts else replace(made, text=None)
 
 
 def _packed(entries: Sequence[Any]) -> Sequence[Any]:
-    """Single numbers in 4 bytes each."""
+    """Single numbers, 4 bytes each."""
     return array("i", entries) if entries and isinstance(entries[0], int) else entries
 
 
 def expanded(source: TokenInput) -> TokenInput:
-    """The input with lists, as it goes to the engine."""
+    """The input with lists, as the engine takes it."""
     return source.keeping(list(source.token_ids), list)
 
 
 def compact_input(service: Service, encoding: Encoding, text: Text) -> TokenInput:
-    """An encoded text, or pair of texts, as the engine takes it, in little memory."""
+    """An encoded text or pair of texts in the engine's form, in little memory."""
     whole = text if isinstance(text, str) else "\n".join(text)
     return compact(token_input(encoding, service.client.info, whole), service.settings)
 
@@ -170,17 +170,17 @@ async def read_inputs(
     boxes: Boxes | None = None,
     advice: str = ADVICE,
 ) -> list[TokenInput]:
-    """Texts or lists of token ids as the engine takes them.
+    """Texts or lists of token ids in the engine's form.
 
     Args:
-        prompt: stands in front of each text; token ids are taken as they are.
-        marker: a token that stands after the first one of each text.
-        most: texts are cut to so many tokens, too.
+        prompt: a prefix for each text; token ids are unchanged.
+        marker: a token after the first token of each text.
+        most: texts are also cut to this many tokens.
         boxes: see `check_boxes`.
         advice: see `encode_all`.
 
     Raises:
-        ApiError: as `encode_all`; or there are ids outside the vocabulary, or boxes outside the page.
+        ApiError: as in `encode_all`; or ids are outside the vocabulary, or boxes outside the page.
     """
     _need_vocabulary(service, param)
     texts = {place: prompt + item for place, item in enumerate(given) if isinstance(item, str)}
@@ -214,16 +214,16 @@ def read_ids(
     alone: bool,
     advice: str = ADVICE,
 ) -> dict[int, TokenInput]:
-    """Token ids as the engine takes them, by their places among the request's inputs.
+    """Token ids in the engine's form, by their indices among the request's inputs.
 
     Args:
-        truncate: cut each to so many.
-        boxes: of all inputs of the request, by their places.
+        truncate: cut each input to this many tokens.
+        boxes: the boxes of all inputs of the request, by index.
         alone: the request has no other input.
 
     Raises:
-        ApiError: some are outside the vocabulary, there are more than the model or one request takes, or their boxes
-            are none.
+        ApiError: ids are outside the vocabulary, there are more than the model or one request allows, or their boxes
+            are invalid.
     """
     if not alone and sum(map(len, given.values())) > (most := _most_tokens(service)):
         raise _too_many(param, len(given), most)
@@ -246,10 +246,10 @@ def read_ids(
 
 
 def check_boxes(service: Service, boxes: Boxes | None, given: Sequence[object]) -> None:
-    """Refuse boxes that do not go with their inputs, or with the model.
+    """Refuse boxes that do not match their inputs or the model.
 
     Raises:
-        ApiError: the model reads none, there are none for an input, or an input has no tokens to have boxes.
+        ApiError: the model takes no boxes, an input lacks boxes, or an input with boxes has no tokens.
     """
     if boxes is None:
         return
@@ -272,7 +272,7 @@ def check_boxes(service: Service, boxes: Boxes | None, given: Sequence[object]) 
 
 
 def _check_own(ids: Sequence[int], info: EngineInfo, param: str) -> None:
-    """Refuse ids outside the model's vocabulary. The message has advice for clients that send OpenAI's ids."""
+    """Refuse ids outside the model's vocabulary. The error advises clients that send OpenAI's ids."""
     try:
         check_token_ids(ids, info.vocab_size, param)
     except ApiError as problem:
@@ -287,7 +287,7 @@ def need_tokenizer(service: Service, param: str) -> Tokenizer:
     """The model's tokenizer.
 
     Raises:
-        ApiError: there is none, or the model reads no texts.
+        ApiError: there is no tokenizer, or the model takes no texts.
     """
     _need_vocabulary(service, param)
     if service.tokenizer is None:
@@ -305,11 +305,11 @@ def _need_vocabulary(service: Service, param: str) -> None:
 def too_long(
     param: str, name: str | None, place: int | None, length: str, longest: int, advice: str = ADVICE
 ) -> ApiError:
-    """The refusal of an input, the one at `place` of a list; `name` may say what it is called, and `advice` what to do
-    instead of shortening it."""
+    """The error for an input that is too long, at index `place` of a list. `name` may name the input, and `advice` an
+    alternative to shortening it."""
     called = name or f"the {param}"
     if place is None and called.endswith("s"):
-        place = 0  # of a list of one
+        place = 0  # for a list with one item
     if place is not None:
         called = f"{name or param}[{place}]"
     message = (
@@ -320,8 +320,8 @@ def too_long(
 
 
 class _Reader:
-    """Tokenises a text. A far too long text costs at most a few times as much as the longest one that the model
-    takes."""
+    """Tokenises a text. A far too long text costs at most a few times as much as the longest text that the model
+    allows."""
 
     def __init__(
         self,
@@ -344,10 +344,10 @@ class _Reader:
         self._marker = marker
         self._may_be_empty = may_be_empty
         self._advice = advice
-        self.num_tokens = 0  # of all texts that were read
+        self.num_tokens = 0  # total tokens of all texts
 
     def read(self, item: Text, place: int | None) -> Encoding:
-        """A text, with its place among the request's; None: it has no other."""
+        """Read a text; `place` is its index in the request, or None if it has none."""
         first, *second = (item,) if isinstance(item, str) else item
         first, second = self._beginning(first, place), [self._beginning(text, place) for text in second]
         found = self._tokenizer.encode_input(
@@ -363,7 +363,8 @@ class _Reader:
         return found
 
     def _beginning(self, text: str, place: int | None) -> str:
-        """A part of a text that is long enough to determine its first tokens. The whole text may take minutes."""
+        """A beginning of the text that is long enough to determine its first tokens. The whole text may take
+        minutes."""
         wanted = self._truncate or self._longest
         encode = functools.partial(self._tokenizer.encode, add_special_tokens=False)
         left = self._truncate is not None and self._tokenizer.truncation_side == "left"

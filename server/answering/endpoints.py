@@ -1,4 +1,4 @@
-"""The endpoints that the served model supports, and the refusals of the others."""
+"""The endpoints that the served model supports, and the errors for all others."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from server.errors import ApiError
 _NO_TOKENIZER = "it has no tokenizer, so it cannot read texts"
 _READS_SOUND = "it is a speech model, which reads sound"
 _HEADS = {
-    "classify": "its head tells classes of texts apart",
-    "token_classify": "its head tells classes of tokens apart",
+    "classify": "its head classifies texts",
+    "token_classify": "its head classifies tokens",
     "answer": "its head finds answers to questions",
     "entities": "its head finds entities by labels",
 }
 
-# Tasks whose answers are vectors or matrices of numbers; of a model that can do several, the first counts.
+# Tasks whose results are vectors or matrices; the first one that a model supports is its default.
 MATRIX_TASKS: tuple[Task, ...] = ("embed", "classify", "token_classify", "token_embed", "sparse_embed")
 
-# Why a model cannot serve an endpoint; None if it can.
+# The reason why a model cannot serve an endpoint; None if it can.
 _Reason = Callable[[EngineInfo, Tokenizer | None], str | None]
 
 
@@ -34,8 +34,8 @@ def _completions(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
     if "generate" in info.tasks:
         return None
     if info.encoder_only:
-        return f"it is an encoder-only model, which reads {_reads(info)} and writes no texts"
-    return f"{_kind(info)}, and it writes no texts"
+        return f"it is an encoder-only model, which reads {_reads(info)} and does not generate text"
+    return f"{_kind(info)}, and it does not generate text"
 
 
 def _generate(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
@@ -68,48 +68,48 @@ def _embeddings(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
     if "embed" in info.tasks:
         return None
     kind = "it is a retrieval model" if comparison_of(info) is not None else _kind(info)
-    return f"{kind}, and it gives no vectors of whole texts"
+    return f"{kind}, and it returns no vectors for whole texts"
 
 
 def _pooling(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
     if set(MATRIX_TASKS) & set(info.tasks):
         return None
-    return f"{_kind(info)}, and it gives neither vectors nor classes"
+    return f"{_kind(info)}, and it returns neither vectors nor classes"
 
 
 def _score(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
     if comparison_of(info) is None and not is_cross_encoder(info):
         if "classify" in info.tasks:
-            return f"it tells {len(info.labels)} classes apart, and a pair's score takes a model with one, or vectors"
-        return f"{_kind(info)}, and a pair's score takes a classifier with one class, or vectors"
+            return f"it has {len(info.labels)} classes, but scoring pairs needs a model with one class, or vectors"
+        return f"{_kind(info)}, but scoring pairs needs a classifier with one class, or vectors"
     return None if tokenizer is not None else _NO_TOKENIZER
 
 
 def _classify(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
-    return None if {"classify", "token_classify"} & set(info.tasks) else f"{_kind(info)}, and it knows no classes"
+    return None if {"classify", "token_classify"} & set(info.tasks) else f"{_kind(info)}, and it has no classes"
 
 
 def _answer(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
     if "answer" not in info.tasks:
-        return f"{_kind(info)}, and it finds no answers in texts"
+        return f"{_kind(info)}, and it does not find answers in texts"
     return None if tokenizer is not None else _NO_TOKENIZER
 
 
 def _entities(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
     if "entities" not in info.tasks:
-        return f"{_kind(info)}, and it finds no entities by labels"
+        return f"{_kind(info)}, and it does not find entities by label"
     return None if tokenizer is not None else _NO_TOKENIZER
 
 
 def _fill_mask(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
     if "fill_mask" not in info.tasks:
-        return f"{_kind(info)}, and it predicts no masked tokens"
+        return f"{_kind(info)}, and it does not predict masked tokens"
     return None if tokenizer is not None else _NO_TOKENIZER
 
 
 def _translate(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
     if info.max_encoder_len is None:
-        return f"{_kind(info)}, and it knows no languages by their codes"
+        return f"{_kind(info)}, and it does not know languages by code"
     if tokenizer is None:
         return _NO_TOKENIZER
     known = tokenizer.languages.ids or tokenizer.languages.pair
@@ -129,7 +129,7 @@ def _translations(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
     if (reason := _transcriptions(info, tokenizer)) is not None:
         return reason
     assert info.speech is not None
-    return None if "translate" in info.speech.tasks else "its generation_config.json names no task translate"
+    return None if "translate" in info.speech.tasks else "its generation_config.json does not name the task translate"
 
 
 ENDPOINTS: dict[str, _Reason] = {
@@ -156,7 +156,7 @@ ENDPOINTS: dict[str, _Reason] = {
 
 
 def served_endpoints(info: EngineInfo, tokenizer: Tokenizer | None) -> list[str]:
-    """Paths of the endpoints that the model can serve, without /tokenize and the endpoints about the service itself."""
+    """Paths of the endpoints that the model can serve, without /tokenize and endpoints about the service."""
     return [path for path, reason in ENDPOINTS.items() if reason(info, tokenizer) is None]
 
 
@@ -167,7 +167,7 @@ def require(service: Service, endpoint: str) -> None:
         endpoint: a path of `ENDPOINTS`.
 
     Raises:
-        ApiError: 400, code unsupported_endpoint; gives the reason and the endpoints that it serves.
+        ApiError: 400, code unsupported_endpoint; gives the reason and the supported endpoints.
     """
     info, tokenizer = service.client.info, service.tokenizer
     reason = ENDPOINTS[endpoint](info, tokenizer)
@@ -181,7 +181,7 @@ def require(service: Service, endpoint: str) -> None:
 
 
 def _reads(info: EngineInfo) -> str:
-    """The inputs that a model reads."""
+    """The kinds of input that a model reads."""
     kinds = ["texts"] if info.vocab_size else []
     return " and ".join(kinds if info.signal is None else [*kinds, "images"])
 
@@ -190,7 +190,7 @@ def _kind(info: EngineInfo) -> str:
     """The kind of the model, as the beginning of a reason."""
     for task, words in _HEADS.items():
         if task in info.tasks:
-            return words if info.vocab_size else f"its head tells classes of {_reads(info)} apart"
+            return words if info.vocab_size else f"its head classifies {_reads(info)}"
     if info.max_encoder_len is not None:
         return "it is an encoder-decoder model"
     if "generate" in info.tasks:

@@ -1,4 +1,5 @@
-"""Grammars for a request's demands on its answer: required calls, and a form around which reasoning and calls stand."""
+"""Grammars for a request's constraints on its answer: required calls, and a format for the text beside reasoning and
+calls."""
 
 from __future__ import annotations
 
@@ -14,19 +15,19 @@ from server.errors import ApiError
 
 
 async def enforce(service: Service, shape: Shape, tools: Tools | None, parsing: Parsing | None) -> Shape:
-    """The constraints for the engine: the answer holds the required calls, strict functions get arguments of their
-    schemas, and a requested form applies to the text alone.
+    """The constraints for the engine: the answer has the required calls, arguments of strict functions match their
+    schemas, and a requested format applies only to the text.
 
     Args:
-        shape: what the request asks besides.
-        parsing: how the answer is read; None if it is text as it is.
+        shape: the request's other settings.
+        parsing: how the answer is parsed; None for plain text.
 
     Raises:
-        ApiError: the model's way to write calls is not known, or cannot be enforced.
+        ApiError: the model's call format is unknown or cannot be enforced.
         InvalidRequestError: a function's schema cannot be compiled.
     """
     forced = tools is not None and tools.forced
-    form = None if forced else shape.params.structured_outputs  # where nothing but calls may come there is no text
+    form = None if forced else shape.params.structured_outputs  # if only calls are allowed there is no text
     if parsing is None or (tools is not None and parsing.tools is None):
         if forced:
             message = "tool calls cannot be enforced, because this model's format of calls is unknown. Set"
@@ -40,8 +41,8 @@ async def enforce(service: Service, shape: Shape, tools: Tools | None, parsing: 
             message = f"{problem}; send tool_choice auto."
             raise ApiError(400, message, param="tool_choice", code="unsupported_parameter") from None
         if form is None:
-            return shape  # strict is a hint then
-        message = f"{problem}, so that none can stand instead of text of a given form; send one without the other."
+            return shape  # strict is then only a hint
+        message = f"{problem}, so tools cannot be combined with a format of the answer. Send only one of them."
         raise ApiError(400, message, param="tools", code="unsupported_parameter") from None
     if grammar is None:
         return shape

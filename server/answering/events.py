@@ -1,4 +1,4 @@
-"""An answer as a stream of events, in the form of its endpoint."""
+"""An answer as a stream of events, in its endpoint's form."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from server.answering.streaming import COMMENT, failure, sse
 from server.api.schemas import StreamOptions
 from server.errors import ApiError
 
-# Stands for the text of an event; no field has it by chance.
+# A placeholder for an event's text; no field contains it by chance.
 _MARK = uuid.uuid4().hex
-# What an event says beside its pieces: the usage, the beams.
+# An event's fields besides its pieces: usage and beams.
 Extra = Mapping[str, Any]
 
 
@@ -26,8 +26,8 @@ class Events(ABC, Generic[Piece]):
     """Writes the events of one answer.
 
     Attributes:
-        silence: what is sent when there has been no news for long.
-        maker: makes pieces of updates.
+        silence: sent after a long time without events.
+        maker: turns updates into pieces.
     """
 
     silence: ClassVar[str] = COMMENT
@@ -36,27 +36,27 @@ class Events(ABC, Generic[Piece]):
         self.maker = maker
 
     def opening(self) -> str:
-        """The events that are sent once the engine has accepted the request; may be empty."""
+        """The events after the engine has accepted the request; may be empty."""
         return ""
 
     @abstractmethod
     def news(self, updates: Sequence[Update]) -> str:
-        """The events of some updates; may be none."""
+        """The events for some updates; may be empty."""
 
     @abstractmethod
     def closing(self) -> str:
         """The last events."""
 
     def failing(self, problem: ApiError) -> str:
-        """The last events of an answer that could not be completed."""
+        """The last events of an incomplete answer."""
         return failure(problem)
 
 
 class Chunks(Events[Piece]):
-    """The events of /v1/completions and /v1/chat/completions: chunks with one choice each, then the usage if asked for.
+    """The events of /v1/completions and /v1/chat/completions: chunks with one choice each, then the usage if requested.
 
     Args:
-        chunk: makes the data of one event; where the extra has no usage the field is left out, as OpenAI does.
+        chunk: makes the data of one event; without usage, the field is left out, as at OpenAI.
         options: `stream_options`.
     """
 
@@ -70,7 +70,7 @@ class Chunks(Events[Piece]):
         self._chunk = chunk
         self._with_usage = options is not None and bool(options.include_usage)
         self._continuous = self._with_usage and options is not None and bool(options.continuous_usage_stats)
-        self._around: dict[int, tuple[str, str]] = {}  # of a choice's plain text in an event
+        self._around: dict[int, tuple[str, str]] = {}  # bytes of a choice's plain text in an event
 
     def news(self, updates: Sequence[Update]) -> str:
         maker, written = self.maker, []
@@ -95,7 +95,7 @@ class Chunks(Events[Piece]):
             return self._event([news], usage)
         if usage.get("usage") is not None:
             return self._event([self.maker.plain(news)], usage)
-        # A choice's events differ in their text alone: what is around it is made once.
+        # A choice's events differ only in their text, so the rest is built once.
         around = self._around.get(news.index)
         if around is None:
             before, after = self._event([self.maker.plain(PlainText(news.index, _MARK))], usage).split(f'"{_MARK}"')

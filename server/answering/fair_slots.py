@@ -1,4 +1,4 @@
-"""Slots for work outside the event loop, which keys take in turn."""
+"""Slots for work outside the event loop, shared fairly between keys."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from types import TracebackType
 
 
 class FairSlots:
-    """Like a semaphore, but those who wait are served by tenant, each in turn, and no tenant holds all slots.
+    """Like a semaphore, but slots are given round-robin over the waiting tenants, and no tenant gets all slots.
 
-    So whatever one key has decoded, another key's next part finds a slot, or waits for one part of somebody else.
+    So whatever one key decodes, another key's next part finds a slot, or waits for at most one part of someone else.
 
     Args:
-        slots: that may be held at once, at least 2.
+        slots: the number of slots, at least 2.
     """
 
     def __init__(self, slots: int):
@@ -23,11 +23,11 @@ class FairSlots:
 
     @property
     def num_inside(self) -> int:
-        """The number of those that hold a slot or wait for one."""
+        """How many hold a slot or wait for one."""
         return self._held.total() + sum(len(line) for line in self._waiting.values())
 
     def of(self, tenant: str | None) -> Turn:
-        """A context that holds a slot for a tenant; None: tenants are not told apart, and all slots may be held."""
+        """A context that holds a slot for a tenant; None: tenants are not distinguished, and all slots may be held."""
         return Turn(self, tenant)
 
     async def take(self, tenant: str | None) -> None:
@@ -45,7 +45,7 @@ class FairSlots:
             raise
 
     def give_back(self, tenant: str | None) -> None:
-        """Let others have a slot."""
+        """Release a slot."""
         self._held[tenant] -= 1
         if not self._held[tenant]:
             del self._held[tenant]
@@ -60,7 +60,7 @@ class FairSlots:
             place = self._waiting[tenant][0]
             self._waiting.move_to_end(tenant)
             self._forget(tenant, place)
-            if not place.done():  # cancelled, and its task has not run since
+            if not place.done():  # cancelled before its task ran
                 self._held[tenant] += 1
                 place.set_result(None)
 
@@ -74,7 +74,7 @@ class FairSlots:
 
 
 class Turn:
-    """A tenant's way to a slot; it may be entered again and again."""
+    """A tenant's access to a slot; it may be entered repeatedly."""
 
     def __init__(self, slots: FairSlots, tenant: str | None):
         self._slots, self._tenant = slots, tenant

@@ -1,8 +1,8 @@
-"""The formats in which model families write calls and reasoning: data files, and the choice of one for a model.
+"""The formats in which model families write calls and reasoning: data files, and the choice of formats for a model.
 
-A file in `call_formats` says by which texts of a chat template the format is known (`all` of these, `none` of those),
-in which regions of an answer calls stand, how they are read there, and how an answer that must hold one writes it. A
-file in `reasoning_formats` says the same of reasoning. Regions are those of `transformers`' response templates.
+A file in `call_formats` says which texts of a chat template identify the format (`all` of these, `none` of those), in
+which regions of an answer calls are, how they are parsed there, and how an enforced call is written. A file in
+`reasoning_formats` does the same for reasoning. Regions have the form of `transformers`' response templates.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _PLAIN = ({"type": "function", "function": "{content}"}, {"function": "{content}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFormat:
-    """A way to write calls.
+    """A format for calls.
 
     Attributes:
-        name: by which settings know it.
-        models: some that write so.
-        regions: where calls stand, as fields of a response template have it: open or open_pattern, close or
-            close_pattern (else to the end); `shown` is what the pattern stands for in a text.
-        drops: marks around several calls, which are not shown.
-        head: where a region holds a name and then arguments as JSON: the pattern of what stands before these, with
-            the group `name`. None if it holds objects with a name and arguments, or a list of such.
-        field: where a region is parsed whole when it has closed: the other keys of the response template's field.
-        known_names_only: what calls no function of the request is text; for formats without marks of their own.
-        writing: None if calls cannot be enforced.
+        name: its name in settings.
+        models: some models that use it.
+        regions: where calls are, in the fields of a response template: open or open_pattern, close or close_pattern
+            (default: the end); `shown` is the pattern as plain text.
+        drops: marks around several calls; they are not shown.
+        head: for a region with a name followed by JSON arguments: the pattern before the arguments, with the group
+            `name`. None for objects with a name and arguments, or a list of such objects.
+        field: for a region that is parsed whole at its end: the other keys of the response template's field.
+        known_names_only: a call of an unknown function is text; for formats without marks.
+        writing: how an enforced call is written; None if calls cannot be enforced.
     """
 
     name: str
@@ -54,7 +54,7 @@ class CallFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFormat:
-    """A way to mark reasoning: the texts before and after it."""
+    """A format for reasoning: the texts before and after it."""
 
     name: str
     models: str
@@ -64,10 +64,10 @@ class ReasoningFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formats:
-    """The formats for reading one model's answers. Both None: answers are plain text.
+    """The formats for parsing one model's answers. If both are None, answers are plain text.
 
     Attributes:
-        prompted: its templates know no tools: a system message tells the model of them, and how it is to call them.
+        prompted: the templates do not support tools, so a system message describes the tools and the call format.
     """
 
     calls: CallFormat | None = None
@@ -97,10 +97,10 @@ def _files(folder: str) -> tuple[_File, ...]:
 
 
 def check_name(folder: str, name: str) -> None:
-    """Refuse an unknown name of a format.
+    """Refuse an unknown format name.
 
     Raises:
-        ConfigError: lists the names that there are.
+        ConfigError: lists the known names.
     """
     files = _files(folder)
     known = [AUTO, NONE, *sorted(name for file in files for name in (file.name, *file.also))]
@@ -119,15 +119,15 @@ def _find(folder: str, wanted: str, template: str) -> _File | None:
 def choose_formats(
     templates: str, calls: str = AUTO, reasoning: str = AUTO, response_template: Mapping[str, Any] | None = None
 ) -> Formats:
-    """Choose the formats for reading a model's answers.
+    """Choose the formats for parsing a model's answers.
 
     Args:
-        templates: its chat templates, all together; "" if it has none.
+        templates: all chat templates of the model together; "" if it has none.
         calls, reasoning: auto, none or the name of a format.
-        response_template: the model's own, which comes before the files with auto.
+        response_template: the model's own, which takes precedence over the files with auto.
 
     Raises:
-        ConfigError: there is no format of that name; lists those that there are.
+        ConfigError: there is no format of that name; lists the known names.
     """
     call_file = _find(CALLS, calls, templates)
     reasoning_file = _find(REASONING, reasoning, templates)
@@ -150,8 +150,8 @@ def choose_formats(
 
 
 def prompted(formats: Formats) -> Formats:
-    """The same of a model whose templates know no tools. It is told to write calls as Hermes does, which most models
-    have seen, unless it has a way of its own that can be told."""
+    """The formats of a model whose templates do not support tools. The prompt asks it to write calls in Hermes' format,
+    which most models have seen, unless it has a format of its own that a prompt can describe."""
     calls = formats.calls
     if calls is None or calls.writing is None or not calls.writing.as_json:
         calls = _call_format(next(file for file in _files(CALLS) if file.name == "hermes"))
@@ -159,7 +159,7 @@ def prompted(formats: Formats) -> Formats:
 
 
 def _own_formats(template: Mapping[str, Any]) -> Formats:
-    """The formats that a checkpoint states itself. Reasoning between patterns is left to the files."""
+    """The formats that a checkpoint states. Reasoning between patterns is left to the files."""
     fields = template.get("fields")
     fields = fields if isinstance(fields, Mapping) else {}
     calls, reasoning = fields.get("tool_calls"), None
@@ -172,7 +172,7 @@ def _own_formats(template: Mapping[str, Any]) -> Formats:
         return Formats(reasoning=reasoning)
     region = {name: calls[name] for name in _MARKS if name in calls}
     others = {name: value for name, value in calls.items() if name not in _MARKS}
-    # The form that can be read while it is written.
+    # The form that can be parsed while it is written.
     plain = others.get("content") == "json" and others.get("transform") in _PLAIN and not others.get("content_args")
     return Formats(
         calls=CallFormat(name=OWN, models="", regions=[region], field=None if plain else others), reasoning=reasoning

@@ -1,4 +1,4 @@
-"""Several prompts through the engine at once, as one stream of updates."""
+"""Sends several prompts through the engine at once, as one stream of updates."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from server.errors import ApiError
 from server.gates import Place
 from server.metrics.times import PromptTimes
 
-# Of memory, about.
-BYTES_PER_TOKEN = 64  # its id, its text
+# Estimated bytes of memory.
+BYTES_PER_TOKEN = 64  # its id and its text
 BYTES_PER_LOGPROB = 320
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """News of one prompt.
+    """New results for one prompt.
 
     Attributes:
-        prompt_index: which prompt.
-        choices: its answers with news, one item each.
-        prompt_logprobs: as in `RequestDelta`, with texts, once they are known.
+        prompt_index: the index of the prompt.
+        choices: its answers with new results, one item each.
+        prompt_logprobs: as in `RequestDelta`, with texts, once known.
         num_cached_tokens: as in `RequestDelta`.
         num_draft_tokens, num_accepted_draft_tokens: as in `RequestDelta`, of all steps so far.
-        beams: what each step of a beam search decided, where a stream is to tell.
+        beams: the decisions of each step of a beam search, if the stream reports them.
     """
 
     prompt_index: int
@@ -54,23 +54,22 @@ class Update:
 
 
 class Generation:
-    """The prompts of one HTTP request on their way through the engine.
+    """The prompts of one HTTP request while the engine processes them.
 
-    A context: entering submits the prompts, leaving aborts what still runs. The results of a step are turned into text,
-        counted and acted upon when they arrive, whether the client reads or not. For example, a stop string ends its
-        choice. Unread news are merged, so they take no more memory
-    than the answer itself.
+    A context: entering submits the prompts, leaving aborts those that still run. The results of a step are detokenised,
+    counted and acted upon when they arrive, whether the client reads or not. For example, a stop string ends its
+        choice. Unread results are merged, so they take no more memory than the answer itself.
 
     Args:
         request_id: prefix of the engine's request ids, one per prompt.
-        terms: of all prompts.
-        record: is told what happens.
+        terms: the terms of all prompts.
+        record: is notified of what happens.
         ticket: its slots are released as the prompts end.
-        shown_special: special tokens whose text is shown although others' is not.
+        shown_special: special tokens whose text is always shown.
 
     Raises:
         InvalidRequestError: a prompt was refused; the others are aborted.
-        DeadlineError: the time was over before the first token of any prompt.
+        DeadlineError: the deadline passed before the first token of any prompt.
         RequestFailedError, EngineDeadError: from the engine.
     """
 
@@ -117,7 +116,7 @@ class Generation:
         values = 0 if params.logprobs is None else 1 + params.logprobs
         self._bytes_per_token = BYTES_PER_TOKEN + BYTES_PER_LOGPROB * values
         self._most_unread = parse_bytes(service.settings.max_answer_size, "max_answer_size") if record.stream else None
-        self._unread = 0  # bytes that news take which the stream has not sent
+        self._unread = 0  # bytes of results that the stream has not sent
 
     def __enter__(self) -> Self:
         try:
@@ -136,7 +135,7 @@ class Generation:
 
     @property
     def finished(self) -> bool:
-        """All answers are complete, and their news have been read."""
+        """Whether all answers are complete and all results have been read."""
         return not self._num_unfinished and not self._has_news and self._problem is None
 
     @property
@@ -149,30 +148,30 @@ class Generation:
             await self._wait()
 
     async def news(self) -> list[Update]:
-        """The news since the last call; waits until there are any, or for `nudge`."""
+        """The results since the last call; waits until there are some, or for `nudge`."""
         if not self._has_news:
             await self._wait()
         return self._take()
 
     async def whole(self) -> list[Update]:
-        """All news at once, when the answers are complete."""
+        """All results at once, when the answers are complete."""
         while self._num_unfinished or self._problem is not None:
             await self._wait()
         return self._take()
 
     async def settled(self) -> None:
-        """Wait until the engine has ended what a stop string cut short: then its counters are final."""
+        """Wait until the engine has ended all answers that a stop string cut short, so that its counters are final."""
         if self._cut_short:
             await self._client.settled()
 
     def stop(self) -> None:
-        """End the answers where they are."""
+        """End the answers now."""
         self._close()
         self._num_unfinished = 0
         self.nudge()
 
     def nudge(self) -> None:
-        """Let `news` return, even without any."""
+        """Let `news` return, even without results."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -202,7 +201,7 @@ class Generation:
         ]
 
     def _deliver(self, run: _Run, item: RequestDelta | OctavoError) -> None:
-        """Take the engine client's results. No exception escapes into its loop."""
+        """Take the engine client's results. No exception leaves this method."""
         try:
             if isinstance(item, Exception):
                 run.ended = True
@@ -230,7 +229,7 @@ class Generation:
             if choice.finish_reason is not None:
                 run.unfinished.discard(choice.index)
                 self._metrics.finished(choice.finish_reason)
-                if choice.finish_reason == "abort":  # the engine's own doing
+                if choice.finish_reason == "abort":  # initiated by the engine
                     run.aborted = "deadline" if choice.stop_reason == "deadline" else "error"
             if choice.stopped_by_text and not delta.finished:
                 self._cut_short = True
@@ -255,7 +254,7 @@ class Generation:
             pending[choice.index] = choice
 
     def _finish(self, run: _Run) -> None:
-        """All answers to a prompt are complete, maybe before the engine knows."""
+        """All answers to a prompt are complete, perhaps before the engine knows."""
         self._num_unfinished -= 1
         self._ticket.finished(run.index)
         self._metrics.prompt_done(run.times)
@@ -263,7 +262,7 @@ class Generation:
             self._metrics.aborted(run.aborted)
         late = any(run.aborted == "deadline" for run in self._runs)
         if late and not self._num_unfinished and not any(run.started for run in self._runs):
-            self._pending.clear()  # there is no answer, so that its end is no news
+            self._pending.clear()  # there is no answer whose end could be reported
             self._problem = self._problem or DeadlineError()
         if not run.ended:
             run.ended = True
@@ -282,14 +281,14 @@ class Generation:
 
 @dataclass(slots=True, kw_only=True)
 class _Run:
-    """One prompt's way through the engine.
+    """The state of one prompt in the engine.
 
     Attributes:
-        unfinished: its answers that are not complete.
-        heard: the engine has accepted it.
-        ended: the engine's client delivers nothing more.
-        aborted: why the engine itself ended it, if it did.
-        outcome: as what its unfinished answers count; None: as nothing, it was never accepted.
+        unfinished: its incomplete answers.
+        heard: whether the engine has accepted it.
+        ended: whether the engine's client delivers nothing more.
+        aborted: the reason if the engine ended it.
+        outcome: how its unfinished answers are counted; None if it was never accepted and does not count.
     """
 
     index: int

@@ -1,7 +1,8 @@
-"""Trial compilation of formats of answers before the engine gets them, within limits of time and memory.
+"""Trial compilation of answer formats before they reach the engine, within limits of time and memory.
 
-A schema of a few lines can take seconds to compile, and the compiler cannot be stopped. So a worker process compiles it
-first, and is killed when its time is up. A grammar that compiles there is compiled again in the engine's process.
+A schema of a few lines can take seconds to compile, and the compiler cannot be interrupted. So a worker process
+compiles it first and is killed when its time is up. A grammar that compiles there is then compiled in the engine's
+process.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from server.workers.pool import RefusedError, WorkerLostError, WorkerPool, share
 logger = logging.getLogger("octavo.server")
 
 MAX_AT_ONCE = 2  # workers
-MAX_KNOWN = 4096  # what has passed and need not be tried again
+MAX_KNOWN = 4096  # formats that passed and need no second trial
 
 
 class GrammarChecks:
-    """Tries what is new; use from one event loop only.
+    """Tries new formats; use it from one event loop only.
 
     Args:
-        workers: the pool (default: that of this process).
+        workers: the pool (default: the process's shared pool).
     """
 
     def __init__(self, workers: WorkerPool | None = None) -> None:
@@ -33,13 +34,13 @@ class GrammarChecks:
         self._known: OrderedDict[bytes, None] = OrderedDict()
 
     async def check(self, params: StructuredOutputsParams, seconds: float) -> None:
-        """Find out whether it can be compiled.
+        """Check whether the format can be compiled.
 
         Args:
-            seconds: that it may take.
+            seconds: the time limit.
 
         Raises:
-            InvalidRequestError: it cannot, or takes too much time or memory.
+            InvalidRequestError: it cannot be compiled, or takes too much time or memory.
         """
         key = blake2b(repr(params).encode(), digest_size=32).digest()
         if key in self._known:

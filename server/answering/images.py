@@ -1,4 +1,4 @@
-"""Images of requests, decoded by workers whose memory and time are bounded. None is ever fetched."""
+"""Images in requests, decoded by workers with limited memory and time. The server never fetches an image."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from server.workers.pool import WorkerLostError, WorkerPool, shared_workers
 
 logger = logging.getLogger("octavo.server")
 
-TIME_LIMIT = 20.0  # seconds; the largest image that is allowed takes about one
-MOST_SECONDS = 120.0  # of all images of one request
-MOST_PIXEL_BYTES = 64 * 2**20  # of one request: a file of a few bytes may become as much as any other
+TIME_LIMIT = 20.0  # seconds; the largest allowed image takes about one
+MOST_SECONDS = 120.0  # maximum pixels of all images of one request
+MOST_PIXEL_BYTES = 64 * 2**20  # maximum images of one request, because a small file may become large
 _Read = TypeVar("_Read", Pixels, Crops)
-_AT_ONCE = 2  # images in work for all requests: each takes 250 MB if it is as large as is allowed, a WebP 600 MB
+_AT_ONCE = 2  # images decoded at once for all requests: the largest allowed image takes 250 MB, a WebP 600 MB
 
 
 class ImageReading:
-    """Reads the images of all requests, a few at a time.
+    """Decodes the images of all requests, a few at a time.
 
     Args:
-        info: of the model.
-        settings: with the limits of an image.
-        workers: by default those that all jobs share.
+        info: facts about the model.
+        settings: contains the limits for an image.
+        workers: the pool (default: the shared pool).
 
     Raises:
         UnsupportedModelError: the model's preprocessor is not implemented.
@@ -48,14 +48,14 @@ class ImageReading:
         self._turns = asyncio.Semaphore(_AT_ONCE)
 
     async def read(self, images: Sequence[str]) -> list[PixelInput]:
-        """Each as the engine takes it, in their order.
+        """The images in the engine's form, in order.
 
         Args:
             images: `data:` URLs, or base64.
 
         Raises:
-            InvalidRequestError: one cannot be read, is too large, or names an address; says which. Or there are too
-                many, or they take too long together.
+            InvalidRequestError: an image cannot be read, is too large, or is a web address; the error names it. Or
+                there are too many images, or they take too long together.
         """
         steps = need_steps(self._steps, self._info)
         assert self._info.signal is not None
@@ -71,7 +71,7 @@ class ImageReading:
         for place, content in enumerate(images):
             where = "" if len(images) == 1 else f" (image {place} of the request)"
             picture = Picture(content, steps, self._max_bytes, self._max_pixels)
-            async with self._turns:  # to wait for others costs a request nothing
+            async with self._turns:  # waiting for other requests does not count against a request
                 began = monotonic()
                 read = await run_limited(
                     self._workers, "image", picture, Pixels, where, left=left, memory=self._memory, param="input"
@@ -109,11 +109,11 @@ async def run_limited(
             raise TimeoutError
         read = await workers.run(job, picture, kind, min(TIME_LIMIT, left), memory)
     except TimeoutError:
-        problem = f"to decode the image took more than {TIME_LIMIT:g} seconds."
+        problem = f"decoding the image took more than {TIME_LIMIT:g} seconds."
         if left < TIME_LIMIT:
-            problem = f"to decode the request's images took more than {MOST_SECONDS:g} seconds."
+            problem = f"decoding the request's images took more than {MOST_SECONDS:g} seconds."
     except WorkerLostError:
-        problem = f"to decode the image took more than {memory >> 20} MiB. Make it smaller."
+        problem = f"decoding the image took more than {memory >> 20} MiB. Make it smaller."
     else:
         if read.problem is None:
             return read

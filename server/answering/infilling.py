@@ -1,4 +1,4 @@
-"""Text between two others, for models that were trained to fill in the middle."""
+"""Text between two others, for models trained to fill in the middle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from server.answering.prompt import Prompt, Room, encode_fitting
 from server.context import Service
 from server.errors import ApiError
 
-# Names that vocabularies give the tokens before the prefix, the suffix and the middle.
+# Names that vocabularies give to the tokens before prefix, suffix and middle.
 _TOKENS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -26,7 +26,7 @@ _TOKENS = (
     ("<PRE>", "<SUF>", "<MID>"),
 )
 _FILES = ("<|file_sep|>", "<file_sep>")
-# Besides the end of a text: tokens with which a model ends what it fills in.
+# Tokens besides the end of text with which a model ends the middle.
 _ENDS = (
     *_FILES,
     "<|fim_pad|>",
@@ -42,12 +42,12 @@ _ENDS = (
 
 @dataclass(frozen=True, slots=True)
 class Infilling:
-    """The prompt format of a model that fills in the middle.
+    """The prompt format of a fill-in-the-middle model.
 
     Attributes:
         prefix, suffix, middle: the tokens that open these parts.
-        file: opens another file; None if there is none.
-        ends: tokens that end the middle.
+        file: the token that opens another file; None if there is none.
+        ends: the tokens that end the middle.
     """
 
     tokenizer: Tokenizer
@@ -59,7 +59,7 @@ class Infilling:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None) -> Infilling | None:
-        """The format of a model with this tokenizer; None if it has no such tokens."""
+        """The format for a model with this tokenizer; None if the tokenizer lacks such tokens."""
         if tokenizer is None:
             return None
         for names in _TOKENS:
@@ -76,7 +76,7 @@ class Infilling:
         """The format of the served model.
 
         Raises:
-            ApiError: it has no such tokens.
+            ApiError: the model has no such tokens.
         """
         found = cls.of(service.tokenizer)
         if found is None:
@@ -88,20 +88,20 @@ class Infilling:
         return found
 
     def ending(self, params: SamplingParams) -> SamplingParams:
-        """The parameters of an answer that ends where the middle does."""
+        """The parameters for an answer that ends where the middle does."""
         return replace(params, stop_token_ids=[*(params.stop_token_ids or ()), *self.ends])
 
     async def prompt_in_thread(
         self, before: str, after: str, room: Room, others: Sequence[tuple[str, str]] = ()
     ) -> Prompt:
-        """`prompt`, without making others wait."""
+        """Run `prompt` in a thread."""
         return await asyncio.to_thread(self.prompt, before, after, room, others)
 
     def prompt(self, before: str, after: str, room: Room, others: Sequence[tuple[str, str]] = ()) -> Prompt:
-        """The prompt whose answer stands between two texts. The texts are plain: a mark in one of them is text, too.
+        """The prompt whose answer belongs between two texts. The texts are plain: a mark in them is text too.
 
         Args:
-            others: further files, by their names.
+            others: further files, by name.
 
         Raises:
             ApiError: a text is too long.
@@ -121,7 +121,7 @@ class Infilling:
         return Prompt(ids)
 
     def _pieces(self, text: str) -> Iterator[str]:
-        """The text, cut within each mark, so that none is read as a token. The tokenizers library can encode special
+        """The text, cut within each mark, so that no mark is read as a token. The tokenizers library can encode special
         tokens as text, but Qwen's marks are not special tokens."""
         begin = 0
         for found in _marks(self).finditer(text):
@@ -133,7 +133,7 @@ class Infilling:
 
 @functools.lru_cache(maxsize=4)
 def _marks(infilling: Infilling) -> re.Pattern[str]:
-    """Finds the texts that the tokenizer reads as a mark of infilling, or as a special token."""
+    """A pattern for the texts that the tokenizer reads as an infilling mark or as a special token."""
     tokenizer = infilling.tokenizer
     ids = (infilling.prefix, infilling.suffix, infilling.middle, *infilling.ends)
     texts = {*map(tokenizer.written, ids), *tokenizer.special_texts().values()}

@@ -1,4 +1,4 @@
-"""The store of responses, as routes ask it: its failures are answers of their own."""
+"""Access to the store of responses for routes; its failures become HTTP errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def tenant_of(request: Request) -> str | None:
-    """The tenant of a request; None without keys."""
+    """The tenant of a request; None without API keys."""
     return getattr(request.state, "tenant", None)
 
 
@@ -23,19 +23,19 @@ def store_of(service: Service, name: str) -> ResponseStore:
     """The store, for a field or an endpoint that needs one.
 
     Raises:
-        ApiError: there is none.
+        ApiError: there is no store.
     """
     if service.response_store is None:
-        message = f"{name} needs a store, and this server has none: start it with --response-store FILE"
+        message = f"{name} needs a response store, but this server has none: start it with --response-store FILE"
         raise ApiError(400, f"{message}, or send the whole conversation.", param=name, code="unsupported_parameter")
     return service.response_store
 
 
 async def asked(service: Service, answer: Awaitable[T]) -> T:
-    """The store's answer.
+    """The result of a call to the store.
 
     Raises:
-        ApiError: 500, it failed.
+        ApiError: 500 if the call failed.
     """
     try:
         return await answer
@@ -44,7 +44,7 @@ async def asked(service: Service, answer: Awaitable[T]) -> T:
 
 
 def failed(service: Service, problem: StoreError) -> NoReturn:
-    """The answer to a request that the store has failed.
+    """The error for a request whose store failed.
 
     Raises:
         ApiError: 500, always.
@@ -55,7 +55,7 @@ def failed(service: Service, problem: StoreError) -> NoReturn:
 
 
 def note_failure(service: Service, problem: StoreError) -> None:
-    """Count and log that the store has failed."""
+    """Count and log a failure of the store."""
     service.metrics.store_failed()
     if service.response_store is not None:
         service.response_store.complain(problem)

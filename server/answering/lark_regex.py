@@ -1,7 +1,7 @@
-"""A grammar in Lark's form as one regular expression, where it is no more than that: no rule leads back to itself.
+"""Converts a Lark grammar without recursive rules to one regular expression.
 
-The input of a custom tool stands in a JSON string, as an argument of a function. llguidance holds such a string to a
-regular expression, but to no grammar: it would have to know how each terminal looks within the string.
+A custom tool's input is in a JSON string, as an argument of a function. llguidance can constrain such a string by a
+regular expression but not by a grammar, because it would need each terminal's form within the string.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from engine.text.grammar_tokens import grammar_tokens
 
-_MOST_CHARACTERS = 50_000  # of the grammar, and of a rule that is written out
-_MOST_IN_ALL = 1_000_000  # of all rules that are written out, each as often as its name stands
+_MOST_CHARACTERS = 50_000  # maximum characters of the grammar, and of an expanded rule
+_MOST_IN_ALL = 1_000_000  # maximum total characters of all expanded rules, each counted as often as its name occurs
 _TOKEN = re.compile(
     r"""
     (?P<space>[ \t\r\f]+ | //[^\n]* | \n(?=[ \t\r\f]*(?:\||//|\n)))   # a rule goes on where a line begins with |
@@ -41,10 +41,10 @@ Token = tuple[str, str]  # its kind and text
 
 
 def lark_to_regex(grammar: str) -> str:
-    """The expression that matches the same texts as the grammar's rule `start`.
+    """The regular expression that matches the same texts as the grammar's rule `start`.
 
     Raises:
-        ValueError: says what of the grammar no expression, or this module, can say.
+        ValueError: names the part of the grammar that cannot be converted.
     """
     if len(grammar) > _MOST_CHARACTERS:
         raise ValueError(f"the grammar has {len(grammar)} characters; at most {_MOST_CHARACTERS} are allowed")
@@ -69,7 +69,7 @@ def _rules(grammar: str) -> dict[str, list[Token]]:
 
 
 def _read_import(line: list[Token], rules: dict[str, list[Token]]) -> None:
-    """`%import common.NAME -> OTHER`."""
+    """Read `%import common.NAME -> OTHER`."""
     words = [text for _, text in line[1:]]
     if words[:3] != ["import", "common", "."] or len(words) not in (4, 6) or words[3] not in _COMMON:
         raise ValueError(f"%{' '.join(words)[:80]} is not supported")
@@ -78,19 +78,19 @@ def _read_import(line: list[Token], rules: dict[str, list[Token]]) -> None:
 
 def _head(line: list[Token]) -> tuple[str, list[Token]]:
     colon = next((place for place, (_, text) in enumerate(line) if text == ":"), 0)
-    if line[0][0] != "name" or colon not in (1, 3):  # three: a priority
+    if line[0][0] != "name" or colon not in (1, 3):  # the third is a priority
         raise ValueError(f"the grammar has no rule in {' '.join(text for _, text in line)[:80]!r}")
     return line[0][1].lstrip("?!"), line[colon + 1 :]
 
 
 @dataclass(slots=True)
 class _Expander:
-    """Writes rules out in the place of their names."""
+    """Replaces rule names by their expressions."""
 
     rules: Mapping[str, list[Token]]
     done: dict[str, str] = field(default_factory=dict)
     within: list[str] = field(default_factory=list)
-    written: int = 0  # characters, of each rule as often as its name stands
+    written: int = 0  # total characters, each rule counted as often as its name occurs
 
     def expanded(self, name: str) -> str:
         """The expression of a rule."""
@@ -113,7 +113,7 @@ class _Expander:
 
 @dataclass(slots=True)
 class _Body:
-    """Reads the body of one rule."""
+    """Parses the body of one rule."""
 
     expander: _Expander
     tokens: list[Token]
@@ -130,7 +130,7 @@ class _Body:
         return self.tokens[self.at][1] if self.at < len(self.tokens) else ""
 
     def _take(self, text: str) -> bool:
-        """Pass a sign, if it comes next."""
+        """Skip a sign, if it comes next."""
         if self._next != text or self.tokens[self.at][0] == "string":
             return False
         self.at += 1
@@ -147,7 +147,7 @@ class _Body:
         while self._next not in ("", "|", ")", "]", "->"):
             made.append(self._repeated())
         if self._take("->"):
-            self.at += 1  # a name for the tree
+            self.at += 1  # a name for the syntax tree
         return "".join(made)
 
     def _repeated(self) -> str:
@@ -204,5 +204,5 @@ def _plain(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """The text itself, in Rust's syntax of regular expressions."""
+    """The text itself, escaped for Rust's regular expressions."""
     return "".join(f"\\{sign}" if sign in r"\.+*?()|[]{}^$#&-~" else sign for sign in text)

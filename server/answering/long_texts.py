@@ -1,4 +1,4 @@
-"""Long texts are tokenised in a worker, so that the process that answers HTTP needs no memory for it."""
+"""Tokenises long texts in a worker, so that the process that answers HTTP does not need the memory."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from server.workers.texts import Text
 
 logger = logging.getLogger("octavo.server")
 
-LONG = 262144  # characters, of which a tokenizer may need about 50 MB
+LONG = 262144  # characters for which a tokenizer may need about 50 MB
 TIME_LIMIT = 60.0  # seconds; a million tokens take about one
 
 
 class LongTexts:
-    """Tokenises one text at a time; safe to use from several threads, none of which may run an event loop.
+    """Tokenises one text at a time; safe to use from several threads without an event loop.
 
     Args:
-        tokenizer: one of the tokenizers library's.
-        workers: a pool of its own (default: a new one, of which nothing is started before the first long text).
+        tokenizer: a tokenizer of the tokenizers library.
+        workers: a pool (default: a new one that starts with the first long text).
     """
 
     def __init__(self, tokenizer: Tokenizer, workers: WorkerPool | None = None):
@@ -34,10 +34,10 @@ class LongTexts:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def encode(self, text: str, special: bool) -> list[int]:
-        """The text's token ids, with special tokens if asked.
+        """The text's token ids, with special tokens if requested.
 
         Raises:
-            InvalidRequestError: that takes too much time or memory.
+            InvalidRequestError: tokenising takes too much time or memory.
         """
         with self._lock:
             job = Text(self._file(), text, special)
@@ -48,7 +48,7 @@ class LongTexts:
             except WorkerLostError:
                 reason = "took too much memory"
         logger.warning("A tokenizer was stopped: %d characters %s.", len(text), reason)
-        message = f"To tokenise the text of {len(text)} characters {reason}. Shorten it, or send token ids."
+        message = f"Tokenising the text of {len(text)} characters {reason}. Shorten it, or send token ids."
         raise InvalidRequestError(message, param="prompt", code="text_too_costly")
 
     def _file(self) -> str:
@@ -59,6 +59,6 @@ class LongTexts:
 
 
 def leave_to_worker(tokenizer: Tokenizer) -> None:
-    """Let a worker tokenise texts of more than `LONG` characters from now on, if the tokenizer can be sent to one."""
+    """Let a worker tokenise texts of more than `LONG` characters from now on, if the tokenizer can be sent to it."""
     if tokenizer.is_fast:
         tokenizer.encode_long = (LONG, LongTexts(tokenizer).encode)

@@ -1,6 +1,6 @@
-"""Answering a request for vectors, or for matrices of numbers: what its inputs may be, and how the numbers are written.
+"""Answers requests for vectors or matrices: the allowed inputs and the formats of the numbers.
 
-The forms beside lists of numbers are vLLM's: base64 in JSON, and bytes whose places the header `metadata` tells.
+The formats besides lists of numbers are vLLM's: base64 in JSON, and bytes whose layout the header `metadata` describes.
 """
 
 from __future__ import annotations
@@ -25,29 +25,30 @@ from server.api.pooling_schemas import Image
 from server.context import Service
 from server.errors import ApiError
 
-MOST_IN_HEADER = 256  # answers that the header metadata tells of: clients take headers of 64 KiB, some of 32
+MOST_IN_HEADER = 256  # maximum vectors that the header metadata describes: clients accept headers of 64 or 32 KiB
 _BY_TOKEN = ("token_classify", "token_embed")
 _FOR_MESSAGES = ("tools", "documents", "chat_template_kwargs", "reasoning_effort", "continue_final_message")
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A conversation that is to be one input."""
+    """A conversation that becomes one input."""
 
     messages: list[Message]
     rendering: Rendering
 
     @property
     def num_tokens(self) -> int:
-        """About how many tokens it has."""
+        """An estimate of its number of tokens."""
         return estimate_messages(self.messages) + self.rendering.num_tokens
 
 
 def read_conversation(body: MatrixBody, service: Service) -> Asked | None:
-    """The conversation of a request; None if it has other inputs.
+    """The conversation of a request; None if the request has other inputs.
 
     Raises:
-        ApiError: something is wrong with it, there are both or neither, or the body asks for what no model here does.
+        ApiError: the conversation is invalid, there are both or neither, or the body has a field that no model here
+            supports.
     """
     if body.input is None and body.messages is None:
         raise ApiError(400, "input or messages is required.", param="input", code="missing_required_parameter")
@@ -86,7 +87,7 @@ def read_conversation(body: MatrixBody, service: Service) -> Asked | None:
 
 
 class _Whole(Room):
-    """The room of a conversation that is one input."""
+    """The length limit of a conversation that is one input."""
 
     def refusal(self, length: str, tokens: int = 0) -> ApiError:
         return too_long(self.param, "the conversation", None, f"{length} tokens", self.tokens)
@@ -94,17 +95,17 @@ class _Whole(Room):
 
 @dataclass(slots=True)
 class MatrixRun(PoolingRun):
-    """One such request.
+    """A request for vectors or matrices.
 
     Attributes:
-        params: of all inputs, but for the prompt's tokens.
-        asked: the conversation, where there is one.
-        prompt: stands in front of each text.
-        truncate: how many tokens an input is cut to, if it is.
-        shape: of an item of the answer, with places for its index and its numbers.
+        params: the parameters of all inputs, except for the prompt's tokens.
+        asked: the conversation, if there is one.
+        prompt: a prefix for each text.
+        truncate: the number of tokens to cut an input to, if any.
+        shape: a template for an item of the answer, with placeholders for its index and numbers.
     """
 
-    param: ClassVar[str] = "input"  # the field that inputs come in
+    param: ClassVar[str] = "input"  # the request's field with the inputs
 
     body: MatrixBody
     params: PoolingParams = field(kw_only=True)
@@ -115,16 +116,16 @@ class MatrixRun(PoolingRun):
 
     @property
     def given(self) -> list[str | Image | list[int]]:
-        """The inputs as they were sent; none where there is a conversation."""
+        """The inputs as sent; empty if there is a conversation."""
         return self.body.input or []
 
     @property
     def texts(self) -> bool:
-        """There are texts among the inputs."""
+        """Whether there are texts among the inputs."""
         return any(isinstance(item, str) and not isinstance(item, Image) for item in self.given)
 
     def side(self) -> SideReading:
-        """The way of reading texts: as queries or as documents, if the prompt of that name is requested."""
+        """The way of reading texts: as queries or as documents, if a prompt of that name is requested."""
         if self.params.task != "token_embed":
             return PLAIN
         return read_side(self.service.client.info, self.service.tokenizer, self.body.prompt_name)
@@ -152,9 +153,9 @@ class MatrixRun(PoolingRun):
                 marker=side.marker,
                 most=side.limit(self.truncate),
                 advice=self.advice,
-                boxes=self.body.bbox,  # a model that reads boxes reads no images
+                boxes=self.body.bbox,  # a model that takes boxes takes no images
             )
-        if self.texts and params.task == "embed":  # vectors of tokens leave none out
+        if self.texts and params.task == "embed":  # for token vectors no token is left out
             tokenizer = need_tokenizer(self.service, self.param)
             count = prompt_tokens(tokenizer, info, self.prompt, add_special_tokens=special)
             params = replace(params, skip_tokens=count)
@@ -197,7 +198,7 @@ class MatrixRun(PoolingRun):
         return joined(self, (self.shape % entry for entry in enumerate(written)))
 
     def sparse(self, answers: Sequence[Pooled], *, named: bool = True) -> Iterator[bytes]:
-        """The JSON of sparse vectors, in text-embeddings-inference's shape; with the tokens' texts, if `named`."""
+        """The JSON of sparse vectors in text-embeddings-inference's shape, with the tokens' texts if `named`."""
         info, tokenizer = self.service.client.info, self.service.tokenizer
         for answer in answers:
             found = sparse_of(answer, info, tokenizer)

@@ -1,4 +1,4 @@
-"""An answer of /v1/messages: its blocks, and the events that tell how they grow, in Anthropic's order."""
+"""An answer of /v1/messages: its blocks and the events about their growth, in Anthropic's order."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from server.errors import ApiError
 
 Message = dict[str, Any]
 
-_ABSENT: Message = {"stop_details": None, "container": None}  # Anthropic's fields about what does not happen here
+_ABSENT: Message = {"stop_details": None, "container": None}  # Anthropic's fields for features that Octavo lacks
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 
 
 def usage_of(usage: Usage) -> MessageUsage:
-    """The tokens so far, by the names of this endpoint."""
+    """The tokens so far, under this endpoint's names."""
     return {
         **tokens_of(usage),
         "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
@@ -59,7 +59,7 @@ def tokens_of(usage: Usage) -> MessageDeltaUsage:
 
 @contextmanager
 def in_anthropics_words(max_model_len: int) -> Iterator[None]:
-    """A prompt that is too long is refused with the sentence that clients parse: they shorten it, and go on."""
+    """Change the error for a too long prompt into the sentence that clients parse in order to shorten the prompt."""
     try:
         yield
     except TooLongError as problem:
@@ -71,10 +71,10 @@ def ending(blocks: Blocks, *, lowered: bool) -> Message:
     """The reason why the answer ended.
 
     Args:
-        lowered: it was given less room than was asked for, since there is no more.
+        lowered: whether the context left it less room than requested.
 
     Raises:
-        ApiError: it was cut off, by its deadline or by a failure.
+        ApiError: the answer was cut off by its deadline or a failure.
     """
     reason, stop = blocks.finish_reason or "", blocks.stop_reason
     if reason not in _STOP_REASONS:
@@ -91,7 +91,7 @@ def ending(blocks: Blocks, *, lowered: bool) -> Message:
 
 
 def block_of(block: Block) -> ContentBlock:
-    """A block in Anthropic's shape; of a call that was cut off the input is empty."""
+    """A block in Anthropic's shape; a call that was cut off gets an empty input."""
     if block.kind == "text":
         return {"type": "text", "text": block.text, "citations": None}
     if block.kind == "reasoning":
@@ -109,7 +109,7 @@ def block_of(block: Block) -> ContentBlock:
 def _object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError):  # a model may have written anything
+    except (ValueError, RecursionError):  # a model may write anything
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -178,8 +178,8 @@ class MessageEvents(Events[ChatPiece]):
     """Typed events.
 
     Args:
-        frame: the answer without what is only known later.
-        lowered: it has less room than was asked for.
+        frame: the answer without the fields that are only known later.
+        lowered: whether the answer has less room than requested.
     """
 
     silence = written("ping", {})
@@ -211,7 +211,7 @@ class MessageEvents(Events[ChatPiece]):
         last += written("message_delta", {"delta": delta | _ABSENT, "usage": tokens_of(self.maker.usage())})
         return last + written("message_stop", {})
 
-    # ---------------------------------------------------------------- what the blocks tell
+    # ---------------------------------------------------------------- called as blocks grow
 
     def began(self, block: Block) -> None:
         self._write("content_block_start", block, content_block=block_of(block))

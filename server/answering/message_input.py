@@ -1,4 +1,4 @@
-"""A request of /v1/messages as one of the chat path."""
+"""Converts a request of /v1/messages to a chat request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from server.api.structure import check_value
 from server.api.template_fields import FUNCTION_NAME
 from server.errors import shown
 
-# This endpoint's names of a chat request's fields.
+# This endpoint's names for a chat request's fields.
 NAMES = {
     "max_completion_tokens": "max_tokens",
     "prompt": "messages",
@@ -47,10 +47,10 @@ _TERMS = tuple(name for name in (*ServedBody.model_fields, *ONE_ANSWER_FIELDS) i
 _NAME = re.compile(FUNCTION_NAME, re.ASCII)
 _CHOICES = ("auto", "any", "tool", "none")
 _THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
-# What Anthropic's service reads, and changes nothing here.
+# Fields of Anthropic's service without effect here.
 _HARMLESS = frozenset({"cache_control", "service_tier", "inference_geo", "diagnostics", "speed", "user_profile_id"})
-# Claude Code's first system block. It names the client, and differs from conversation to conversation: before the rest
-# of the prompt it would keep all of that out of the prefix cache.
+# Claude Code's first system block. It identifies the client and differs between conversations, so it would keep the
+# rest of the prompt out of the prefix cache.
 _BILLING = "x-anthropic-billing-header:"
 
 
@@ -100,13 +100,13 @@ _CALLS = ("tool_use", "server_tool_use", "mcp_tool_use")
 
 
 def read_chat(body: MessageRequest, ignored: Ignored) -> ChatCompletionRequest:
-    """The chat request that asks for the same.
+    """The equivalent chat request.
 
     Args:
-        ignored: gets the names of what it leaves out.
+        ignored: receives the names of ignored parts.
 
     Raises:
-        ApiError: something is wrong, or not supported.
+        ApiError: the request is invalid or not supported.
     """
     fields: dict[str, Any] = {name: getattr(body, name) for name in _TERMS if getattr(body, name) is not None}
     fields |= {"stream": bool(body.stream), "max_completion_tokens": body.max_tokens}
@@ -119,16 +119,16 @@ def read_prompt(body: CountTokensRequest, ignored: Ignored) -> ChatCompletionReq
     """A chat request with the same prompt.
 
     Args:
-        ignored: gets the names of what it leaves out.
+        ignored: receives the names of ignored parts.
 
     Raises:
-        ApiError: something is wrong, or not supported.
+        ApiError: the request is invalid or not supported.
     """
     return chat_request(_prompt_fields(body, ignored), NAMES)
 
 
 def _ignored_fields(body: MessageRequest | CountTokensRequest) -> list[str]:
-    """Names of fields that might have been meant to change the answer, and do not."""
+    """Names of ignored fields that the client may have expected to change the answer."""
     given = [name for name in body.ignored_fields() if getattr(body, name) is not None]
     unknown = [name for name in given if name not in _HARMLESS]
     thinking = [f"thinking.{name}" for name in body.thinking or () if name not in ("type", "display", "budget_tokens")]
@@ -169,7 +169,7 @@ def _prompt_fields(body: MessageRequest | CountTokensRequest, ignored: Ignored) 
         fields["chat_template_kwargs"] = variables
     choice = _read_choice(body.tool_choice)
     if not fields.get("tools") and choice.get("tool_choice") == "auto":
-        del choice["tool_choice"]  # there are none, or none is left
+        del choice["tool_choice"]  # there are none, or all were ignored
     return fields | choice | _read_config(body.output_config)
 
 
@@ -185,7 +185,7 @@ def _is_billing(block: Any) -> bool:
 
 
 def _chat_tool(tool: Any, where: str, ignored: Ignored) -> dict[str, Any] | None:
-    """A tool of the client's; None for one that runs, or is described, at Anthropic."""
+    """A tool that the client runs; None for a tool that runs or is defined at Anthropic."""
     if not isinstance(tool, dict):
         fail(where, f"{where} must be an object with name and input_schema, got {shown(tool)}.")
     kind = tool.get("type")
@@ -258,11 +258,11 @@ def _read_messages(given: Sequence[Any], ignored: Ignored) -> list[dict[str, Any
             fail(f"{where}.content", f"{wanted}, got {shown(content)}.")
         placed = [(block, f"{where}.content[{place}]") for place, block in enumerate(blocks)]
         if role == "user":
-            placed.sort(key=lambda one: not _is_result(one[0]))  # templates want a result right behind its call
+            placed.sort(key=lambda one: not _is_result(one[0]))  # templates expect a result right after its call
         last_call = max((at for at, (block, _) in enumerate(placed) if _is_call(block)), default=None)
         for at, (block, place) in enumerate(placed):
             if role == "assistant" and last_call is not None and at > last_call and _is_text(block):
-                messages.append({"role": role})  # what is said behind the last call is a message of its own
+                messages.append({"role": role})  # text after the last call becomes a separate message
                 last_call = None
             _add(messages, role, block, place, ignored)
     if not messages:
@@ -289,20 +289,20 @@ def _is_text(block: Any) -> bool:
 
 
 def _add(messages: list[dict[str, Any]], role: str, block: Any, where: str, ignored: Ignored) -> None:
-    """Take a block in.
+    """Add a block.
 
-    Texts are lists here, and are joined once, at the end.
+    Texts are collected in lists and joined once, at the end.
     """
     kind: Any = block.get("type") if isinstance(block, dict) else None
     said = isinstance(kind, str) and role == "assistant"
     if kind == "tool_result" and role == "user":
         if block.get("is_error"):
-            ignored.add("messages.is_error")  # no template has a place for it
+            ignored.add("messages.is_error")  # no template supports it
         parts = list_parts(block.get("content") or "", f"{where}.content", _GIVEN, ignored)
         _add_result(messages, block, joined(parts), where)
     elif said and kind in _CALLS:
         _last(messages, role).setdefault("tool_calls", []).append(_chat_call(block, where))
-    elif said and kind.endswith("_tool_result"):  # of a tool that ran at Anthropic, in the assistant's own message
+    elif said and kind.endswith("_tool_result"):  # its tool ran at Anthropic
         check_value(block.get("content"), f"{where}.content")
         _add_result(messages, block, json.dumps(_readable(block.get("content")), ensure_ascii=False), where)
     elif said and kind == "thinking":
@@ -327,7 +327,7 @@ def _readable(value: Any) -> Any:
 
 
 def _last(messages: list[dict[str, Any]], role: str) -> dict[str, Any]:
-    """The last message, if it is of that role, else a new one."""
+    """The last message, if it has that role, else a new one."""
     if not messages or messages[-1]["role"] != role:
         messages.append({"role": role})
     return messages[-1]

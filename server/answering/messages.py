@@ -1,4 +1,4 @@
-"""The messages of a conversation: checked, and as chat templates want them."""
+"""Checks the messages of a conversation and converts them for chat templates."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from server.errors import ApiError, shown
 Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Fields of a message that would change the prompt and are not supported.
+# Unsupported fields of a message that would change the prompt.
 _UNSUPPORTED = ("function_call", "audio")
-_MAX_ID = 256  # characters of a call's id
+_MAX_ID = 256  # maximum characters of a call's id
 _NAME = re.compile(FUNCTION_NAME, re.ASCII)
 
 
 def read_messages(given: Sequence[Any], pictures: Pictures | None = None) -> list[Message]:
-    """Messages as templates want them: role and content as text, and what else a role has.
+    """Messages for templates: role, content as text, and the other fields of each role.
 
-    An assistant's message may have `reasoning_content` and `tool_calls`, whose arguments stay the text that they are;
-    a tool's has `tool_call_id`. Text parts are joined with line breaks, since most templates know no parts.
+    An assistant message may have `reasoning_content` and `tool_calls`, whose arguments stay text; a tool message has
+    `tool_call_id`. Text parts are joined with line breaks, because most templates do not support parts.
 
     Args:
         pictures: gets the images, for which the texts have marks; None: the model reads none.
 
     Raises:
-        ApiError: names the first thing that is wrong.
+        ApiError: names the first invalid part.
     """
     if not given:
         _fail("messages", "messages must hold at least one message, got an empty list.")
@@ -39,7 +39,7 @@ def read_messages(given: Sequence[Any], pictures: Pictures | None = None) -> lis
 
 
 def estimate_messages(messages: Sequence[Message]) -> int:
-    """About how many tokens the messages have."""
+    """An estimate of the number of tokens in the messages."""
     return sum(estimate_tokens(text) for message in messages for text in _texts(message))
 
 
@@ -64,7 +64,7 @@ def _read_message(item: Any, where: str, pictures: Pictures | None) -> Message:
     if content is None and calls:
         message["content"] = ""
     elif isinstance(content, list) and not content and role == "tool":
-        message["content"] = ""  # a function that gave nothing
+        message["content"] = ""  # a function without a result
     else:
         message["content"] = _read_content(content, f"{where}.content", pictures)
     if calls:
@@ -108,7 +108,7 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _read_reasoning(item: Mapping[str, Any], where: str) -> Message:
-    """DeepSeek's name, or the one that vLLM has for it."""
+    """The reasoning under DeepSeek's name or vLLM's."""
     for name in ("reasoning_content", "reasoning"):
         if item.get(name) is not None:
             return {"reasoning_content": _read_text(item, name, where)}

@@ -1,4 +1,4 @@
-"""One request for generated text, from its arrival to its end: what the log line about it says."""
+"""The log line about one request for generated text, collected from its arrival to its end."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from server.metrics.times import PromptTimes
 
 T = TypeVar("T")
 
-_SHOWN_CHARACTERS = 2000  # of a prompt's or an answer's text, where they are logged
+_SHOWN_CHARACTERS = 2000  # maximum characters of a prompt or an answer, if they are logged
 _SHOWN_TOKENS = 200
-_SHOWN_INPUTS = 16  # of a request that has many
+_SHOWN_INPUTS = 16  # maximum logged items of a request that has many
 
 logger = structlog.get_logger("octavo.request")
 
 
 class Listener(Protocol):
-    """Hears of the end of a request beside the log."""
+    """Is notified of the end of a request, besides the log."""
 
     def tell(self, record: RequestRecord, outcome: str, facts: Mapping[str, Any]) -> None:
-        """The request ended so; `facts` are those of the outcome, such as an error's code."""
+        """The request ended with this outcome; `facts` belong to the outcome, such as an error's code."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestUsage:
-    """The cost of a request.
+    """The resources that a request used.
 
     Attributes:
-        finish_reasons: why each answer ended; None while it has not.
+        finish_reasons: why each answer ended; None while it runs.
         draft_tokens, accepted_draft_tokens: drafted tokens, and those of them that came.
-        first_token: when the first token of any answer came, in seconds of `time.monotonic()`.
+        first_token: the time of the first token of any answer, in seconds of `time.monotonic()`.
     """
 
     prompt_tokens: int
@@ -57,14 +57,14 @@ class RequestUsage:
 class RequestRecord:
     """Collects facts about a request. It reports them in one log line at the end, and to its listener.
 
-    The line's request_id is bound where requests get their public ids. Prompts and answers are in it
-    only if `log_prompts` is set.
+    The line's request_id comes from where requests get their public ids. The line contains prompts and answers only if
+    `log_prompts` is set.
 
     Attributes:
-        id: of the answer, `cmpl-...`.
+        id: the answer's id, `cmpl-...`.
         arrival: `time.monotonic()` seconds.
-        listener: what traces the request, if something does.
-        ignored: names of fields that changed nothing, as the answer's header has them.
+        listener: the tracer of the request, if there is one.
+        ignored: names of ignored fields, as in the answer's header.
     """
 
     id: str
@@ -76,7 +76,7 @@ class RequestRecord:
     log_prompts: bool = False
     listener: Listener | None = None
     ignored: str | None = None
-    _cut: str | None = None  # why the engine ended an answer
+    _cut: str | None = None  # the engine's reason for ending an answer
     _said: bool = False
     _times: list[PromptTimes] = field(default_factory=list)
     _prompts: list[Prompt] = field(default_factory=list)
@@ -85,17 +85,17 @@ class RequestRecord:
     # ---------------------------------------------------------------- while it runs
 
     def belongs_to(self, request: Request) -> None:
-        """This says how the HTTP request ended, and nothing else needs to."""
+        """This record alone reports how the HTTP request ended."""
         request.state.recorded = True
         self.listener = getattr(request.state, "trace", None)
 
     async def whole(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await the unstreamed answer, and record it as the whole request."""
+        """Await the unstreamed answer and record it as the whole request."""
         with self:
             return await work
 
     async def streamed(self, events: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
-        """Pass a stream's events on; its end is the request's."""
+        """Pass a stream's events on; the end of the stream ends the request."""
         with self:
             async with aclosing(events):
                 async for event in events:
@@ -103,7 +103,7 @@ class RequestRecord:
 
     @contextmanager
     def refusals(self) -> Iterator[None]:
-        """Errors raised in this block end the request before its work has begun."""
+        """Errors raised in this block end the request before its work begins."""
         try:
             yield
         except Exception as problem:
@@ -111,7 +111,7 @@ class RequestRecord:
             raise
 
     def prompt(self, prompt: Prompt, num_answers: int) -> PromptTimes:
-        """A prompt of the request goes to the engine. Returns its record, which is filled while it is answered."""
+        """Record that a prompt goes to the engine. Returns its record, which is filled during the answer."""
         times = PromptTimes(self.arrival, prompt.num_tokens, num_answers)
         self._times.append(times)
         if self.log_prompts:
@@ -119,7 +119,7 @@ class RequestRecord:
         return times
 
     def answer(self, times: PromptTimes, prompt_index: int, choice: ChoiceText) -> None:
-        """News of one answer on its way to the client."""
+        """Record results of one answer on their way to the client."""
         times.generated[choice.index] += len(choice.token_ids)
         if choice.finish_reason is not None:
             times.reasons[choice.index] = choice.finish_reason
@@ -135,7 +135,7 @@ class RequestRecord:
 
     def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: Any) -> None:
         if isinstance(problem, GeneratorExit | asyncio.CancelledError):
-            return  # the code that ended it knows why, and says so with `abort`
+            return  # the code that ended it knows the reason and reports it with `abort`
         if isinstance(problem, ApiError) and self._cut is not None:
             self._say(f"aborted:{self._cut}", status=problem.status_code, code=problem.code)
         elif isinstance(problem, ApiError):
@@ -148,7 +148,7 @@ class RequestRecord:
             self._say("ok" if self._cut is None else f"aborted:{self._cut}")
 
     def abort(self, reason: str) -> None:
-        """The request was ended before its answer was complete: because of a disconnect, for example."""
+        """Record that the request ended before its answer was complete, for example because of a disconnect."""
         self._say(f"aborted:{reason}")
 
     def _say(self, outcome: str, **facts: Any) -> None:
@@ -175,7 +175,7 @@ class RequestRecord:
     def phases(self) -> dict[str, tuple[float, float | None]]:
         """The beginning and end of each phase of the whole request, in seconds of `time.monotonic()`. The request
         queues until its first prompt is in a step, is prefilled until the first token of any prompt, and decodes until
-        the last token. The end is None if it was not reached; a phase that did not begin is not there."""
+        the last token. The end is None if it was not reached; phases that did not begin are missing."""
         scheduled = min(_known([times.scheduled for times in self._times]), default=None)
         sampled = min(_known([times.sampled or times.first_token for times in self._times]), default=None)
         last = max(_known([times.last_token for times in self._times]), default=None)
@@ -225,8 +225,8 @@ class PoolingRecord(RequestRecord):
         )
 
     def input(self, source: TokenInput | PixelInput, num_tokens: int) -> PromptTimes:
-        """An input of the request with so many tokens will go to the engine. Returns its record, which is filled while
-        it is answered."""
+        """Record that an input with this many tokens goes to the engine. Returns its record, which is filled during the
+        answer."""
         times = PromptTimes(self.arrival, num_tokens, 0)
         self._times.append(times)
         if self.log_prompts and len(self._prompts) < _SHOWN_INPUTS:
@@ -237,7 +237,7 @@ class PoolingRecord(RequestRecord):
         return times
 
     def phases(self) -> dict[str, tuple[float, float | None]]:
-        """The request queues until a step has room for one of its inputs. Then it is computed until the last input is
+        """The request queues until a step has room for one of its inputs. It is then computed until the last input is
         answered."""
         scheduled = min(_known([times.scheduled for times in self._times]), default=None)
         sampled = max(_known([times.sampled for times in self._times]), default=None)

@@ -47,12 +47,12 @@ def written(line: Line) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The shape of an answer.
+    """The form of an answer.
 
     Attributes:
         model: the name that the client sent.
-        chat: the answer is a message, as in /api/chat; else a text, as in /api/generate.
-        context: the last line has the token ids of prompt and answer.
+        chat: whether the answer is a message, as in /api/chat; else it is a text, as in /api/generate.
+        context: whether the last line has the token ids of prompt and answer.
     """
 
     model: str
@@ -165,7 +165,7 @@ class OllamaEvents(Events[ChatPiece]):
 
     @property
     def silence(self) -> str:  # type: ignore[override]  # the time is part of the line
-        """A line without news: lines have no comments."""
+        """A line without news, because lines cannot contain comments."""
         return written(self._form.part())
 
     def news(self, updates: Sequence[Update]) -> str:
@@ -202,7 +202,7 @@ class OllamaEvents(Events[ChatPiece]):
     # ---------------------------------------------------------------- what the blocks tell
 
     def began(self, block: Block) -> None:
-        """A block has no line of its own."""
+        """A block has no separate line."""
 
     def grew(self, block: Block, text: str, logprobs: Sequence[ChatTokenLogprob]) -> None:
         if text and block.kind != "call":
@@ -229,7 +229,7 @@ class OllamaRun(ConversationRun[ChatPiece]):
     """A conversation, answered in Ollama's shape.
 
     Attributes:
-        before: token ids that stand in front of the prompt: those of an earlier answer's `context`.
+        before: token ids before the prompt: those of an earlier answer's `context`.
     """
 
     id_prefix = "ollama-"

@@ -33,7 +33,7 @@ class FileFacts:
         size: bytes of the weights.
         digest: 64 hexadecimal digits that change with the files' names, sizes and times.
         modified: the newest file's time, in RFC 3339.
-        parameters: their number; None if the files do not say it.
+        parameters: the number of parameters; None if the files do not say.
         config: the model's config.json.
     """
 
@@ -72,8 +72,8 @@ def details_of(info: EngineInfo, name: str, parent: str = "") -> OllamaDetails:
     """The details of a model.
 
     Args:
-        name: its own.
-        parent: the base model's, of an adapter.
+        name: the model's own name.
+        parent: the base model's name, for an adapter.
     """
     facts = files_of(info)
     stem = name if info.model_file is None else Path(info.model_file).stem

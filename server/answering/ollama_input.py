@@ -1,4 +1,4 @@
-"""Requests of Ollama's clients as those of the chat path, and their names of models."""
+"""Converts requests of Ollama's clients to those of the chat path, and resolves their model names."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def read_options(body: OllamaAnswerBody, service: Service, ignored: Ignored) -> 
     """The sampling fields of a chat request or a completion that the options, and the fields beside them, ask for.
 
     Args:
-        ignored: gets the names of what is left out or lowered.
+        ignored: collects the names of what is left out or lowered.
 
     Raises:
         ApiError: something is wrong, or not supported.
@@ -172,12 +172,12 @@ def read_chat(
     service: Service,
     ignored: Ignored,
 ) -> ChatCompletionRequest:
-    """The chat request that asks for the same.
+    """The equivalent chat request.
 
     Args:
-        messages: as Ollama's clients write them.
+        messages: messages in the form that Ollama's clients send.
         model: the served name.
-        ignored: gets the names of what it leaves out or lowers.
+        ignored: collects the names of what it leaves out or lowers.
 
     Raises:
         ApiError: something is wrong, or not supported.
@@ -209,10 +209,10 @@ def _with_images(content: Any, images: Any, where: str) -> Any:
 
 
 def refuse_images(images: Any, where: str) -> None:
-    """Refuse images for a model that reads none beside a text.
+    """Refuse images for a model that reads none with a text.
 
     Raises:
-        ApiError: there are any.
+        ApiError: there are images.
     """
     if images:
         fail(where, f"{where} is not supported: this model reads text only. Remove it.", code="unsupported_parameter")

@@ -1,4 +1,4 @@
-"""Values that wait in little memory until an answer needs them."""
+"""Stores values in little memory until an answer needs them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ T = TypeVar("T")
 
 
 def packed(value: object) -> bytes:
-    """A value as MessagePack. An `Encoding` has about 12 bytes a token there, instead of 200."""
+    """A value as MessagePack. An `Encoding` takes about 12 bytes per token in this form, instead of 200."""
     return msgspec.msgpack.encode(value)
 
 
 def unpacked(data: bytes, kind: type[T]) -> T:
-    """The value again."""
+    """The original value."""
     return msgspec.msgpack.decode(data, type=kind)

@@ -1,4 +1,4 @@
-"""Choices of /v1/chat/completions whose reasoning and calls are told apart from their text."""
+"""Choices of /v1/chat/completions whose reasoning and calls are separated from their text."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from server.api.schemas import CompletionTokensDetails, Usage
 
 @dataclass(slots=True)
 class _Choice:
-    """One answer: what reads it, and the tokens of its reasoning so far, if it has any."""
+    """One answer: its parser, and the number of its reasoning tokens so far, if it has any."""
 
     parser: AnswerParser
     reasoning_tokens: int = 0
-    thinks: bool = True  # it may yet have more of them
+    thinks: bool = True  # reasoning may still continue
 
 
 @dataclass(slots=True)
 class ParsedChatPieces(ChatPieces):
-    """The pieces of answers that are parsed.
+    """The pieces of parsed answers.
 
     Attributes:
         parsing: how.
@@ -36,7 +36,7 @@ class ParsedChatPieces(ChatPieces):
     _choices_read: dict[int, _Choice] = field(default_factory=dict)
 
     def news(self, update: Update) -> list[ChatPiece | PlainText]:
-        """The pieces worth sending, except that plain text is not made into pieces."""
+        """The pieces worth sending; plain text is not made into pieces."""
         made: list[ChatPiece | PlainText] = []
         for choice, index, first in self._choices(update):
             parts = self._read(choice, index)
@@ -48,11 +48,12 @@ class ParsedChatPieces(ChatPieces):
         return made
 
     def make(self, update: Update, choice: ChoiceText, index: int, first: bool) -> list[ChatPiece]:
-        """The choice's pieces, one for each run of text, reasoning or calls, and the opening before the first."""
+        """The choice's pieces, one for each run of text, reasoning or calls, after the opening if they are the
+        first."""
         return self._made(update, choice, index, first, self._read(choice, index))
 
     def usage(self) -> Usage:
-        """The tokens so far, those of reasoning apart."""
+        """The tokens so far, with reasoning counted separately."""
         usage = PieceMaker.usage(self)
         if self.parsing.reasoning_ends_with is not None:
             read = self._choices_read.values()

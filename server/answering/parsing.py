@@ -1,8 +1,8 @@
-"""An answer's text into text, reasoning and calls of functions, while it is written.
+"""Separates an answer's text into text, reasoning and function calls while it is written.
 
-Regions are found by `transformers`' ResponseParser. Their content is read here as it arrives, because that parser
-reports a call only when it is complete, and fails on an incomplete one. However the text is cut into pieces, the parts
-add up to the same.
+`transformers`' ResponseParser finds the regions. This module parses their content as it arrives, because ResponseParser
+reports a call only when it is complete, and fails on an incomplete one. The result does not depend on how the text is
+cut into pieces.
 """
 
 from __future__ import annotations
@@ -20,27 +20,28 @@ from server.answering.formats import CallFormat, Formats, ReasoningFormat
 from server.answering.parts import Call, Part, Reasoning, Text
 from server.answering.tools import Tools
 
-_CALLS = "calls_"  # how regions of calls are named, their numbers behind
+_CALLS = "calls_"  # prefix of the names of call regions, followed by a number
 _SPACE = " \t\r\n"
-# Fed behind the answer's end: no mark holds it, so that whatever might have been the beginning of one is settled.
+# Text fed after the end of the answer: no mark contains it, so it resolves every possible beginning of a mark.
 _END = "\0"
-# Last words of reasoning that reached its limit.
+# Closing words of reasoning that reached its limit.
 _LAST_WORDS = "\n\nThat is enough thinking; I answer now.\n"
 _ANYWHERE = {"start_anchor_pattern": r"\A"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parsing:
-    """The settings for reading the answers to one request.
+    """The settings for parsing the answers to one request.
 
     Attributes:
-        formats: those of the model, as far as they are used.
+        formats: the model's formats, as far as they are used.
         template: the regions, compiled.
         tools: the functions that may be called; None if calls are text.
-        shown_special: special tokens without whose text the answer cannot be read.
-        begins_in_reasoning: the prompt has opened it.
-        reasoning_ends_with: the token that ends it, where that is one; its tokens can be counted then.
-        typed: the functions with the types of their arguments, where a call is read when it is complete.
+        shown_special: special tokens whose text is needed to parse the answer.
+        begins_in_reasoning: whether the prompt has opened reasoning.
+        reasoning_ends_with: the single token that ends reasoning, if there is one; reasoning tokens can then be
+            counted.
+        typed: the functions with the types of their arguments, for calls that are parsed when complete.
     """
 
     formats: Formats
@@ -53,13 +54,13 @@ class Parsing:
 
 
 class AnswerReader:
-    """Knows how one model writes answers.
+    """Parses the answers of one model.
 
     Args:
-        formats: how it writes calls and reasoning.
-        special: how texts write its special tokens, by their ids.
-        token_id: the id of a token by its text; None if there is none.
-        encode: text to ids, without special tokens around them.
+        formats: the model's formats for calls and reasoning.
+        special: the ids of its special tokens by their texts.
+        token_id: returns the id of a token's text; None if there is none.
+        encode: text to ids, without added special tokens.
     """
 
     def __init__(
@@ -86,11 +87,11 @@ class AnswerReader:
 
     @property
     def limits_reasoning(self) -> bool:
-        """The model's reasoning ends with a token, which can be asked for."""
+        """Whether a single token ends the model's reasoning, so that it can be forced."""
         return bool(self._opening)
 
     def budget(self, tokens: int, parsing: Parsing) -> ReasoningBudget:
-        """A limit on the reasoning of answers that are read like this."""
+        """A limit on the reasoning of answers parsed with these settings."""
         assert self._reasoning_end is not None
         return ReasoningBudget(
             tokens=tokens,
@@ -101,7 +102,7 @@ class AnswerReader:
         )
 
     def _marks(self, calls: bool) -> frozenset[int]:
-        """The special tokens among the marks that tell parts from each other, those of calls included or not."""
+        """The special tokens among the marks that separate parts, with or without those of calls."""
         texts: list[str] = []
         if self.formats.reasoning is not None:
             texts += [self.formats.reasoning.open, self.formats.reasoning.close]
@@ -112,12 +113,12 @@ class AnswerReader:
         return frozenset(token for token, text in self.special.items() if text in marks or re.escape(text) in marks)
 
     def parsing(self, tools: Tools | None, prompt: str, final: str | None = None) -> Parsing | None:
-        """The settings for reading answers to a prompt; None if answers are plain text.
+        """The settings for parsing answers to a prompt; None for plain text.
 
         Args:
-            tools: the functions that they may call.
-            prompt: as the template wrote it.
-            final: the text of a last message that the answers go on with.
+            tools: the functions that answers may call.
+            prompt: the prompt as the template wrote it.
+            final: the text of a last message that the answers continue.
         """
         calls = self.formats.calls if tools is not None else None
         reasoning = self.formats.reasoning
@@ -145,7 +146,7 @@ def _typed(tools: Tools) -> list[dict[str, Any]]:
 
 
 def _library() -> Any:
-    """Import the answer parser. It brings `transformers` (half a second, 20 MB), and most models do not need it."""
+    """Import the answer parser. It imports `transformers` (half a second, 20 MB), and most models do not need it."""
     from transformers.utils import chat_parsing
 
     return chat_parsing
@@ -161,11 +162,11 @@ def _begins_in(reasoning: ReasoningFormat, prompt: str, final: str | None) -> bo
     mark = reasoning.open.strip()
     if final is not None:
         return final.rfind(mark) > final.rfind(reasoning.close)
-    return prompt.rstrip().endswith(mark)  # anywhere else it may be a user's
+    return prompt.rstrip().endswith(mark)  # elsewhere it may be a user's text
 
 
 def _regions(formats: Formats) -> dict[str, Any]:
-    """A response template whose values are the text that stands in each region: nothing in it can fail."""
+    """A response template whose values are the raw texts of the regions, so that parsing cannot fail."""
     as_text = {"content": "text", "content_args": {"strip": False}, "repeats": True}
     fields: dict[str, Any] = {"content": as_text}
     if formats.reasoning is not None:
@@ -174,9 +175,9 @@ def _regions(formats: Formats) -> dict[str, Any]:
         for index, region in enumerate(formats.calls.regions):
             marks = {name: text for name, text in region.items() if name != "shown"}
             if formats.calls.field is None:
-                marks.pop("close", None)  # what reads it knows where it ends
+                marks.pop("close", None)  # the parser of the region finds its end
             else:
-                # What opened it belongs to the value: the function's name may stand there.
+                # The opening text belongs to the value, because it may contain the function's name.
                 pattern = marks.pop("open_pattern", None) or re.escape(marks.pop("open"))
                 marks |= {
                     "open_pattern": f"(?P<opening_>{pattern})",
@@ -190,12 +191,12 @@ def _regions(formats: Formats) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class AnswerParser:
-    """Reads one answer.
+    """Parses one answer.
 
     Attributes:
-        called: it holds a call.
-        reasoned: it holds reasoning, maybe an empty one.
-        reasons: what comes next is reasoning.
+        called: whether the answer has a call.
+        reasoned: whether the answer has reasoning, perhaps empty.
+        reasons: whether the next text is reasoning.
     """
 
     parsing: Parsing
@@ -205,10 +206,10 @@ class AnswerParser:
     _parser: Any = field(init=False)
     _calls: Calls = field(init=False)
     _region: Region | None = None
-    _kind: type[Part] | None = None  # of the last part
-    _space: str = ""  # that may turn out to stand between parts
-    _between: bool = False  # space that comes now stands between parts
-    _texted: bool = False  # it holds text
+    _kind: type[Part] | None = None  # kind of the last part
+    _space: str = ""  # space that may turn out to stand between parts
+    _between: bool = False  # whether space that comes now stands between parts
+    _texted: bool = False  # whether there is text
     _ends_in_call: bool = False
 
     def __post_init__(self) -> None:
@@ -225,11 +226,11 @@ class AnswerParser:
         list(self._parts(self._parser.initial_events))
 
     def feed(self, text: str) -> list[Part]:
-        """More of the answer."""
+        """Add text."""
         return self._tidied(self._parts(self._parser.feed(text)))
 
     def finish(self) -> list[Part]:
-        """The answer has ended: what was held back."""
+        """End the answer; returns the text that was held back."""
         events = self._parser.feed(_END)
         _, last = self._parser.finalize()
         events += last
@@ -256,7 +257,7 @@ class AnswerParser:
                 yield from self._in_region(int(name.removeprefix(_CALLS)), event)
 
     def _in_region(self, index: int, event: Mapping[str, Any]) -> Iterable[Part]:
-        """News of a region that should hold calls."""
+        """New text of a region that should contain calls."""
         format, kind = self.parsing.formats.calls, event["type"]
         assert format is not None
         region = format.regions[index]
@@ -282,7 +283,7 @@ class AnswerParser:
             yield from self._parts(self._parser.feed(rest))
 
     def _whole(self, format: CallFormat, region: Mapping[str, Any], value: Mapping[str, str]) -> Iterable[Part]:
-        """A region that is read when it has closed."""
+        """A region that is parsed at its end."""
         text = value["opening"] + value["content"]
         cut, text = text.endswith(_END), text.removesuffix(_END)
         text = text if cut else text + region.get("close", "")
@@ -295,7 +296,7 @@ class AnswerParser:
             yield from call.more(arguments)
 
     def _tidied(self, parts: Iterable[Part]) -> list[Part]:
-        """Parts without the space that stands between them, neighbours of a kind joined."""
+        """Parts without the space between them; neighbours of the same kind are joined."""
         made: list[Part] = []
         for part in parts:
             if isinstance(part, Call):
@@ -329,7 +330,7 @@ class AnswerParser:
 def _read_whole(
     format: CallFormat, region: Mapping[str, Any], text: str, tools: list[dict[str, Any]] | None
 ) -> Sequence[tuple[str, str]]:
-    """Names and arguments of the calls in a region; none if it cannot be read.
+    """Names and arguments of the calls in a region; none if it cannot be parsed.
 
     Args:
         tools: the types of arguments.
@@ -341,7 +342,7 @@ def _read_whole(
         read = _library().parse_response(text, {**_ANYWHERE, "fields": fields}, prefix="", tools=tools)
         calls = [call["function"] for call in read["tool_calls"]]
         return [(str(call["name"]), _as_text(call["arguments"])) for call in calls]
-    except Exception:  # a model may have written anything, and a checkpoint may bring the patterns
+    except Exception:  # a model may write anything, and the patterns may come from a checkpoint
         return []
 
 

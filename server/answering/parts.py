@@ -1,4 +1,4 @@
-"""The parts of an answer: text, reasoning, calls of functions."""
+"""The parts of an answer: text, reasoning, function calls."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Reasoning:
 
 @dataclass(slots=True)
 class Call:
-    """News of one call, as OpenAI streams them: the first has its id and the function's name, others have more of the
-    arguments.
+    """New data of one call, as OpenAI streams it: the first part has the id and the function's name, later ones have
+    more of the arguments.
 
     Attributes:
-        index: which of the answer's calls, from 0.
-        id: by which the result will name it; None but in the first news.
-        name: of the function; None but in the first news.
-        arguments: new text of them, JSON as a whole.
+        index: the call's index in the answer, from 0.
+        id: the id that the result refers to; None after the first part.
+        name: the function's name; None after the first part.
+        arguments: new text of the arguments; all texts together are JSON.
     """
 
     index: int

@@ -1,7 +1,7 @@
-"""Engine updates to pieces of an answer, whatever the endpoint's shape.
+"""Turns engine updates into pieces of an answer, for any endpoint's shape.
 
-Everything is made of pieces, which hold the new text only: a stream sends them one by one, an unstreamed
-answer joins them, so the two cannot differ.
+A piece holds only new text. A stream sends pieces one by one and an unstreamed answer joins them, so the two cannot
+differ.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from server.answering.generation import Update
 from server.answering.prompt import Prompt
 from server.api.schemas import BeamMove, BeamStep, CompletionTokensDetails, LiveBeams, PromptTokensDetails, Usage
 
-LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
+LOWEST_LOGPROB = -9999.0  # minus infinity, which JSON cannot express
 
 Piece = TypeVar("Piece", bound=BaseModel)
 Choice = TypeVar("Choice", bound=BaseModel)
@@ -27,9 +27,9 @@ Choice = TypeVar("Choice", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The requested form of the choices. With `prompt_only` nothing of the answer is shown, and with `tokens_as_ids`
-    tokens are named by their ids among log-probabilities; `timings` come with the end of the answer, or with each
-    event of a stream, too."""
+    """The requested form of the choices. With `prompt_only`, the answer is not shown; with `tokens_as_ids`,
+    log-probabilities name tokens by their ids; `timings` come at the end of the answer, or with each event of a
+    stream."""
 
     params: SamplingParams
     n: int
@@ -43,13 +43,13 @@ class Shape:
 
     @property
     def text_only(self) -> bool:
-        """Most of a stream's news may be plain text."""
+        """Whether most of a stream's updates may be plain text."""
         return self.logprobs is None and not self.return_token_ids and self.timings != "each"
 
 
 @dataclass(slots=True)
 class PlainText:
-    """News of a choice that are text and nothing else: most of what a stream sends."""
+    """An update of a choice that is only text, as most of a stream is."""
 
     index: int
     text: str
@@ -57,9 +57,9 @@ class PlainText:
 
 @dataclass(slots=True)
 class PieceMaker(ABC, Generic[Piece]):
-    """Makes the pieces of one request and adds up its usage.
+    """Makes the pieces of one request and counts its usage.
 
-    Choice indices are prompt * (answers per prompt) + answer, where params.n answers are generated.
+    A choice's index is prompt * (answers per prompt) + answer; params.n answers are generated.
     """
 
     prompts: Sequence[Prompt]
@@ -72,11 +72,11 @@ class PieceMaker(ABC, Generic[Piece]):
 
     @abstractmethod
     def make(self, update: Update, choice: ChoiceText, index: int, first: bool) -> list[Piece]:
-        """The pieces worth sending of one choice's news; `first` for the choice's first news."""
+        """The pieces worth sending for one choice's update; `first` marks the choice's first update."""
 
     @abstractmethod
     def plain(self, news: PlainText) -> Piece:
-        """The piece that says no more than this."""
+        """The piece with only this text."""
 
     def pieces(self, update: Update) -> list[Piece]:
         """The pieces worth sending."""
@@ -84,7 +84,7 @@ class PieceMaker(ABC, Generic[Piece]):
         return [piece for pieces in made for piece in pieces]
 
     def news(self, update: Update) -> list[Piece | PlainText]:
-        """The same, except that plain text is not made into pieces."""
+        """The same, but plain text is not made into pieces."""
         made: list[Piece | PlainText] = []
         for choice, index, first in self._choices(update):
             if first or choice.finish_reason is not None or not self.shape.text_only:
@@ -94,7 +94,7 @@ class PieceMaker(ABC, Generic[Piece]):
         return made
 
     def _choices(self, update: Update) -> Iterator[tuple[ChoiceText, int, bool]]:
-        """The choices with news, with their index in the whole request, and whether these are their first."""
+        """The choices with updates, with their index in the whole request, and whether the update is their first."""
         self._cached[update.prompt_index] = update.num_cached_tokens
         self._drafted[update.prompt_index] = update.num_draft_tokens, update.num_accepted_draft_tokens
         for choice in map(_nothing_of, update.choices) if self.shape.prompt_only else update.choices:
@@ -105,7 +105,7 @@ class PieceMaker(ABC, Generic[Piece]):
             yield choice, index, first
 
     def beams(self, update: Update) -> LiveBeams | None:
-        """The update's news of beams, if any."""
+        """The update's data about beams, if any."""
         if not update.beams:
             return None
         steps = [BeamStep(live=self._moves(step.live), ended=self._moves(step.ended)) for step in update.beams]
@@ -135,7 +135,7 @@ class PieceMaker(ABC, Generic[Piece]):
         return usage
 
     def prompt_fields(self, update: Update) -> dict[str, Any]:
-        """The facts about the prompt in a choice's first piece, if the request asks for them."""
+        """The facts about the prompt in a choice's first piece, if requested."""
         fields: dict[str, Any] = {}
         if self.shape.return_token_ids:
             fields["prompt_token_ids"] = self.prompts[update.prompt_index].token_ids
@@ -144,15 +144,15 @@ class PieceMaker(ABC, Generic[Piece]):
         return fields
 
     def opens(self, piece: Piece | PlainText) -> bool:
-        """It comes before the first token of its choice."""
+        """Whether it comes before the first token of its choice."""
         return False
 
     def label(self, token: int) -> str:
-        """The token's name among log-probabilities."""
+        """The token's name in log-probabilities."""
         return f"token_id:{token}" if self.shape.tokens_as_ids else self.token_text(token)
 
     def token_text(self, token: int) -> str:
-        """The token's text; without a tokenizer its number."""
+        """The token's text; without a tokenizer, its number."""
         return str(token) if self.tokenizer is None else self.tokenizer.token_text(token)
 
     def _full(self, entry: TokenLogprobs | None) -> dict[int, dict[str, float | int | str | None]] | None:
@@ -171,15 +171,15 @@ class PieceMaker(ABC, Generic[Piece]):
 
 
 def _nothing_of(choice: ChoiceText) -> ChoiceText:
-    """The choice's news without its answer."""
+    """The choice's update without its answer."""
     finish_reason = choice.finish_reason
-    if finish_reason == "stop":  # by a token that was not asked for
+    if finish_reason == "stop":  # for a token that was not requested
         finish_reason = "length"
     return ChoiceText(index=choice.index, token_ids=[], finish_reason=finish_reason)
 
 
 def keep_best(choices: Sequence[Choice], scores: Sequence[float], generated: int, n: int) -> list[Choice]:
-    """The n choices with the highest scores of every `generated` choices, best first, renumbered."""
+    """The n best-scored of every `generated` choices, best first, renumbered."""
     kept = []
     for start in range(0, len(choices), generated):
         ranked = sorted(range(start, start + generated), key=lambda index: -scores[index])[:n]

@@ -1,7 +1,6 @@
-"""Answering requests for results other than generated text (vectors, classes, answers, masked tokens): the code that
-all such endpoints share.
+"""The code that all endpoints without generated text share (vectors, classes, answers, masked tokens).
 
-An endpoint is a subclass of `PoolingRun`; `server.answering.encoding` turns its texts into tokens, and
+An endpoint is a subclass of `PoolingRun`. `server.answering.encoding` turns its texts into tokens, and
 `server.answering.endpoints` refuses what the model cannot serve.
 """
 
@@ -43,17 +42,17 @@ from server.errors import ApiError
 from server.gates import Place
 from server.metrics.times import PromptTimes
 
-# Tasks that may give many numbers of each token, and what these are.
+# Tasks that may give many numbers for each token, and what the numbers are.
 _WIDE = {"token_embed": "vectors", "sparse_embed": "vectors", "entities": "scores"}
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingInput:
-    """One input as the engine takes it, with its parameters.
+    """One input in the engine's form, with its parameters.
 
     Attributes:
-        source: its `text` is for the log only.
-        positions: of an image: how many tokens it counts as.
+        source: the input; its `text` is only for the log.
+        positions: for an image, the number of tokens that it counts as.
     """
 
     source: TokenInput | PixelInput
@@ -62,7 +61,7 @@ class PoolingInput:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the engine reads."""
+        """The number of tokens that the engine reads."""
         return self.positions if isinstance(self.source, PixelInput) else len(self.source.token_ids)
 
 
@@ -74,18 +73,18 @@ def image_input(image: PixelInput, params: PoolingParams, info: EngineInfo) -> P
 
 @dataclass(slots=True)
 class PoolingRun(ABC):
-    """One request being answered. A subclass defines the inputs and the format of the answer.
+    """A request being answered. A subclass defines the inputs and the format of the answer.
 
-    `respond` admits the request, asks for its inputs, has the engine answer them, and sends what `render` makes of the
-    answers. If the client leaves, one input fails or the service stops, what still runs is aborted.
+    `respond` admits the request, gets its inputs, lets the engine answer them, and sends the result of `render`. If the
+    client leaves, an input fails or the service stops, the inputs that still run are aborted.
 
     Attributes:
-        advice: what a client may do about a text that is too long, besides to shorten it.
-        request_id: of the answer: `id_prefix`, and a random part.
+        advice: what a client may do about a text that is too long, besides shortening it.
+        request_id: the answer's id: `id_prefix` and a random part.
         created: Unix seconds.
-        num_tokens: of all inputs, once they are known.
-        media_type: of the body.
-        headers: of the answer, besides those that every answer has; `render` may add some.
+        num_tokens: the tokens of all inputs, once known.
+        media_type: the media type of the body.
+        headers: headers of the answer, besides those of every answer; `render` may add some.
     """
 
     id_prefix: ClassVar[str]
@@ -109,7 +108,7 @@ class PoolingRun(ABC):
 
     @abstractmethod
     def size(self) -> int:
-        """About how many tokens the inputs have, without tokenising them: see `encoding.estimate`."""
+        """An estimate of the tokens in the inputs, without tokenising them (see `encoding.estimate`)."""
 
     @abstractmethod
     async def inputs(self) -> Sequence[PoolingInput]:
@@ -117,7 +116,7 @@ class PoolingRun(ABC):
 
     @abstractmethod
     def render(self, answers: Sequence[Pooled]) -> bytes:
-        """The body, of one answer for each input. It is called in a thread, since it may take long."""
+        """The body, from one answer for each input. It runs in a thread, because it may take long."""
 
     def public_name(self, param: str | None) -> str | None:
         """The client's name for the engine's parameter `param`."""
@@ -140,7 +139,7 @@ class PoolingRun(ABC):
             log_prompts=self.service.settings.log_prompts,
         )
         self.record.belongs_to(request)
-        # Before any task is made for it: a refusal does not wait for turns of a busy event loop.
+        # This comes before any task is created, so a refusal does not wait for a busy event loop.
         with self.record.refusals():
             self._admission = ticket = await self.service.admit_pooling(self.size(), self.terms)
         wanted = Wanted(self.service.drain, self._interrupted)
@@ -165,7 +164,7 @@ class PoolingRun(ABC):
         with self._working(ticket):
             inputs = await self.inputs()
             sizes = [item.num_tokens for item in inputs]
-            longest = self.service.client.info.max_model_len  # of a text that is longer the engine will say so
+            longest = self.service.client.info.max_model_len  # the engine refuses a longer text
             await ticket.measured([sum(item.positions or min(item.num_tokens, longest) for item in inputs)])
             self.num_tokens = sum(sizes)
             answers = _Answers(self.service, self.request_id, inputs, self.terms, self.record, ticket)
@@ -176,7 +175,8 @@ class PoolingRun(ABC):
 
     @contextmanager
     def _working(self, ticket: Place) -> Iterator[None]:
-        """The request's place. It is given back however the request ends. Failures of the server are counted."""
+        """A context that holds the request's slot. The slot is released however the request ends. The context counts
+        failures of the server."""
         with ticket:
             try:
                 yield
@@ -205,15 +205,15 @@ class PoolingRun(ABC):
 
 
 class _Answers(Lane):
-    """The inputs of one HTTP request on their way through the engine.
+    """The inputs of one HTTP request while the engine processes them.
 
-    A context: entering it queues them, leaving it aborts what still runs.
+    A context: entering queues them, leaving aborts those that still run.
 
     Args:
         request_id: prefix of the engine's request ids, one per input.
-        terms: of all inputs.
-        record: is told what happens.
-        ticket: a part of its tokens waits no longer with every answer.
+        terms: the terms of all inputs.
+        record: is notified of what happens.
+        ticket: with every answer, fewer of its tokens wait.
 
     Attributes:
         num_unfinished: inputs without an answer.
@@ -241,7 +241,7 @@ class _Answers(Lane):
         self._problem: Exception | None = None
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.num_unfinished = len(inputs)
-        self._size = 0  # bytes of answers that are many for one input
+        self._size = 0  # bytes of answers with many numbers per input
 
     def __enter__(self) -> Self:
         self._service.turns.join(self)
@@ -252,7 +252,7 @@ class _Answers(Lane):
         turns.leave(self)
         self._over.cancel()
         given_up = [run for run in self._runs[: self._next] if run.running]
-        for run in given_up:  # all are abandoned before others take their places
+        for run in given_up:  # all are abandoned before other requests take their turns
             run.running = False
             self._service.client.abandon(run.request_id)
             metrics.unwatch(run.request_id)
@@ -261,7 +261,7 @@ class _Answers(Lane):
             turns.ended(run.num_tokens)
 
     async def all(self) -> list[Pooled]:
-        """One answer for each input, in their order, when all are known.
+        """One answer for each input, in order, when all are known.
 
         Raises:
             InvalidRequestError: an input was refused.
@@ -296,7 +296,7 @@ class _Answers(Lane):
         """Take the engine client's results. No exception escapes into its loop."""
         run = self._runs[index]
         if isinstance(item, RequestDelta) and not item.finished:
-            return  # it was accepted
+            return  # the engine accepted it
         run.running = False
         metrics = self._service.metrics
         metrics.unwatch(run.request_id)
@@ -321,8 +321,8 @@ class _Answers(Lane):
         self._service.turns.ended(run.num_tokens)
 
     def _too_much(self, run: _Run, answer: Pooled) -> ApiError | None:
-        """The refusal of answers whose size goes by more than the number of inputs, once they exceed what one HTTP
-        answer may take."""
+        """The error for answers whose size depends on more than the number of inputs, if they exceed the limit of one
+        HTTP answer."""
         if run.input.params.task not in _WIDE:
             return None
         self._size += len(answer.data) + len(answer.ids or b"")
@@ -346,7 +346,7 @@ class _Answers(Lane):
 
 @dataclass(slots=True)
 class _Run:
-    """One input's way through the engine; `running`: from its submission to its last delta."""
+    """The state of one input in the engine; `running` from its submission to its last delta."""
 
     request_id: str
     input: PoolingInput
@@ -362,16 +362,16 @@ _write = functools.partial(json.dumps, separators=(",", ":"), allow_nan=False)
 
 
 def listed(run: PoolingRun, items: Iterable[Mapping[str, Any]], name: str = "data") -> bytes:
-    """The body of an answer that holds these items under that name.
+    """The body of an answer with these items under that name.
 
-    Each is written on its own. So a thread with thousands of them lets others run in between, and holds at most one of
-    them in a form other than text.
+    Each item is written separately. So a thread that writes thousands of items lets other threads run in between, and
+    has at most one item that is not yet text.
     """
     return joined(run, (_write(item).encode() for item in items), name)
 
 
 def joined(run: PoolingRun, written: Iterable[bytes], name: str = "data") -> bytes:
-    """The same of items that are JSON already."""
+    """The same for items that are JSON already."""
     rest = {
         "id": run.request_id,
         "object": "list",

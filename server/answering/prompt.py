@@ -1,4 +1,4 @@
-"""A prompt ready for the engine."""
+"""Prompts in the engine's form."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from engine.text.processor import Tokenizer
 from server.admission import CHARACTERS_PER_TOKEN
 from server.errors import ApiError, shown
 
-LIKELY_CHARACTERS = 16  # per token: hardly a text of so many for each token of the context has room there
-MAX_TOKENIZED = 65536  # tokens of a text that need not fit into the model, where that does not read more
-_TOKENISED = 262144  # characters that are tokenised in any case, however few tokens they may have
-_SLICE = 65536  # characters tokenised at once, where it is only asked how many tokens they have
+LIKELY_CHARACTERS = 16  # characters per token: a longer text hardly ever has so few tokens
+MAX_TOKENIZED = 65536  # tokens of a text whose length limit is not the model's, if the model allows less
+_TOKENISED = 262144  # characters that are always tokenised, however few tokens are allowed
+_SLICE = 65536  # characters tokenised at once if only the number of tokens is needed
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt ready for the engine.
+    """A prompt in the engine's form.
 
     Attributes:
-        token_ids: for an encoder-decoder model the encoder's input.
-        text: None if it came as token ids.
-        decoder_ids: for an encoder-decoder model what the request brings of the answer; None for a decoder-only one.
-        images: those among the tokens.
+        token_ids: the prompt; for an encoder-decoder model the encoder's input.
+        text: the text; None if the prompt came as token ids.
+        decoder_ids: for an encoder-decoder model the given beginning of the answer; None for a decoder-only model.
+        images: the images among the tokens.
     """
 
     token_ids: list[int]
@@ -36,12 +36,12 @@ class Prompt:
 
     @property
     def num_tokens(self) -> int:
-        """All tokens that the request brings."""
+        """All tokens of the request."""
         return len(self.token_ids) + len(self.decoder_ids or ())
 
     @property
     def continued(self) -> list[int]:
-        """The tokens that the answer goes on from."""
+        """The tokens that the answer continues."""
         return self.token_ids if self.decoder_ids is None else self.decoder_ids
 
     @property
@@ -53,10 +53,10 @@ class Prompt:
 
 
 class TooLongError(ApiError):
-    """A prompt has more tokens than there is room for.
+    """A prompt has more tokens than fit.
 
     Attributes:
-        tokens: of the prompt; an estimate where so long a text was not tokenised whole.
+        tokens: the prompt's tokens; an estimate if the text was too long to be tokenised whole.
     """
 
     def __init__(self, message: str, param: str, tokens: int):
@@ -66,12 +66,12 @@ class TooLongError(ApiError):
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The limit on a prompt's length, and the refusal of a longer one, in the engine's words.
+    """The limit on a prompt's length, and the error for a longer prompt, in the engine's words.
 
     Attributes:
-        tokens: most tokens, the answer included where that goes on from the prompt.
-        param: the field that the prompt comes in.
-        encoder: the prompt is an encoder's input.
+        tokens: maximum tokens, including the answer if it continues the prompt.
+        param: the request's field with the prompt.
+        encoder: whether the prompt is an encoder's input.
     """
 
     tokens: int
@@ -80,18 +80,18 @@ class Room:
 
     @classmethod
     def of_prompt(cls, info: EngineInfo, param: str = "prompt") -> Room:
-        """The room for prompts of this model."""
+        """The limit for prompts of this model."""
         if info.max_encoder_len is not None:
             return cls(info.max_encoder_len, param, encoder=True)
         return cls(info.max_model_len, param)
 
     def refusal_of_characters(self, count: int) -> ApiError:
-        """The answer to a text of so many characters that it is not even tokenised."""
-        length = f"its {count} characters are more than the {most_characters(self.tokens)} that can make"
+        """The error for a text with so many characters that it is not tokenised."""
+        length = f"{count} characters, more than the {most_characters(self.tokens)} that can make {self.tokens}"
         return self.refusal(length, count // CHARACTERS_PER_TOKEN)
 
     def refusal(self, length: str, tokens: int = 0) -> ApiError:
-        """The answer to a prompt of that length: in words, and about how many tokens that is, where it is known."""
+        """The error for a prompt of that length, and an estimate of its tokens, if known."""
         name = "decoder_prompt" if self.param == "decoder_prompt" else "prompt"
         limit = f"this model's maximum context length is {self.tokens} tokens, answer included"
         if self.encoder:
@@ -104,19 +104,19 @@ class Room:
 
 
 def most_characters(tokens: int) -> int:
-    """Characters of the longest text that is tokenised where there is room for so many tokens: a tokenizer takes up to
-    200 bytes of memory for a character, even of such as make no token."""
+    """Maximum characters of a text that is tokenised for this many tokens. A tokenizer takes up to 200 bytes of memory
+    per character, even for characters without tokens."""
     return max(LIKELY_CHARACTERS * tokens, _TOKENISED)
 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """The rule for cutting prompts that are longer than a client wants (`truncate_prompt_tokens`).
+    """The rule for cutting longer prompts (`truncate_prompt_tokens`).
 
     Attributes:
-        tokens: that stay.
-        side: where others are left out: before what an answer goes on from; of an encoder's input where the
-            tokenizer says.
+        tokens: the number of tokens that stay.
+        side: where tokens are removed: the beginning of a prompt that an answer continues; for an encoder's input, the
+            tokenizer's side.
     """
 
     tokens: int
@@ -127,19 +127,19 @@ class Truncation:
         """Read a request's field.
 
         Args:
-            asked: the field; -1: as many tokens as leave `free` ones for the answer.
-            free: tokens of the context.
+            asked: the field; -1 keeps as many tokens as leave `free` tokens for the answer.
+            free: free tokens of the context.
 
         Raises:
-            ApiError: more than the model takes, or none.
+            ApiError: the value is more than the model allows, or none.
         """
         if asked is None:
             return None
         room = Room.of_prompt(info)
         if asked == 0 or asked > room.tokens:
             message = (
-                f"truncate_prompt_tokens is {asked}; it must be at least 1 and at most {room.tokens} (max_model_len), "
-                "or -1 to keep as much as leaves room for the answer."
+                f"truncate_prompt_tokens is {asked}; it must be at least 1 and at most {room.tokens} "
+                "(max_model_len), or -1 to keep as many tokens as leave room for the answer."
             )
             raise ApiError(400, message, param="truncate_prompt_tokens", code="invalid_value")
         if room.encoder:
@@ -149,19 +149,19 @@ class Truncation:
         return cls(max(room.tokens - free, 1) if asked == -1 else asked)
 
     def ids(self, ids: Sequence[int]) -> list[int]:
-        """Token ids as they stay."""
+        """The token ids after cutting."""
         return list(ids[-self.tokens :] if self.side == "left" else ids[: self.tokens])
 
     def encode(self, tokenizer: Tokenizer, text: str, room: Room, *, add_special_tokens: bool) -> list[int]:
-        """A text's token ids as they stay, special ones among them.
+        """A text's token ids after cutting, including special tokens.
 
         Raises:
-            ApiError: there are far too many characters for so few tokens.
-            InvalidRequestError: the special tokens alone are more.
+            ApiError: the text has far too many characters for so few tokens.
+            InvalidRequestError: the special tokens alone exceed the limit.
         """
         plain = functools.partial(tokenizer.encode, add_special_tokens=False)
         beyond = count_beyond(plain, text, self.tokens, left=self.side == "left")
-        if beyond is not None:  # the rest decides nothing, and may take minutes
+        if beyond is not None:  # the rest does not matter and may take minutes
             size, count = beyond
             if count <= 2 * self.tokens:
                 raise room.refusal_of_characters(len(text))
@@ -172,11 +172,10 @@ class Truncation:
 
 
 def check_length(count: int, room: Room) -> None:
-    """Refuse token ids that are far too many before they are sent to the engine, which would only say the same.
+    """Refuse far too many token ids before they are sent to the engine, which would refuse them too.
 
     Raises:
-        ApiError: there are more than twice as many as there is room for. What is only a little too long is left to the
-            engine.
+        ApiError: there are more than twice as many as fit. The engine refuses smaller excesses.
     """
     if count > 2 * room.tokens:
         raise room.refusal(f"it has {count}", count)
@@ -197,18 +196,17 @@ def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
 def count_beyond(
     encode: Callable[[str], Sequence[int]], text: str, tokens: int, *, left: bool = False
 ) -> tuple[int, int] | None:
-    """How many characters of a text have more than twice so many tokens, and how many they have.
+    """The number of characters that have more than twice the given tokens, and the number of their tokens.
 
-    The text is tokenised in slices, and no further than needed, since the whole may take minutes and gigabytes. Slices
-    cut only a few tokens apart, and the boundaries of a token depend only on its neighbours: so far beyond, no way of
-    going on makes the beginning fit.
+    The text is tokenised in slices and no further than needed, because the whole text may take minutes and gigabytes.
+    A cut between slices changes only a few tokens, because token boundaries depend only on nearby text. At twice the
+    limit, the text cannot fit whatever follows.
 
     Args:
         encode: text to ids, without special tokens.
         left: count from the end.
 
-    Returns:
-        None if the text may have no more; of one longer than `most_characters`, that and the tokens of so many.
+    Returns: None if the text may fit; for a text longer than `most_characters`, that number and its tokens.
     """
     size, limit = max(min(LIKELY_CHARACTERS * tokens, _SLICE), 2 * tokens), most_characters(tokens)
     if len(text) <= size:
@@ -229,7 +227,7 @@ def encode_fitting(encode: Callable[[str], Sequence[int]], text: str, room: Room
         encode: text to ids.
 
     Raises:
-        ApiError: the text is far too long. What is only a little too long is left to the engine, which counts.
+        ApiError: the text is far too long. The engine, which counts exactly, refuses smaller excesses.
     """
     beyond = count_beyond(encode, text, room.tokens)
     if beyond is not None:

@@ -1,4 +1,4 @@
-"""Errors of the chat path by the names of an endpoint that is a layer over it."""
+"""Errors of the chat path with the field names of an endpoint on top of it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def public_name(param: str | None, names: Mapping[str, str]) -> str | None:
     """The field as the client sent it.
 
     Args:
-        param: of a chat request, maybe with a place in it, such as messages[3].content.
-        names: the client's, by those of chat requests; what has none is the same.
+        param: a chat request's field, perhaps with a path such as messages[3].content.
+        names: the client's names by those of chat requests; other names are the same.
     """
     if param is None:
         return None
@@ -35,7 +35,7 @@ def public_name(param: str | None, names: Mapping[str, str]) -> str | None:
 
 @contextmanager
 def public_names(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors that are raised here name the client's fields; one that begins with its field's name is worded so, too."""
+    """Errors raised in this block get the client's field names, also at the beginning of their messages."""
     try:
         yield
     except InvalidRequestError as problem:
@@ -52,20 +52,20 @@ def public_names(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def chat_request(fields: Mapping[str, Any], names: Mapping[str, str]) -> ChatCompletionRequest:
-    """The chat request that an endpoint makes of its own.
+    """The chat request that an endpoint builds.
 
     Args:
-        fields: of the chat request; what the endpoint takes may be more than a chat request may hold.
-        names: the client's, by those of chat requests.
+        fields: the chat request's fields; the endpoint may allow more than chat does.
+        names: the client's names by those of chat requests.
 
     Raises:
-        ApiError: names the client's field that is wrong.
+        ApiError: names the client's invalid field.
     """
     return valid(ChatCompletionRequest, fields, names)
 
 
 def valid(model: type[Model], fields: Mapping[str, Any], names: Mapping[str, str]) -> Model:
-    """A body of that class, which an endpoint makes of its own.
+    """A body of that class, which an endpoint creates itself.
 
     Raises:
         ApiError: names the client's field that is wrong.

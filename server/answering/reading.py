@@ -1,4 +1,4 @@
-"""Small checks of values from a body, whose errors name the field and the value."""
+"""Checks of single values from a body; errors name the field and the value."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_ID = 256  # characters
 
 
 def fail(param: str, message: str, code: str = "invalid_value") -> NoReturn:
-    """Refuse a field.
+    """Refuse a value.
 
     Raises:
         ApiError: 400, always.
@@ -23,12 +23,12 @@ def read_text(item: Mapping[str, Any], name: str, where: str, *, least: int = 0,
     """A string of an object.
 
     Args:
-        where: the object.
-        least: characters, as many as it must have.
-        most: characters that it may have.
+        where: the path of the object.
+        least: minimum characters.
+        most: maximum characters.
 
     Raises:
-        ApiError: it is none, or its length is wrong.
+        ApiError: the value is not a string, or has the wrong length.
     """
     text, field = item.get(name), f"{where}.{name}"
     if not isinstance(text, str):
@@ -40,7 +40,7 @@ def read_text(item: Mapping[str, Any], name: str, where: str, *, least: int = 0,
 
 
 class Ignored(set[str]):
-    """Names of what a request holds and its answer does without: a header and the log tell them.
+    """Names of ignored parts of a request, for a header and the log.
 
     Attributes:
         sees: the model reads images, so they are not among these.
@@ -57,17 +57,18 @@ class Picture(str):
     __slots__ = ()
 
 
-# A part of a content as text. Gets the part, where it stands, and the names that it may add to.
+# A content part as text. Takes the part, its path, and the list of ignored names.
 PartReader = Callable[[Mapping[str, Any], str, Ignored], str]
 
 
 def text_in(name: str) -> PartReader:
-    """Reads the string in that field of a part."""
+    """Returns a reader of the string in that field of a part."""
     return lambda part, where, ignored: read_text(part, name, where)
 
 
 def unseen(what: str, why: str = "this model reads text only") -> PartReader:
-    """Puts a note in place of a part that the model cannot see: a conversation goes on without it."""
+    """Returns a reader that replaces a part that the model cannot see by a note, so that a conversation can
+    continue."""
 
     def read(part: Mapping[str, Any], where: str, ignored: Ignored) -> str:
         ignored.add(f"{where.partition('[')[0]}.{part['type']}")
@@ -105,14 +106,14 @@ def joined(parts: Sequence[str]) -> str | list[dict[str, Any]]:
 
 
 def read_parts(content: Any, where: str, readers: Mapping[str, PartReader], ignored: Ignored) -> str:
-    """Content that is a string, or a list of parts, whose texts are joined with line breaks. Images are left out.
+    """Content that is a string or a list of parts; the parts' texts are joined with line breaks. Images are left out.
 
     Args:
-        readers: of the types of parts that may be.
-        ignored: gets the names of what cannot be read.
+        readers: readers of the allowed types of parts.
+        ignored: receives the names of parts that cannot be read.
 
     Raises:
-        ApiError: names the first part that is wrong, or of another type.
+        ApiError: names the first part that is invalid or of an unknown type.
     """
     note = unseen("An image", "images are not read here")
     parts = list_parts(content, where, readers, ignored)

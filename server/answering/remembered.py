@@ -1,4 +1,4 @@
-"""The token ids of prompts' segments are remembered, so that only the new part of a conversation is tokenised."""
+"""Remembers the token ids of prompt segments, so that only the new part of a conversation is tokenised."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from engine.text.processor import Tokenizer
 from server.answering.prompt import Room, count_beyond, encode_fitting, most_characters
 
 MOST_BYTES = 16 * 1024 * 1024  # about 4 million tokens
-_OVERHEAD = 256  # bytes of a segment besides its ids
+_OVERHEAD = 256  # bytes of a segment in addition to its ids
 
 
 class RememberedTokens:
-    """Tokenises prompts and remembers their segments; the segments used least recently are forgotten.
+    """Tokenises prompts and remembers their segments; the least recently used segments are dropped.
 
-    A segment is known by a keyed hash; its text is not kept. It is safe to use from several threads.
+    A segment is identified by a keyed hash; its text is not kept. It is safe to use from several threads.
 
     Args:
         tokenizer: encodes the prompts.
-        most_bytes: bounds the memory of all segments.
+        most_bytes: limits the memory of all segments.
     """
 
     def __init__(self, tokenizer: Tokenizer, most_bytes: int = MOST_BYTES):
@@ -40,7 +40,7 @@ class RememberedTokens:
         """The token ids of a prompt, equal to those of `encode_fitting`.
 
         Args:
-            salt: prompts with another salt share nothing with this one, not even the time that tokenising takes.
+            salt: prompts with different salts share nothing, not even the time saved by tokenising.
 
         Raises:
             ApiError: the text is far too long.
@@ -54,17 +54,17 @@ class RememberedTokens:
         ]
         with self._lock:
             found = [self._known.get(name) for name in names]
-            for name in reversed(names):  # what follows a segment is forgotten before it
+            for name in reversed(names):  # later segments are dropped before it
                 if name in self._known:
                     self._known.move_to_end(name)
         new = "".join(segment for segment, ids in zip(segments, found, strict=True) if ids is None)
         if len(text) > most_characters(room.tokens) or count_beyond(self._encode, new, room.tokens) is not None:
-            return encode_fitting(self._encode, text, room)  # which refuses it
+            return encode_fitting(self._encode, text, room)  # refused by the engine
         made = [
             array("i", self._encode(segment)) if ids is None else ids
             for segment, ids in zip(segments, found, strict=True)
         ]
-        self._keep(dict(zip(names[:-1], made, strict=False)))  # the last segment will be longer next time
+        self._keep(dict(zip(names[:-1], made, strict=False)))  # the last segment will grow
         return [token for ids in made for token in ids]
 
     def _keep(self, made: dict[bytes, array[int]]) -> None:

@@ -1,7 +1,7 @@
-"""Chat messages to a prompt, by the model's template, within limits of time and memory.
+"""Renders chat messages to a prompt with the model's template, within limits of time and memory.
 
-A template is a program that came with the checkpoint, and messages can make a careless one slow or greedy. A worker
-runs it: a process that is killed when its time is up, in whatever it is, and whose memory is not the service's.
+A template is a program from the checkpoint, and messages can make a careless one slow or memory-hungry. A worker
+process runs it. The process is killed when its time is up, and its memory is separate from the service's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger("octavo.server")
 TIME_LIMIT = 5.0  # seconds
 MAX_AT_ONCE = 4  # workers; more would only slow each other down
 
-# What a template gets from the body's own fields, and the names that rendering itself needs.
+# Names that a template gets from the body's own fields or that rendering itself needs.
 _RESERVED = frozenset(
     {
         "messages", "conversations", "tools", "documents", "add_generation_prompt", "continue_final_message",
@@ -44,15 +44,15 @@ _RESERVED = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendering:
-    """The inputs of a template besides the messages, and the form of the prompt's end.
+    """The inputs of a template besides the messages, and the end of the prompt.
 
     Attributes:
         tools: {"type": "function", "function": {...}} each, or None.
-        documents: objects, as the template wants them, or None.
-        variables: further names, such as enable_thinking.
+        documents: objects in the template's form, or None.
+        variables: further variables, such as enable_thinking.
         add_generation_prompt: open the assistant's answer.
         continue_final_message: leave the last message open instead.
-        characters: of all strings in these.
+        characters: the total characters of all strings in these.
     """
 
     tools: list[dict[str, Any]] | None = None
@@ -64,7 +64,7 @@ class Rendering:
 
     @property
     def num_tokens(self) -> int:
-        """About how many tokens these add to the messages."""
+        """An estimate of the tokens that these add to the messages."""
         return self.characters // CHARACTERS_PER_TOKEN
 
 
@@ -72,10 +72,10 @@ def read_rendering(body: TemplateFields, tools: Tools | None) -> Rendering:
     """Read the body's fields about rendering.
 
     Args:
-        tools: those that the answer may call.
+        tools: the tools that the answer may call.
 
     Raises:
-        ApiError: names the field that is wrong, or the one that another contradicts.
+        ApiError: names the invalid field, or the field that contradicts another.
     """
     variables: dict[str, Any] = {}
     characters = 0 if tools is None else tools.characters
@@ -89,7 +89,7 @@ def read_rendering(body: TemplateFields, tools: Tools | None) -> Rendering:
         for index, document in enumerate(body.documents):
             if not isinstance(document, dict):
                 where = f"documents[{index}]"
-                _fail(where, f"{where} must be an object, such as with title and text, got {shown(document)}.")
+                _fail(where, f"{where} must be an object, for example with title and text, got {shown(document)}.")
     if body.continue_final_message and body.add_generation_prompt:
         message = "continue_final_message and add_generation_prompt contradict each other. Send only one of them."
         _fail("continue_final_message", message)
@@ -107,17 +107,19 @@ def read_rendering(body: TemplateFields, tools: Tools | None) -> Rendering:
 def check_variables(given: Mapping[str, Any]) -> int:
     """Check the field chat_template_kwargs.
 
-    Returns:
-        Characters of its strings.
+    Returns: The characters of its strings.
 
     Raises:
-        ApiError: it is too large, or holds a name that the template gets from elsewhere.
+        ApiError: it is too large, or has a name that the template gets from elsewhere.
     """
     characters = check_value(given, "chat_template_kwargs")
     for name in given:
         if not name.isidentifier() or name in _RESERVED:
-            message = f"chat_template_kwargs must not hold {shown(name)}: it is no name that a template may be given"
-            _fail("chat_template_kwargs", f"{message} there. Fields of the body have fields of their own.")
+            message = f"chat_template_kwargs must not contain {shown(name)}: it is not a name"
+            _fail(
+                "chat_template_kwargs",
+                f"{message} of a variable that can be set there. Some variables have separate fields in the body.",
+            )
     return characters
 
 
@@ -141,11 +143,11 @@ class ImageMarks:
 
 
 class ChatRenderer:
-    """Renders with at most `MAX_AT_ONCE` workers; use from one event loop only.
+    """Renders with at most `MAX_AT_ONCE` workers; use it from one event loop only.
 
     Args:
         time_limit: seconds that a template may take for one conversation.
-        workers: the pool (default: that of this process).
+        workers: the pool (default: the process's shared pool).
     """
 
     def __init__(self, time_limit: float = TIME_LIMIT, workers: WorkerPool | None = None) -> None:
@@ -166,17 +168,18 @@ class ChatRenderer:
     ) -> Prompt:
         """The rendered conversation and its token ids. The template writes the special tokens itself.
 
-        The role developer is given to templates that know it; to all others it is system. Messages that a template
-        would refuse or lose are put so that it shows them (`engine.text.fitting`).
+        Templates that know the role developer get it; others get system instead. Messages that a template would refuse
+        or lose are rearranged so that it shows them (`engine.text.fitting`).
 
         Args:
-            formats: how the model writes calls, and whether a system message tells of the tools.
-            terms: of the request. Requests with the same salt share remembered tokens; None: nothing is remembered.
+            formats: the model's call format, and whether a system message describes the tools.
+            terms: the request's terms. Requests with the same salt share remembered tokens; with None nothing is
+                remembered.
             marks: of the images in the messages; None: there are none.
 
         Raises:
-            ApiError: the template takes too much time or memory or knows no tools or documents, or the conversation is
-                far longer than there is room.
+            ApiError: the template takes too much time or memory or does not support tools or documents, or the
+                conversation is far too long.
             InvalidRequestError: there is no template.
         """
         rendering, formats = rendering or Rendering(), formats or Formats()
@@ -231,4 +234,4 @@ class ChatRenderer:
 
 def _writing(formats: Formats) -> Writing | None:
     written = None if formats.calls is None else formats.calls.writing
-    return written if written is not None and written.as_json else None  # else its template writes the calls itself
+    return written if written is not None and written.as_json else None  # else the template writes them

@@ -1,4 +1,4 @@
-"""An answer of /v1/responses: its items, and the events that tell how they grow, in OpenAI's order."""
+"""An answer of /v1/responses: its items and the events about their growth, in OpenAI's order."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from server.api.schemas import Usage
 from server.errors import ApiError
 
 Response = dict[str, Any]
-NameOf = Callable[[str], Called]  # what the client calls a function
+NameOf = Callable[[str], Called]  # the client's name for a function
 
 NUM_OPENING = 2  # events
 
 
 def usage_of(usage: Usage) -> ResponseUsage:
-    """The tokens so far, by the names of this endpoint."""
+    """The tokens so far, under this endpoint's names."""
     details = usage.completion_tokens_details
     return {
         "input_tokens": usage.prompt_tokens,
@@ -48,10 +48,10 @@ def usage_of(usage: Usage) -> ResponseUsage:
 
 
 def completed(frame: Response, blocks: Blocks, usage: Usage, name_of: NameOf) -> Response:
-    """The answer at its end.
+    """The completed answer.
 
     Args:
-        frame: the answer without what is only known then.
+        frame: the answer without the fields that are only known at its end.
         blocks: finished.
     """
     reason, problem = blocks.finish_reason, None
@@ -73,12 +73,12 @@ def completed(frame: Response, blocks: Blocks, usage: Usage, name_of: NameOf) ->
 
 def _cut_off(blocks: Blocks) -> str:
     if blocks.stop_reason == "deadline":
-        return "The request's time was over before its answer was complete."
+        return "The request's time limit passed before its answer was complete."
     return "The server failed to complete this answer. See its log for the reason."
 
 
 def item_of(block: Block, name_of: NameOf) -> OutputItem:
-    """A block as an item of the output."""
+    """A block as an output item."""
     status: Any = "in_progress" if not block.ended else "completed" if block.complete else "incomplete"
     if block.kind == "text":
         content = [_text_part(block)] if block.parts or block.ended else []
@@ -107,7 +107,7 @@ def _thought_part(block: Block) -> ReasoningText:
 
 
 def failed(response: Response, problem: ApiError) -> Response:
-    """The answer, which a problem has ended."""
+    """The answer after an error."""
     code = "server_error" if problem.status_code >= 500 else problem.code or "invalid_request_error"
     error = {"code": code, "message": problem.message}
     return {**response, "status": "failed", "completed_at": None, "incomplete_details": None, "error": error}
@@ -131,12 +131,12 @@ def written(kind: str, number: int, **fields: Any) -> str:
 
 
 class ResponseEvents(Events[ChatPiece]):
-    """Typed events, each with its number.
+    """Typed, numbered events.
 
     Args:
-        frame: the answer without what is only known later.
-        name_of: what the client calls a function.
-        opened: the first events have been sent.
+        frame: the answer without the fields that are only known later.
+        name_of: returns the client's name for a function.
+        opened: whether the first events have been sent.
 
     Attributes:
         final: the whole answer, once it has ended.
@@ -152,7 +152,7 @@ class ResponseEvents(Events[ChatPiece]):
         self._written: list[str] = []
         self.final: Response | None = None
 
-    # ---------------------------------------------------------------- what the stream asks for
+    # ---------------------------------------------------------------- called by the stream
 
     def opening(self) -> str:
         if self._number:
@@ -171,13 +171,13 @@ class ResponseEvents(Events[ChatPiece]):
         return self._taken()
 
     def finish(self) -> Response:
-        """The whole answer; its last events are still to be made."""
+        """The whole answer; its last events come later."""
         self._blocks.finish()
         self.final = completed(self._frame, self._blocks, self.maker.usage(), self._name_of)
         return self.final
 
     def cancel(self) -> Response:
-        """The answer as far as it is; nothing more comes of it."""
+        """The answer so far; nothing is added any more."""
         ended = [block if block.ended else replace(block, ended=True) for block in self._blocks.made]
         return {
             **self._frame,
@@ -197,7 +197,7 @@ class ResponseEvents(Events[ChatPiece]):
         self._write("response.failed", response=self.final)
         return self._taken()
 
-    # ---------------------------------------------------------------- what the blocks tell
+    # ---------------------------------------------------------------- called as blocks grow
 
     def began(self, block: Block) -> None:
         self._write("response.output_item.added", output_index=block.index, item=item_of(block, self._name_of))
@@ -224,7 +224,7 @@ class ResponseEvents(Events[ChatPiece]):
         elif block.kind == "reasoning":
             self._write_of(block, "response.reasoning_text.done", content_index=0, text=block.text)
             self._write_of(block, "response.content_part.done", content_index=0, part=_thought_part(block))
-        elif self._name_of(block.name).custom:  # its input is known when all of its arguments are
+        elif self._name_of(block.name).custom:  # its input is known once all arguments are
             text = as_input(block.text)
             self._write_of(block, "response.custom_tool_call_input.delta", delta=text)
             self._write_of(block, "response.custom_tool_call_input.done", input=text)
@@ -233,7 +233,7 @@ class ResponseEvents(Events[ChatPiece]):
             self._write_of(block, "response.function_call_arguments.done", **called)
         self._write("response.output_item.done", output_index=block.index, item=item_of(block, self._name_of))
 
-    # ---------------------------------------------------------------- how it is written
+    # ---------------------------------------------------------------- writing
 
     def _write_of(self, block: Block, kind: str, **fields: Any) -> None:
         self._write(kind, item_id=block.id, output_index=block.index, **fields)

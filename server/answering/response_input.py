@@ -1,4 +1,4 @@
-"""The input of /v1/responses: items, checked, and as the messages of a conversation."""
+"""Checks the input items of /v1/responses and converts them to messages of a conversation."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ _SAID = {**_GIVEN, "refusal": text_in("refusal")}
 _NAME = re.compile(FUNCTION_NAME, re.ASCII)
 _ID = re.compile(r"[A-Za-z0-9_-]{1,128}", re.ASCII)
 _REASONING = {"reasoning_text": _TEXT, "summary_text": _TEXT, "text": _TEXT}
-# What ran elsewhere. Of those in the second row the client has the result, which is an item of its own.
+# Items of tools that ran elsewhere. For those in the second row the client has the result, as a separate item.
 _RAN_AT_OPENAI = ("web_search_call", "file_search_call", "code_interpreter_call", "mcp_call")
 _RAN_AT_CLIENT = ("shell_call", "local_shell_call", "apply_patch_call")
 _RESULTS = ("output", "outputs", "results", "error")
-# Pictures, and agreements about tools that there are not: nothing is said in them.
+# Images, and approvals of tools that do not exist here; they contain no text.
 _LEFT_OUT = (
     "image_generation_call", "computer_call", "computer_call_output", "mcp_list_tools", "mcp_approval_request",
     "mcp_approval_response",
@@ -66,14 +66,14 @@ _LEFT_OUT = (
 
 
 def read_items(given: Any, ignored: Ignored, name: str = "input") -> list[Item]:
-    """The input as items of one form each: with a type and an id, contents as lists of parts.
+    """The input as items of a uniform form: with a type and an id, and content as lists of parts.
 
     Args:
-        name: of the field that holds them.
-        ignored: gets the names of what it leaves out.
+        name: the field that contains them.
+        ignored: receives the names of ignored items.
 
     Raises:
-        ApiError: names the first thing that is wrong.
+        ApiError: names the first invalid item.
     """
     if isinstance(given, str):
         if not given:
@@ -179,11 +179,11 @@ def _output_of(parts: list[str]) -> str | list[Item]:
 
 
 def _elsewhere(item: Mapping[str, Any], where: str, ignored: Ignored) -> Item:
-    """A call of OpenAI's own tools, or the client's answer to one. It stays as it is."""
+    """A call of one of OpenAI's own tools, or the client's response to one. It is kept unchanged."""
     check_value(dict(item), where)
     kept: Item = {**item, "id": _id(item, "ran_", where)}
     if item["type"] not in _RAN_AT_OPENAI:
-        name = "call_id" if "call_id" in item else "id"  # of a local shell's result
+        name = "call_id" if "call_id" in item else "id"  # for a local shell's result
         kept["call_id"] = read_text(item, name, where, least=1, most=MAX_ID)
     return kept
 
@@ -221,12 +221,12 @@ _READERS = {
 
 
 def to_messages(items: Iterable[Mapping[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
-    """The messages of a chat request.
+    """The messages for a chat request.
 
-    Reasoning, text and calls that follow one another are one message of the assistant.
+    Successive reasoning, text and calls form one assistant message.
 
     Args:
-        items: as `read_items` gives them, or as an answer's output has them.
+        items: as returned by `read_items`, or from an answer's output.
     """
     messages: list[dict[str, Any]] = []
     if instructions:
@@ -246,7 +246,7 @@ def to_messages(items: Iterable[Mapping[str, Any]], instructions: str | None) ->
         elif kind in _RAN_AT_OPENAI or kind in _RAN_AT_CLIENT:
             _add_elsewhere(messages, item)
         elif kind != "additional_tools":
-            result: Any = item.get("output") or item.get("status") or ""  # of a patch, maybe no more than that
+            result: Any = item.get("output") or item.get("status") or ""  # for a patch, perhaps only this
             images = isinstance(result, list) and any(_is_image(part) for part in result)
             result = _content(result) if images else _as_text(result)
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": result})
@@ -280,7 +280,7 @@ _ORDER = ("reasoning_content", "content", "tool_calls")
 def _said(
     messages: list[dict[str, Any]], name: Literal["reasoning_content", "content", "tool_calls"]
 ) -> dict[str, Any]:
-    """The assistant's message that may still be given this: reasoning comes before text, and text before calls."""
+    """The assistant message to which this can be added: reasoning comes before text, and text before calls."""
     last = messages[-1] if messages else None
     if last is not None and last["role"] == "assistant":
         held = [position for position, field in enumerate(_ORDER) if field in last]

@@ -1,4 +1,5 @@
-"""The tools of /v1/responses as functions of the chat path, and calls of these by the names that the client knows."""
+"""Converts the tools of /v1/responses to functions of the chat path, and calls back to the names that the client
+knows."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ logger = logging.getLogger("octavo.server")
 
 Tool = Mapping[str, Any]
 
-_BETWEEN = "__"  # a namespace and a name, as in the names of MCP's tools
-_INPUT = "input"  # the one argument that a custom tool has as a function
-MAX_FUNCTIONS = 512  # of a request, those in namespaces included
-_MOST_GRAMMAR = 200_000  # characters of all grammars of a request, and of the expressions that they become
+_BETWEEN = "__"  # a namespace and a name, as in names of MCP tools
+_INPUT = "input"  # the only argument of a custom tool's function
+MAX_FUNCTIONS = 512  # maximum functions of a request, including those in namespaces
+_MOST_GRAMMAR = 200_000  # maximum characters of all grammars of a request and of their regular expressions
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 
 
@@ -36,44 +37,43 @@ class ResponseTools:
     """The tools of one request.
 
     Args:
-        ignored: gets the names of tools that would run at OpenAI.
+        ignored: receives the names of tools that would run at OpenAI.
 
     Attributes:
-        shown: those of the request that can be called, as the answer repeats them.
-        enforced: schemas that arguments are held to, by the function's name, beside those that the model is shown.
+        shown: the callable tools of the request, as the answer repeats them.
+        enforced: enforced schemas of arguments by function name, if they differ from those that the model sees.
     """
 
     def __init__(self, ignored: Ignored):
         self._ignored = ignored
         self._chat: dict[str, dict[str, Any]] = {}
         self._called: dict[str, Called] = {}
-        self._patterns: dict[str, str | None] = {}  # by the grammar; None if it is not enforced
+        self._patterns: dict[str, str | None] = {}  # as enforced by the grammar; None if it is not enforced
         self._grammar_room = _MOST_GRAMMAR
         self.shown: list[dict[str, Any]] = []
         self.enforced: dict[str, dict[str, Any]] = {}
 
     @property
     def chat(self) -> list[dict[str, Any]]:
-        """The tools in the form of the chat path."""
+        """The tools in the chat path's form."""
         return list(self._chat.values())
 
     def name_of(self, function: str) -> Called:
-        """The client's name for a function; a model may also call a function that does not exist."""
+        """The client's name for a function; the model may also call an unknown function."""
         return self._called.get(function) or Called(function)
 
     def add(self, tool: Any, where: str, *, namespace: str | None = None, again: bool = False) -> bool:
-        """Take a tool in.
+        """Add a tool.
 
         Args:
-            where: it stands.
-            namespace: that it is in.
+            where: the tool's path.
+            namespace: the namespace that contains it.
             again: it may have come before; the newer one counts.
 
-        Returns:
-            Whether there is something to call in it.
+        Returns: Whether it contains something callable.
 
         Raises:
-            ApiError: names what is wrong with it.
+            ApiError: names the invalid part.
         """
         if not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
             fail(where, f'{where} must be an object such as {{"type": "function", "name": ...}}, got {shown(tool)}.')
@@ -88,7 +88,7 @@ class ResponseTools:
         called = Called(read_text(tool, "name", where, most=MAX_FUNCTION_NAME), namespace, kind == "custom")
         name = function_name(called.name, namespace)
         if name in self._called and not again:
-            fail("tools", f"tools holds two functions of the name {shown(name)}; a call could not tell them apart.")
+            fail("tools", f"tools holds two functions named {shown(name)}; a call could not tell them apart.")
         fields = _custom(tool, where) if called.custom else tool
         function = {field: fields[field] for field in _FUNCTION_FIELDS if fields.get(field) is not None}
         self.enforced.pop(name, None)
@@ -99,7 +99,7 @@ class ResponseTools:
         return True
 
     def _pattern(self, tool: Tool) -> str | None:
-        """The regular expression that the input of a custom tool must match."""
+        """The regular expression that a custom tool's input must match."""
         format_ = tool.get("format") or {}
         if format_.get("type") != "grammar":
             return None
@@ -113,7 +113,7 @@ class ResponseTools:
         return self._patterns[grammar]
 
     def _expression(self, grammar: str) -> str | None:
-        """A grammar as a regular expression, if it can be one."""
+        """A grammar as a regular expression, if possible."""
         try:
             if len(grammar) > self._grammar_room:
                 raise ValueError(f"the grammars of the request have more than {_MOST_GRAMMAR} characters together")
@@ -139,11 +139,11 @@ def read_response_tools(given: Sequence[Any], items: Iterable[Mapping[str, Any]]
 
     Args:
         given: the field `tools`.
-        items: of the conversation; those of the type additional_tools bring more.
-        ignored: gets the names of tools that would run at OpenAI.
+        items: the conversation's items; those of type additional_tools add tools.
+        ignored: receives the names of tools that would run at OpenAI.
 
     Raises:
-        ApiError: names the first thing that is wrong.
+        ApiError: names the first invalid tool.
     """
     tools = ResponseTools(ignored)
     check_value(list(given), "tools")
@@ -163,7 +163,7 @@ def _repeated(tool: Tool) -> dict[str, Any]:
 
 
 def _custom(tool: Tool, where: str) -> dict[str, Any]:
-    """A custom tool as a function with one string."""
+    """A custom tool as a function with one string argument."""
     described = [read_text(tool, "description", where)] if tool.get("description") is not None else []
     format_, place = tool.get("format") or {"type": "text"}, f"{where}.format"
     if not isinstance(format_, dict) or format_.get("type") not in ("text", "grammar"):
@@ -181,8 +181,8 @@ def _input_schema(text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def function_name(name: str, namespace: str | None = None) -> str:
-    """The name of a function for a tool, which may be in a namespace. One that is too long loses some of the
-    namespace."""
+    """The name of the function for a tool, which may be in a namespace. If it is too long, the namespace is
+    shortened."""
     if not namespace:
         return name
     room = max(MAX_FUNCTION_NAME - len(_BETWEEN) - len(name), 0)
@@ -195,7 +195,7 @@ def as_arguments(text: str) -> str:
 
 
 def as_input(arguments: str) -> str:
-    """The reverse of `as_arguments`. Other output of the model stays as it is."""
+    """The reverse of `as_arguments`. Any other output of the model stays unchanged."""
     try:
         value = json.loads(arguments, strict=False)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""A request of /v1/responses as one of the chat path, and its answer in OpenAI's shape."""
+"""Converts a request of /v1/responses to a chat request, and its answer to OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from server.errors import ApiError, shown
 from server.gates import Place
 from server.response_store import StoreError
 
-# This endpoint's names of a chat request's fields.
+# This endpoint's names for a chat request's fields.
 NAMES = {
     "messages": "input",
     "prompt": "input",
@@ -45,19 +45,19 @@ NAMES = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-# Fields of other endpoints, which this one has by other names.
+# Fields of other endpoints that have another name here.
 _ELSEWHERE = {**NAMES, "functions": "tools", "function_call": "tool_choice", "stop_sequences": "stop"}
 _UNSUPPORTED = ("prompt", "moderation", "n", "best_of", "use_beam_search")
 _LOGPROBS = "message.output_text.logprobs"
-# What else may be included is either part of the answer anyway, or of tools that there are not.
+# Other values of `include` are always part of the answer, or belong to tools that do not exist here.
 _INCLUDABLE = (
     _LOGPROBS, "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
     "web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 )  # fmt: skip
-# There are no summaries: reasoning comes as it is, whatever is asked for.
+# There are no summaries: reasoning comes unchanged, whatever is requested.
 _SUMMARIES = (None, "auto", "concise", "detailed")
-# Sampling parameters that an answer shows, and what changes nothing.
+# Sampling parameters in an answer, and their neutral values.
 _SHOWN_NUMBERS = {"temperature": 1.0, "top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _FORMATS = ("text", "json_object", "json_schema")
 _TERMS = (*ServedBody.model_fields, *ONE_ANSWER_FIELDS, "reasoning_budget")
@@ -66,20 +66,20 @@ _TERMS = (*ServedBody.model_fields, *ONE_ANSWER_FIELDS, "reasoning_budget")
 def read_chat(
     body: ResponseRequest, items: Sequence[Mapping[str, Any]], ignored: Ignored
 ) -> tuple[ChatCompletionRequest, ResponseTools]:
-    """The chat request that asks for the same, and its tools as the client knows them.
+    """The equivalent chat request, and its tools with the client's names.
 
     Args:
-        items: of the whole conversation.
-        ignored: gets the names of what it leaves out.
+        items: the items of the whole conversation.
+        ignored: receives the names of ignored parts.
 
     Raises:
-        ApiError: something is wrong, or not supported.
+        ApiError: the request is invalid or not supported.
     """
     _refuse(body)
     ignored.update(_ignored_fields(body))
     fields: dict[str, Any] = {name: getattr(body, name) for name in _TERMS if getattr(body, name) is not None}
     if len(items) > MAX_MESSAGES:
-        fail("input", f"The conversation has {len(items)} items, and at most {MAX_MESSAGES} may be in one.")
+        fail("input", f"The conversation has {len(items)} items, but at most {MAX_MESSAGES} are allowed.")
     fields["messages"] = to_messages(items, body.instructions)
     fields["stream"] = bool(body.stream or body.background)
     if body.max_output_tokens is not None:
@@ -101,7 +101,7 @@ def read_chat(
     if variables:
         fields["chat_template_kwargs"] = variables
     chat = chat_request(fields, NAMES)
-    chat.tools = tools.chat or None  # which may be more than a chat request brings
+    chat.tools = tools.chat or None  # which may be more than a chat request allows
     return chat, tools
 
 
@@ -148,7 +148,7 @@ def _chat_choice(choice: Any, ignored: Ignored) -> Any:
                 ignored.add(f"tools.{tool['type']}")
         return {"type": kind, "allowed_tools": {"mode": choice.get("mode"), "tools": allowed}}
     if isinstance(kind, str):
-        message = f"tool_choice.type is {shown(kind)}, and no tool runs at this server; function, custom and"
+        message = f"tool_choice.type is {shown(kind)}, but no tools run on this server; function, custom and"
         fail("tool_choice.type", f"{message} allowed_tools are supported.", code="unsupported_parameter")
     wanted = 'none, auto, required or {"type": "function", "name": ...}'
     fail("tool_choice", f"tool_choice must be {wanted}, got {shown(choice)}.")
@@ -160,7 +160,7 @@ def _named(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _read_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """`response_format` of a chat request; None for plain text."""
+    """`response_format` of the chat request; None for plain text."""
     given = (text or {}).get("format")
     if given is None:
         return None
@@ -190,7 +190,7 @@ def _read_effort(reasoning: Mapping[str, Any] | None) -> str | None:
 
 
 def _ignored_fields(body: ResponseRequest) -> list[str]:
-    """Names of fields that might have been meant to change the answer, and do not."""
+    """Names of ignored fields that the client may have expected to change the answer."""
     text = [f"text.{name}" for name in body.text or () if name != "format"]
     known = ("effort", "summary", "generate_summary")
     reasoning = [f"reasoning.{name}" for name in body.reasoning or () if name not in known]
@@ -199,7 +199,7 @@ def _ignored_fields(body: ResponseRequest) -> list[str]:
 
 
 def conversation_id(given: Any) -> str:
-    """The id in the field `conversation`: a string, or an object that holds one.
+    """The id in the field `conversation`, which is a string or an object with an id.
 
     Raises:
         ApiError: it is neither.
@@ -212,7 +212,7 @@ def conversation_id(given: Any) -> str:
 
 
 def _number(body: ResponseRequest, name: str, defaults: Mapping[str, Any]) -> float:
-    """A sampling parameter as it counts: the request's, the model's default, or the neutral value."""
+    """The effective value of a sampling parameter: the request's, the model's default, or the neutral value."""
     given = getattr(body, name)
     return float(defaults.get(name, _SHOWN_NUMBERS[name]) if given is None else given)
 
@@ -227,7 +227,7 @@ def _frame(
     created: int,
     store: bool,
 ) -> dict[str, Any]:
-    """The answer as it is while there is nothing of it."""
+    """The answer before it has any content."""
     given = body.reasoning or {}
     return {
         "id": id_,
@@ -271,18 +271,18 @@ class ResponseRun(ConversationRun[ChatPiece]):
     stream_keeps_answer = True
     asked: ResponseRequest = field(kw_only=True)
     items: list[Item] = field(kw_only=True)  # the request's own input
-    called: ResponseTools = field(kw_only=True)  # what its answer may call
+    called: ResponseTools = field(kw_only=True)  # the functions that its answer may call
     frame: dict[str, Any] = field(default_factory=dict)
     _final: dict[str, Any] | None = None
     _cancelled: bool = False
-    _kept_status: str = "queued"  # in the store
-    _made: Background | None = None  # where the answer does not depend on its client
-    _patience: Patience | None = None  # where the request may wait for room
-    _opened: bool = False  # the first events were sent while it waited
-    _num_tokens: int = 0  # of the prompt, once they are known
+    _kept_status: str = "queued"  # stored response
+    _made: Background | None = None  # set if the answer does not depend on its client
+    _patience: Patience | None = None  # set if the request may wait for room
+    _opened: bool = False  # whether the first events were sent while it waited
+    _num_tokens: int = 0  # tokens of the prompt, once known
 
     async def respond(self, request: Request) -> Response:
-        """The answer, as the body asks for it; while it streams it can be cancelled."""
+        """Answer in the form that the body requests; a streaming answer can be cancelled."""
         if self.asked.background:
             store_of(self.service, "background")
         store = self.service.response_store is not None and self.asked.store is not False
@@ -300,7 +300,7 @@ class ResponseRun(ConversationRun[ChatPiece]):
         return await ConversationRun.respond(self, request)
 
     async def _respond_later(self, request: Request) -> Response:
-        """The answer as it is at its beginning, or its stream; it goes on without the client."""
+        """The answer at its beginning, or its stream; it continues without the client."""
         key, counts = getattr(request.state, "api_key", None), self.service.commons.keys
         headers, ticket = self.prepare(request), None
         if self.service.queueing.num_inside < self.service.settings.max_num_queued_reqs:
@@ -313,7 +313,7 @@ class ResponseRun(ConversationRun[ChatPiece]):
                     raise
         events, streamed = self.record.streamed(self._events_in_turn(ticket)), bool(self.asked.stream)
         made = Background(self.service, events, streamed, self._keep_news, self.failing, self.interrupted)
-        if key is not None:  # until the answer has ended, and not only this request
+        if key is not None:  # until the answer has ended, not only this request
             await counts.begin(key.tenant, None, None)
 
         def ended() -> None:
@@ -329,12 +329,12 @@ class ResponseRun(ConversationRun[ChatPiece]):
         return EventStream(events, Wanted(self.service.drain, lambda reason: None), headers)
 
     def _waits(self, problem: ApiError) -> bool:
-        """The request waits instead of being refused so."""
+        """Whether the request waits instead of being refused."""
         return self._patience is not None and problem.code == OVERLOADED and self._stream is None
 
     async def _events_in_turn(self, ticket: Place | None) -> AsyncGenerator[str, None]:
-        """The answer as events; while there is no room for it, it is queued."""
-        shape, tools = self.shape, self.tools  # which the prompt changes
+        """The answer as events; it is queued while there is no room."""
+        shape, tools = self.shape, self.tools  # the prompt may change it
         while True:
             if ticket is None:
                 assert self._patience is not None
@@ -373,8 +373,7 @@ class ResponseRun(ConversationRun[ChatPiece]):
         return ConversationRun.failing(self, problem)
 
     async def _keep_news(self, first: int) -> bool:
-        """Write the answer so far, and its events from this number on, to the store. Returns whether that was
-        possible."""
+        """Write the answer so far, and its events from this number on, to the store. Returns whether this succeeded."""
         store, made = self.service.response_store, self._made
         assert store is not None
         assert made is not None
@@ -421,8 +420,8 @@ class ResponseRun(ConversationRun[ChatPiece]):
         if self.parsing is not None and self.shape.logprobs is not None:
             # A token may belong to text, to a call and to the mark between them.
             message = (
-                f"{_LOGPROBS} is not supported where reasoning and calls are told apart from the text: leave it or the "
-                "tools out, or ask /v1/chat/completions."
+                f"{_LOGPROBS} is not supported if reasoning or calls are separated from the text: leave it or the "
+                "tools out, or use /v1/chat/completions."
             )
             fail("include", message, code="unsupported_parameter")
         return prompts
@@ -461,7 +460,7 @@ class ResponseRun(ConversationRun[ChatPiece]):
         return await self.made(events.closing)
 
     def cancel(self) -> dict[str, Any]:
-        """End the stream; the answer as far as it is."""
+        """End the stream; returns the answer so far."""
         self._cancelled = True
         if self._stream is None and self._patience is not None:
             self._patience.give_up()
@@ -475,7 +474,7 @@ class ResponseRun(ConversationRun[ChatPiece]):
         return public_name(param, NAMES)
 
     async def _converse(self, final: Mapping[str, Any]) -> None:
-        """Add the request and its answer to the conversation, if there are both."""
+        """Add the request and its answer to the conversation, if there is one."""
         store, conversation = self.service.response_store, self.frame["conversation"]
         if store is None or conversation is None or final["status"] not in ("completed", "incomplete"):
             return
@@ -486,7 +485,7 @@ class ResponseRun(ConversationRun[ChatPiece]):
             note_failure(self.service, problem)
 
     async def _kept(self, final: Mapping[str, Any]) -> bool:
-        """Whether the answer is in the store, if it was to be; a store that fails takes no answer from its client."""
+        """Whether the answer is in the store, if it should be; the client gets its answer even if the store fails."""
         await self._converse(final)
         store = self.service.response_store
         if store is None or not self.frame["store"]:
@@ -512,6 +511,6 @@ class ResponseRun(ConversationRun[ChatPiece]):
 
 
 def _parts(answer: Mapping[str, Any]) -> tuple[str, str]:
-    """An answer without its output, and that, as JSON."""
+    """An answer without its output, and the output, as JSON."""
     frame = {name: value for name, value in answer.items() if name != "output"}
     return to_json(frame).decode(), to_json(answer["output"]).decode()

@@ -1,5 +1,5 @@
-"""Scores of how well texts go together: pairs read by a cross-encoder, or the similarity of vectors: of texts, of
-tokens, or sparse ones."""
+"""Scores of how well texts match: pairs read by a cross-encoder, or the similarity of text vectors, token vectors or
+sparse vectors."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Side:
     """One side of the pairs.
 
     Attributes:
-        param: the field that its texts came in.
-        name: of its texts in refusals, if it is another one.
-        most: to how many tokens each is cut, special ones not counted, before anything else; None or 0: not at all.
+        param: the request's field with its texts.
+        name: the name of its texts in errors, if it differs.
+        most: maximum tokens of each text, without special ones; texts are cut to it first; None or 0: no limit.
     """
 
     param: str
@@ -40,20 +40,20 @@ class Side:
 
 @dataclass(slots=True)
 class ScoringRun(PoolingRun):
-    """A request whose answer is made of the scores of pairs.
+    """A request whose answer is made of scores of pairs.
 
     Attributes:
-        first: the first of each pair; a single one goes with all.
-        second: the second of each.
-        truncate: how many tokens an input is cut to, if it is.
-        use_activation: False: the number that a cross-encoder's head gives.
+        first: the first text of each pair; a single one is used for all pairs.
+        second: the second text of each pair.
+        truncate: the number of tokens to cut an input to, if any.
+        use_activation: False returns the raw number of a cross-encoder's head.
     """
 
     first: Side = field(kw_only=True)
     second: Side = field(kw_only=True)
     truncate: int | None = field(kw_only=True)
     use_activation: bool | None = field(kw_only=True)
-    _vectors: list[tuple[int, int]] = field(default_factory=list)  # of each pair: which inputs its texts are
+    _vectors: list[tuple[int, int]] = field(default_factory=list)  # for each pair, the inputs of its two texts
 
     def size(self) -> int:
         texts: list[Text] = [*self._pairs()] if self._crosses else [*self.first.texts, *self.second.texts]
@@ -78,7 +78,7 @@ class ScoringRun(PoolingRun):
         )
 
     async def _apart(self) -> list[PoolingInput]:
-        """Each text as one input, read once, however many pairs it is in; notes which they are."""
+        """Each distinct text as one input, however many pairs contain it; records which inputs belong to each pair."""
         info = self.service.client.info
         tokenizer = need_tokenizer(self.service, self.first.param)
         task = Comparer(info).task
@@ -92,7 +92,7 @@ class ScoringRun(PoolingRun):
             def place_of(
                 encoding: Encoding, text: Text, reading: SideReading = reading, params: PoolingParams = params
             ) -> int:
-                """The index of the text's input: equal texts share one."""
+                """The index of the text's input; equal texts share one."""
                 source, asked = reading.complete(compact_input(self.service, encoding, text), params, self.truncate)
                 source = compact(source, self.service.settings)
                 place = places.setdefault((array("i", source.token_ids).tobytes(), asked), len(places))
@@ -124,11 +124,11 @@ class ScoringRun(PoolingRun):
         return [comparer.score(answers[a], answers[b]) for a, b in self._vectors]
 
     def public_name(self, param: str | None) -> str | None:
-        """A client's name for one of the engine's inputs: a second text, with or without the first before it."""
+        """The client's name for one of the engine's inputs: a second text, with or without a preceding first one."""
         return self.second.param if param == "input" else param
 
     async def _cut(self, side: Side) -> Side:
-        """The side with its texts cut to their longest allowed length."""
+        """The side with its texts cut to the maximum length."""
         if not side.most or side.most >= self.service.client.info.max_model_len:
             return side
         tokenizer = need_tokenizer(self.service, side.param)
@@ -148,7 +148,7 @@ class ScoringRun(PoolingRun):
             side.param,
             add_special_tokens=False,
             truncate=side.most,
-            may_be_empty=True,  # how little a text may hold is for what the model reads to decide
+            may_be_empty=True,  # the model decides how short a text may be
         )
         return replace(side, texts=texts)
 

@@ -13,7 +13,7 @@ from server.answering.prompt import Room, check_length, check_token_ids, encode_
 from server.context import Service
 from server.errors import ApiError, shown
 
-# What each field asks of a decoder-only model, and what to do there instead.
+# For each field, its demand on a decoder-only model, and the alternative there.
 _ELSEWHERE = {
     "decoder_prompt": "end the prompt with the beginning of the answer",
     "forced_bos_token": "remove it",
@@ -27,10 +27,10 @@ class Decoder:
     """The beginning of an encoder-decoder model's answers.
 
     Attributes:
-        prompt: the beginning, as text or token ids; None: the model begins itself.
-        first: the token that the request forces; where nothing is forced, None.
-        start: what the decoder begins with, where the request says so.
-        marked: the language by whose token the encoder's input is marked, where the request names one.
+        prompt: the beginning, as text or token ids; None if the model begins itself.
+        first: the token that the request forces; None if none.
+        start: the decoder's start token, if the request sets it.
+        marked: the language whose token marks the encoder's input, if the request names one.
     """
 
     prompt: str | list[int] | None = None
@@ -39,15 +39,15 @@ class Decoder:
     marked: str | None = None
 
     def force(self, params: SamplingParams) -> SamplingParams:
-        """The parameters, with the tokens that the request wants at the beginning."""
+        """The parameters, with the request's tokens for the beginning."""
         params = params if self.first is None else replace(params, forced_bos_token_id=self.first)
         return params if self.start is None else replace(params, decoder_start_token_id=self.start)
 
     async def tokens(self, service: Service, params: SamplingParams) -> list[int]:
-        """The beginning as the decoder gets it, behind its start token.
+        """The beginning for the decoder, after its start token.
 
-        In front of a text stands the token that is forced to be an answer's first, unless the text brings it itself;
-        ids are taken as they are.
+        A text is preceded by the forced first token of the answer, unless it already contains it; ids are used
+        unchanged.
 
         Raises:
             ApiError: the text is far too long.
@@ -55,7 +55,7 @@ class Decoder:
         if not isinstance(self.prompt, str):
             return self.prompt or []
         tokenizer, info = service.tokenizer, service.client.info
-        assert tokenizer is not None  # `read_decoder` asks for one
+        assert tokenizer is not None  # `read_decoder` requires one
         room = Room(info.max_model_len, "decoder_prompt")
         ids = await asyncio.to_thread(encode_fitting, tokenizer.encode_answer, self.prompt, room)
         first = params.forced_bos_token_id
@@ -66,17 +66,18 @@ class Decoder:
 
 
 def read_decoder(fields: Mapping[str, Any], prompts: Sequence[str | list[int]], service: Service) -> Decoder | None:
-    """Read the fields `decoder_prompt`, `forced_bos_token`, `src_lang` and `tgt_lang`; None for a decoder-only model.
+    """Read the fields `decoder_prompt`, `forced_bos_token`, `src_lang` and `tgt_lang`; returns None for a decoder-only
+    model.
 
     Raises:
-        ApiError, InvalidRequestError: the model has no use for one of them, they contradict each other, or a token or a
+        ApiError, InvalidRequestError: the model does not support a field, fields contradict each other, or a token or
             language is unknown.
     """
     info = service.client.info
     given = {name: fields[name] for name in _ELSEWHERE if fields.get(name) is not None}
     if info.max_encoder_len is None:
         for name in given:
-            message = f"{name} is for encoder-decoder models, and {service.model_id} is a decoder-only model:"
+            message = f"{name} is for encoder-decoder models, but {service.model_id} is a decoder-only model:"
             _fail(name, f"{message} {_ELSEWHERE[name]}.", "unsupported_parameter")
         return None
     prompt, source = given.get("decoder_prompt"), given.get("src_lang")
@@ -103,7 +104,7 @@ def read_decoder(fields: Mapping[str, Any], prompts: Sequence[str | list[int]], 
         first = languages.id(given["tgt_lang"], "tgt_lang")
         if languages.starts or info.decoder_start_token_id in languages.ids.values():
             if start is not None:
-                _fail("tgt_lang", "decoder_start_token_id and tgt_lang both say what the decoder begins with.")
+                _fail("tgt_lang", "decoder_start_token_id and tgt_lang both set the decoder's first token.")
             first, start = None, first
     elif "forced_bos_token" in given:
         first = _token(given["forced_bos_token"], service)
@@ -115,27 +116,29 @@ def read_decoder(fields: Mapping[str, Any], prompts: Sequence[str | list[int]], 
 def _check_marked(
     name: str, language: str, fields: Mapping[str, Any], prompts: Sequence[str | list[int]], service: Service
 ) -> None:
-    """Refuse a language by whose token the encoder's input cannot be marked."""
+    """Refuse a language whose token cannot mark the encoder's input."""
     _tokenizer(service, name).languages.id(language, name)
     if not all(isinstance(prompt, str) for prompt in prompts):
-        message = f"{name} says how a text is tokenised, but the prompt is token ids."
-        _fail(name, f"{message} Put its language's token among them, and leave it out.")
+        message = f"{name} affects how text is tokenised, but the prompt consists of token ids."
+        _fail(name, f"{message} Put the language's token among them, and leave {name} out.")
     if fields.get("add_special_tokens") is False:
-        _fail(name, f"{name} is one of the special tokens; it cannot go with add_special_tokens false.")
+        _fail(name, f"{name} sets a special token; it cannot be used with add_special_tokens false.")
 
 
 def _check_begins(prompt: Sequence[int], first: int, name: str, start: int | None) -> None:
     rest = prompt[1:] if prompt[0] == start else prompt
     if rest and rest[0] != first:
-        message = f"decoder_prompt is token ids, which are taken as they are, and does not begin with {name}'s {first}."
-        _fail(name, f"{message} Put it in front of them, or leave {name} out.")
+        message = (
+            f"decoder_prompt consists of token ids, which are used unchanged, and does not begin with {name}'s {first}."
+        )
+        _fail(name, f"{message} Put it before them, or leave {name} out.")
 
 
 def _token(given: int | str, service: Service) -> int:
     name, vocab_size = "forced_bos_token", service.client.info.vocab_size
     found = _tokenizer(service, name).token_id(given) if isinstance(given, str) else given
     if found is None:
-        _fail(name, f"{name}: the vocabulary has no token that is written {shown(given)}. Send one, or its id.")
+        _fail(name, f"{name}: the vocabulary has no token {shown(given)}. Send one that it has, or its id.")
     check_token_ids([found], vocab_size, name)
     return found
 
@@ -147,18 +150,20 @@ def _tokenizer(service: Service, name: str) -> Tokenizer:
 
 
 def refuse_chat(service: Service, param: str) -> None:
-    """Refuse messages to an encoder-decoder model, or to one without a decoder.
+    """Refuse messages to an encoder-decoder model or to a model without a decoder.
 
     Raises:
-        ApiError: says why.
+        ApiError: gives the reason.
     """
     if service.client.info.encoder_only:
-        message = f"{service.model_id} is an encoder-only model, and knows no conversations. Send a text as prompt."
+        message = (
+            f"{service.model_id} is an encoder-only model and does not support conversations. Send a text as prompt."
+        )
         _fail(param, message, "no_chat")
     if service.client.info.max_encoder_len is not None:
         message = (
-            f"{service.model_id} is an encoder-decoder model: it turns one input into one output, and knows no "
-            "conversations. Send the input as prompt to /v1/completions."
+            f"{service.model_id} is an encoder-decoder model: it turns one input into one output and does not "
+            "support conversations. Send the input as prompt to /v1/completions."
         )
         _fail(param, message, "no_chat")
 
@@ -167,12 +172,12 @@ def refuse_echo(service: Service) -> None:
     """Refuse to begin an encoder-decoder model's answer with its prompt.
 
     Raises:
-        ApiError: says why.
+        ApiError: gives the reason.
     """
     if service.client.info.max_encoder_len is not None:
         message = (
-            f"echo: {service.model_id} is an encoder-decoder model, whose answer does not go on from the prompt. For "
-            "the log-probabilities of a given answer send it as decoder_prompt, with prompt_logprobs."
+            f"echo: {service.model_id} is an encoder-decoder model, whose answer does not continue the prompt. For "
+            "the log-probabilities of a given answer, send it as decoder_prompt, with prompt_logprobs."
         )
         _fail("echo", message, "unsupported_parameter")
 

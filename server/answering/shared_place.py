@@ -19,13 +19,13 @@ class SharedPlace:
         prompts: how many share them.
 
     Attributes:
-        num_unfinished: prompts that have not ended in order.
+        num_unfinished: prompts that have not ended normally.
     """
 
     def __init__(self, place: Place, slots: int, prompts: int) -> None:
         self._place = place
         self._slots = slots
-        self._tokens = [0] * prompts  # of each prompt that wait, once they are known
+        self._tokens = [0] * prompts  # waiting tokens of each prompt, once known
         self._waiting = set(range(prompts))
         self._held = set(range(prompts))
         self._waiting_in = Counter(map(self._slot, range(prompts)))
@@ -48,7 +48,7 @@ class SharedPlace:
         """Replace the estimate by each prompt's number of tokens.
 
         Raises:
-            ApiError: 503, if these are too many.
+            ApiError: 503 if there are too many tokens.
         """
         self._tokens = list(tokens)
         await self._place.measured([sum(tokens[slot :: self._slots]) for slot in range(self._slots)])

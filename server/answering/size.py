@@ -1,4 +1,4 @@
-"""Estimates of the memory that an answer takes while it is put together: log-probabilities, above all."""
+"""Estimates the memory that an answer takes while it is built, mainly for log-probabilities."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class AnswerSize:
     """The memory of an answer, estimated from the request.
 
     Attributes:
-        shape: how many answers, of how many tokens and log-probabilities.
-        bytes_per_logprob: of the endpoint's shape.
-        info: of the model.
+        shape: the number of answers, tokens and log-probabilities.
+        bytes_per_logprob: bytes in the endpoint's shape.
+        info: facts about the model.
     """
 
     shape: Shape
@@ -29,7 +29,7 @@ class AnswerSize:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes for each token of all answers to a prompt together."""
+        """Bytes per token, for all answers to a prompt together."""
         listed = len(self.shape.params.logprob_token_ids or ()) * self.bytes_per_logprob
         return self.shape.params.n * (BYTES_PER_TOKEN + self._logprobs(self.shape.params.logprobs) + listed)
 
@@ -38,11 +38,11 @@ class AnswerSize:
         return max(_limit(settings) // self.bytes_per_token, 1)
 
     def check(self, prompts: Sequence[Prompt], settings: ServerSettings, *, stream: bool) -> int:
-        """The bytes that the answer to these prompts may take. A stream holds the data on prompts, and only those parts
-        of answers that wait to be read.
+        """The maximum bytes of the answer to these prompts. A stream holds the data about prompts, and only the parts
+        of answers that have not been read.
 
         Raises:
-            ApiError: they are more than the settings allow.
+            ApiError: this exceeds the limit in the settings.
         """
         params = self.shape.params
         size = sum(len(prompt.continued) for prompt in prompts) * self._logprobs(params.prompt_logprobs)
@@ -52,8 +52,9 @@ class AnswerSize:
             name = "logprobs" if params.logprobs is not None else "max_tokens"
             name = "prompt_logprobs" if params.prompt_logprobs is not None else name
             message = (
-                f"The answer might take {size} bytes of memory (prompts x n x max_tokens x log-probabilities), and the "
-                f"limit is {_limit(settings)} (max_answer_size). Ask for less at once, or raise --max-answer-size."
+                f"The answer might take {size} bytes of memory (prompts x n x max_tokens x log-probabilities), but "
+                f"the limit is {_limit(settings)} (max_answer_size). Ask for less at once, or raise "
+                "--max-answer-size."
             )
             raise ApiError(400, message, param=name, code="answer_too_large")
         return size
@@ -65,7 +66,7 @@ class AnswerSize:
         info, asked, constraint = self.info, self.shape.params.max_tokens, self.shape.params.constraint
         if asked is None and constraint is not None:
             named = [found.most_tokens for found in info.catalogues if found.name == constraint["catalogue"]]
-            asked = max([self.shape.params.min_tokens or 0, *named])  # of an unknown one nothing is answered
+            asked = max([self.shape.params.min_tokens or 0, *named])  # nothing is answered for an unknown prompt
         if asked is None:
             asked = info.default_max_new_tokens
         if asked is None:

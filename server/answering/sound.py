@@ -1,4 +1,4 @@
-"""An uploaded file as windows of sound: decoded by workers, a part at a time."""
+"""Splits an uploaded file into windows of sound; workers decode a part at a time."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from server.errors import ApiError
 from server.workers.pool import RefusedError, WorkerLostError, WorkerPool, shared_workers
 from server.workers.sound import DecodedPart, SoundPart
 
-PART = 60  # seconds that a worker decodes at a time: 4 MB, of which this process has a few copies for a moment
-PART_TIME = 15.0  # seconds that it may take
+PART = 60  # seconds of sound that a worker decodes at a time: 4 MB, of which this process briefly has a few copies
+PART_TIME = 15.0  # seconds that one part may take
 BUDGET = 15.0  # seconds that all parts of a file may take together, and ...
-BUDGET_SHARE = 1 / 20  # ... so many for each second of sound
+BUDGET_SHARE = 1 / 20  # ... additional seconds per second of sound
 
 
 @lru_cache(maxsize=8)
 def find_log_mel(model_path: str) -> LogMel | str:
-    """The object that prepares sound for a model, or the reason why none can, in words for clients."""
+    """The object that prepares sound for a model, or the reason why this is impossible, for clients."""
     try:
         return load_log_mel(Path(model_path))
     except ModelLoadError as problem:
-        return str(problem).replace(f"{Path(model_path)}/", "")  # where the model lies is no client's concern
+        return str(problem).replace(f"{Path(model_path)}/", "")  # clients need not know the model's path
 
 
 async def windows(
@@ -37,13 +37,13 @@ async def windows(
     turn: AbstractAsyncContextManager[Any],
     workers: WorkerPool | None = None,
 ) -> AsyncGenerator[Window, None]:
-    """The windows of a file's sound, in their order; the next part is decoded when those before are taken.
+    """The windows of a file's sound, in order; a part is decoded only when the windows before it have been taken.
 
     Args:
-        turn: entered for each part that is decoded.
+        turn: a context that is entered for each decoded part.
 
     Raises:
-        ApiError: it is no sound, too long, or takes a worker too much time or memory.
+        ApiError: the file is not sound, is too long, or takes a worker too much time or memory.
     """
     pool, cutter, rate = workers or shared_workers(), Cutter(log_mel.window_samples, log_mel.rate), log_mel.rate
     start, count, spent, budget = 0, PART * rate, 0.0, BUDGET
@@ -54,7 +54,7 @@ async def windows(
             part = await _decoded(pool, SoundPart(content, rate, start, count, most_seconds), left)
             spent += monotonic() - began
         budget = BUDGET + part.seconds * BUDGET_SHARE
-        if part.seconds > most_seconds:  # known before any window is asked for
+        if part.seconds > most_seconds:  # known before the first window
             raise too_long(part.seconds, most_seconds)
         samples = samples_of(part.samples)
         start += len(samples)
@@ -63,7 +63,7 @@ async def windows(
         if len(samples) < count:
             break
     if not start:
-        raise _refusal("it holds no sound")
+        raise _refusal("it contains no sound")
     for window in cutter.end():
         yield window
 
@@ -85,10 +85,10 @@ async def _decoded(pool: WorkerPool, part: SoundPart, seconds: float) -> Decoded
 
 
 def too_long(seconds: float, most: float) -> ApiError:
-    """The refusal of a long sound."""
+    """The error for a sound that is too long."""
     message = (
-        f"file: the sound has {seconds:.0f} seconds or more, and the limit is {most:g} (max_audio_seconds). Send it in "
-        "parts, or raise --max-audio-seconds."
+        f"file: the sound has {seconds:.0f} seconds or more, but the limit is {most:g} (max_audio_seconds). Send it "
+        "in parts, or raise --max-audio-seconds."
     )
     return ApiError(413, message, param="file", code="audio_too_long")
 

@@ -1,4 +1,4 @@
-"""Server-sent events; and work that ends when its answer is not wanted any more."""
+"""Server-sent events, and work that ends when its answer is no longer wanted."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ COMMENT = ": keep-alive\n\n"  # clients ignore it
 
 
 class ClientGoneError(Exception):
-    """The client closed the connection, or lost it, before its answer was complete."""
+    """The client closed or lost the connection before its answer was complete."""
 
 
 class Wanted:
     """Whether a request's answer is still wanted.
 
     Args:
-        drain: says when the service's last moment has come.
-        interrupted: told why, if the work was given up: disconnect, stall or shutdown. All of the work has
-            ended by then.
+        drain: reports the end of the service's grace period.
+        interrupted: called with the reason if the work was cancelled: disconnect, stall or shutdown. All of the work
+            has ended by then.
     """
 
     def __init__(self, drain: Drain, interrupted: Callable[[str], None]):
@@ -41,13 +41,13 @@ class Wanted:
         self._interrupted = interrupted
 
     async def run(self, scope: Scope, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work`, cancelling it (and waiting for its end) as soon as its result is not wanted any more.
+        """Run `work`; cancel it and wait for its end as soon as its result is no longer wanted.
 
-        The request's body must have been read already: what `receive` brings is thrown away.
+        The request's body must already be read, because messages from `receive` are discarded.
 
         Raises:
             ClientGoneError: the client left first.
-            ApiError: the service stops, and cannot wait any longer.
+            ApiError: the service is stopping and cannot wait longer.
         """
         task = asyncio.ensure_future(work)
         watch = asyncio.create_task(_until_disconnected(receive))
@@ -56,7 +56,7 @@ class Wanted:
             with self._drain.interruption() as interruption:
                 ends: set[asyncio.Future[Any]] = {task, watch, interruption}
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if is_stalled(scope):  # the work may be over all the same: what it sent after that went nowhere
+            if is_stalled(scope):  # the work may be complete all the same; its last data had no reader
                 reason = "stall"
                 raise ClientGoneError
             if task.done():
@@ -90,13 +90,13 @@ def failure(problem: ApiError) -> str:
 
 
 class KeepAlive:
-    """Tells when a stream has been silent for too long; a context.
+    """Signals when a stream has been silent for too long; a context.
 
-    One timer, which is not moved when something is sent: it looks at the time when it fires.
+    It uses one timer, which is not reset when something is sent; it checks the time when it fires.
 
     Args:
-        seconds: of silence; 0 for any.
-        wake: called when they have passed.
+        seconds: maximum seconds of silence; 0 for no limit.
+        wake: called after that time.
     """
 
     def __init__(self, seconds: float, wake: Callable[[], None]):
@@ -118,7 +118,7 @@ class KeepAlive:
             self._timer.cancel()
 
     def sent(self) -> None:
-        """Something has been sent: the silence begins anew."""
+        """Record that something was sent."""
         self._last = self._loop.time()
 
     @property
@@ -135,19 +135,19 @@ class KeepAlive:
 
 
 class EventStream(Response):
-    """Answers with the items of an asynchronous generator. Each item is some events or a comment.
+    """Answers with the items of an asynchronous generator. Each item is a group of events or a comment.
 
-    The first item, which may be empty, is awaited before the status is sent: an exception up to there is
-    answered as an ordinary error; a later one becomes an event (by default with OpenAI's error body), and the end.
-    When the answer is not wanted any more, the generator is cancelled where it stands.
+    The first item, which may be empty, is awaited before the status is sent. So an exception before it becomes an
+    ordinary error. A later exception becomes an event (by default with OpenAI's error body), and ends the stream. When
+    the answer is no longer wanted, the generator is cancelled.
 
     Args:
-        events: what is sent.
-        wanted: watches over it.
-        headers: further ones; they may still change until the first item has come.
+        events: the items to send.
+        wanted: watches whether the answer is still wanted.
+        headers: further headers; they may change until the first item.
         held: a context that is left when the answer has ended, even if `events` has not begun.
-        failing: makes the last events of a problem.
-        media_type: of the answer.
+        failing: makes the last events for an error.
+        media_type: the answer's media type.
     """
 
     media_type: str = "text/event-stream"
@@ -161,7 +161,7 @@ class EventStream(Response):
         failing: Callable[[ApiError], str] = failure,
         media_type: str | None = None,
     ):
-        # No proxy on the way may keep or collect what is meant to arrive at once.
+        # Proxies must not buffer or collect events.
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type=media_type)
         del self.headers["content-length"]
         self._more = {} if headers is None else headers

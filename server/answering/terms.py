@@ -1,4 +1,4 @@
-"""The terms of a request at the engine: its tenant, priority and deadline, and the cached pages that it may share."""
+"""The terms of a request at the engine: its tenant, priority, deadline, and the cached pages that it may share."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ _DECIMAL = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?", re.ASCII)
 
 
 class DeadlineError(ApiError):
-    """A request's time is over, and nothing of its answer is there."""
+    """A request's deadline has passed before any part of its answer exists."""
 
     def __init__(self) -> None:
         message = (
-            f"The request's time ({TIMEOUT_HEADER}, request_timeout) was over before its answer began. Allow more, or "
-            "send it when the service is less busy."
+            f"The request's time limit ({TIMEOUT_HEADER}, request_timeout) passed before its answer began. Allow "
+            "more, or send it when the service is less busy."
         )
         super().__init__(504, message, code="deadline_exceeded")
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The terms of one HTTP request; those of `EngineClient.submit`.
+    """The terms of one HTTP request, as in `EngineClient.submit`.
 
     Attributes:
-        tenant: stands for the API key; None if there is none.
-        cache_salt: names the requests that share cached pages; None: all without one.
-        priority: lower is earlier, among the requests of the tenant.
+        tenant: identifies the API key; None without keys.
+        cache_salt: requests with the same salt share cached pages; None is shared by all requests without one.
+        priority: lower comes first, among requests of the same tenant.
         deadline: `time.monotonic()` seconds, or None.
-        adapter: the adapter that the request names as its model; None: the base model.
+        adapter: the adapter that the request names as its model; None for the base model.
     """
 
     tenant: str | None = None
@@ -62,18 +62,18 @@ class Terms:
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the deadline, 0 after it; None without one."""
+        """Seconds until the deadline, 0 after it; None without one."""
         return None if self.deadline is None else max(self.deadline - time.monotonic(), 0.0)
 
 
 def read_terms(
     body: ServedBody, request: Request, settings: ServerSettings, arrival: float, adapters: Container[str] = ()
 ) -> Terms:
-    """The terms that the body and the header ask for.
+    """The terms in the body and the header.
 
     Args:
-        arrival: `time.monotonic()` seconds; the request's time begins with it, unless the door noted an earlier one.
-        adapters: the names of those that are loaded.
+        arrival: `time.monotonic()` seconds when the request arrived, unless an outer layer noted an earlier time.
+        adapters: the names of the loaded adapters.
 
     Raises:
         ApiError: the header is not a number of seconds.
@@ -93,7 +93,7 @@ def read_terms(
 
 
 def scoped_salt(tenant: str | None, salt: str | None) -> str | None:
-    """One salt for both: another tenant's cannot be guessed, whatever the salt; None for neither."""
+    """One salt from tenant and salt, so that no tenant can guess another's; None for neither."""
     if tenant is None and salt is None:
         return None
     return hashlib.sha256(json.dumps([tenant, salt]).encode()).hexdigest()

@@ -9,7 +9,7 @@ from server.api.schemas import Timings
 
 
 def timings_of(record: RequestRecord) -> Timings:
-    """The times so far: prompts are read from their first step to the first token, answers are written from then on."""
+    """The times so far: a prompt is read from its first step to the first token, then the answer is written."""
     usage, phases, now = record.usage(), record.phases(), time.monotonic()
 
     def milliseconds(phase: str) -> float:

@@ -1,4 +1,4 @@
-"""The functions that an answer may call: checked, and as chat templates want them."""
+"""Checks the functions that an answer may call and converts them for chat templates."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Function:
 
     Attributes:
         name: unique in its request.
-        parameters: a JSON schema of the arguments, an object; None if any are allowed.
+        parameters: a JSON schema of the arguments, an object; None if any arguments are allowed.
         strict: the arguments must match that schema.
-        dropped: it had lists of values that nothing could match, which are left out.
+        dropped: whether it had enums that nothing could match, which are left out.
     """
 
     name: str
@@ -34,16 +34,16 @@ class Function:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools:
-    """The functions of a request, and which of them its answer calls.
+    """The functions of a request, and which of them its answer may call.
 
     Attributes:
-        functions: in the order of the request.
-        shown: the same as the template gets them: {"type": "function", "function": {...}} each.
-        choice: auto, or required: at least one.
-        named: the one that must be called, if any is.
-        allowed: the only ones that may be, where not all that are shown may.
-        parallel: an answer may hold several calls.
-        characters: of all strings in `shown`.
+        functions: all functions, in the order of the request.
+        shown: the functions as the template gets them: {"type": "function", "function": {...}} each.
+        choice: auto, or required (at least one call).
+        named: the function that must be called, if any.
+        allowed: the functions that may be called, if not all shown ones.
+        parallel: whether an answer may have several calls.
+        characters: the total characters of all strings in `shown`.
     """
 
     functions: tuple[Function, ...]
@@ -71,7 +71,7 @@ class Tools:
         return tuple(item for item in self.functions if only is None or item.name in only)
 
     def enforcing(self, schemas: Mapping[str, Mapping[str, Any]]) -> Tools:
-        """The same tools, in which these functions get arguments of these schemas. The model sees the original ones."""
+        """The same tools, with these schemas for the arguments of these functions. The model sees the original ones."""
         functions = [
             replace(one, parameters=schemas[one.name], strict=True) if one.name in schemas else one
             for one in self.functions
@@ -80,37 +80,38 @@ class Tools:
 
     @property
     def forced(self) -> bool:
-        """The answer must hold a call."""
+        """Whether the answer must have a call."""
         return self.choice == "required" or self.named is not None
 
 
 def read_tools(given: Sequence[Any] | None, choice: Any = None, parallel: bool | None = None) -> Tools | None:
-    """The tools of a request; None if its answer is to call none.
+    """The tools of a request; None if its answer must not call any.
 
     Args:
-        given: as OpenAI's `tools`.
-        choice: as `tool_choice`: none, auto, required, the function that must be called, or those that may be.
-        parallel: as `parallel_tool_calls`.
+        given: the field `tools`.
+        choice: the field `tool_choice`: none, auto, required, the function that must be called, or the functions that
+            may be.
+        parallel: the field `parallel_tool_calls`.
 
     Raises:
-        ApiError: names the first thing that is wrong.
+        ApiError: names the first invalid part.
     """
     if not given:
         if choice not in (None, "none"):
-            _fail("tool_choice", f"tool_choice is {shown(choice)}, but there are no tools. Send them as tools.")
+            _fail("tool_choice", f"tool_choice is {shown(choice)}, but there are no tools. Send some as tools.")
         return None
     characters = check_value(list(given), "tools")
     functions, shown_ = [], []
     for index, tool in enumerate(given):
         function = _read_tool(tool, f"tools[{index}]")
         functions.append(function)
-        # What a function has besides is shown, too; strict is no concern of the model.
+        # Other fields of a function are shown too; strict is not for the model.
         described = {name: value for name, value in tool["function"].items() if name != "strict" and value is not None}
         shown_.append({"type": "function", "function": described})
     names = [function.name for function in functions]
     if len(set(names)) < len(names):
         twice = next(name for index, name in enumerate(names) if name in names[:index])
-        _fail("tools", f"tools holds two functions of the name {shown(twice)}; a call could not tell them apart.")
+        _fail("tools", f"tools holds two functions named {shown(twice)}; a call could not tell them apart.")
     allowed = None
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         choice, allowed = _read_allowed(choice.get("allowed_tools"), names)
@@ -156,7 +157,7 @@ def _check_type(function: Mapping[str, Any], name: str, kind: type, wanted: str,
 
 
 def _read_allowed(given: Any, names: Sequence[str]) -> tuple[str, frozenset[str]]:
-    """Whether one of them must be called, and their names."""
+    """Whether a call is required, and the names of the allowed functions."""
     where = "tool_choice.allowed_tools"
     if not isinstance(given, dict) or given.get("mode") not in ("auto", "required"):
         _fail(where, f"{where} must be an object with mode (auto or required) and tools, got {shown(given)}.")

@@ -1,4 +1,4 @@
-"""Answering a request for the text of a sound: its windows run through the engine beside each other."""
+"""Answers requests for the text of a sound; its windows run through the engine in parallel."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ from server.gates import Place
 
 T = TypeVar("T")
 
-AT_ONCE = 32  # windows of one request that the engine has at a time
+AT_ONCE = 32  # windows of one request in the engine at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heard:
-    """The result for a window.
+    """The result of one window.
 
     Attributes:
-        seconds: at which it ends in the whole sound.
-        segments: what is said in it, without their numbers.
-        words: where they are asked for.
+        seconds: the end of the window in the whole sound.
+        segments: the spoken segments, without their numbers.
+        words: the words, if requested.
     """
 
     seconds: float
@@ -71,12 +71,12 @@ class Heard:
 
 @dataclass(slots=True, kw_only=True)
 class TranscriptionRun:
-    """One request being answered.
+    """A request being answered.
 
     Attributes:
-        content: the file.
+        content: the file's bytes.
         arrival: seconds of `time.monotonic()`.
-        language: that of the sound, once it is known; None of a model for one language.
+        language: the language of the sound, once known; None for a model with one language.
     """
 
     service: Service
@@ -93,14 +93,14 @@ class TranscriptionRun:
     _ticket: Place | None = None
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     _detected: asyncio.Future[str] | None = None
-    _count: int = 0  # questions so far
+    _count: int = 0  # requests to the engine so far
 
     def __post_init__(self) -> None:
         self.request_id = f"transcription-{uuid.uuid4().hex}"
         self.language = self.asking.wanted.language
 
     async def respond(self, request: Request) -> Response:
-        """The answer, as the form asks for it."""
+        """Answer in the form that the request asks for."""
         headers = ignored_header(self.form.ignored_fields())
         self.terms = read_terms(self.form, request, self.service.settings, self.arrival, self.service.client.adapters)
         self.record = RequestRecord(
@@ -169,7 +169,7 @@ class TranscriptionRun:
                 )
 
     async def _events(self, ticket: Place) -> AsyncGenerator[str, None]:
-        """The text as it gets settled, segment by segment, in the order of the sound."""
+        """The final text, segment by segment, in the order of the sound."""
         text, seconds = "", 0.0
         patience = self.service.settings.stream_keepalive or None
         async with aclosing(self._heard(ticket)) as heard:
@@ -219,7 +219,7 @@ class TranscriptionRun:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _listen(self, room: asyncio.Semaphore, found: asyncio.Queue[asyncio.Task[Heard] | None]) -> None:
-        """Begin with the windows, one after the other."""
+        """Start the windows one after the other."""
         try:
             limit = self.service.settings.max_audio_seconds
             turn = self.service.decoding.of(self.terms.tenant)
@@ -238,7 +238,7 @@ class TranscriptionRun:
         return task
 
     async def _hear(self, window: Window) -> Heard:
-        """The transcript of a window: the first of its answers at rising temperatures that is good enough."""
+        """The transcript of a window: its first acceptable answer at rising temperatures."""
         features = await asyncio.to_thread(self.log_mel.features, window.samples)
         language = await self._language(features, first=window.start == 0)
         silence = self._task(self._ask(features, self.asking.silence(), counted=False))
@@ -259,7 +259,7 @@ class TranscriptionRun:
         return self._placed(window, answer, no_speech, words)
 
     async def _language(self, features: Any, *, first: bool) -> str | None:
-        """The spoken language: the request's, else that of the first window."""
+        """The spoken language: the request's, else the first window's."""
         if not self.asking.detects:
             return self.language
         assert self._detected is not None
@@ -289,13 +289,13 @@ class TranscriptionRun:
         return () if end is None else (end,)
 
     def _end(self, window: Window) -> float:
-        """Seconds of the whole sound."""
+        """The end of the whole sound in seconds."""
         return (window.start + len(window.samples)) / self.log_mel.rate
 
     async def _words(
         self, window: Window, features: Any, question: Question, answer: Answer, language: str | None
     ) -> list[Word]:
-        """The words of an answer; when they are said the model is asked once more."""
+        """The words of an answer; a second request to the model gives their times."""
         speech, decode = self.service.client.info.speech, self.tokenizer.decode
         assert speech is not None
         placing = self.asking.placing(question, answer, self.log_mel.frames_of(len(window.samples)))
@@ -334,7 +334,7 @@ class TranscriptionRun:
     # ---------------------------------------------------------------- questions
 
     async def _place(self, features: Any, placing: Placing) -> list[float]:
-        """The positions of the encoder at which tokens are said."""
+        """The encoder positions at which tokens are spoken."""
         self._count += 1
         request_id, source = f"{self.request_id}-{self._count}", AudioInput(features, placing.tokens)
         work = self.service.client.generate(request_id, source, placing.params, **self.terms.keywords())
@@ -350,7 +350,7 @@ class TranscriptionRun:
         raise RequestFailedError("the engine ended the request")
 
     async def _ask(self, features: Any, question: Question, *, counted: bool = True) -> ChoiceText:
-        """The engine's answer; `counted`: it is one that metrics and the log know."""
+        """The engine's answer; `counted`: whether it appears in metrics and the log."""
         self._count += 1
         request_id, metrics = f"{self.request_id}-{self._count}", self.service.metrics
         answer = ChoiceText(index=0, token_ids=[])

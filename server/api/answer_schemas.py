@@ -18,12 +18,12 @@ class AnswerRequest(NumbersBody):
         None, ge=1, le=MAX_ANSWERS, description=f"Number of answers to return, best first ({DEFAULT_ANSWERS})."
     )
     max_answer_len: int | None = Field(
-        None, ge=1, le=MAX_ANSWER_LENGTH, description=f"Most tokens of an answer ({DEFAULT_ANSWER_LENGTH})."
+        None, ge=1, le=MAX_ANSWER_LENGTH, description=f"Maximum tokens of an answer ({DEFAULT_ANSWER_LENGTH})."
     )
     max_seq_len: int | None = Field(
         None,
         ge=1,
-        description="Most tokens of a window, including question and special tokens. Longer contexts are read in "
+        description="Maximum tokens of a window, including question and special tokens. Longer contexts are read in "
         "several windows (384, or the model's limit if that is lower).",
     )
     doc_stride: int | None = Field(

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from server.api.fields import refuse_unsupported, unknown_fields
 
-MAX_FIELDS = 1024  # of a body, unknown ones included
+MAX_FIELDS = 1024  # maximum fields of a body, including unknown ones
 
 
 class Body(BaseModel):
@@ -29,10 +29,10 @@ class Body(BaseModel):
         """Refuse fields that would change the answer and are not supported.
 
         Raises:
-            ApiError: names the first one.
+            ApiError: names the first such field.
         """
         refuse_unsupported(self.model_extra or {})
 
     def ignored_fields(self) -> list[str]:
-        """Names of unknown fields that might have been meant to change the answer."""
+        """Names of unknown fields that the client may have expected to change the answer."""
         return unknown_fields(self.model_extra or {})

@@ -12,7 +12,7 @@ from server.api.fields import at_most
 from server.api.schemas import MAX_MESSAGES, GenerationBody, LiveBeams, Timings, Usage
 from server.api.template_fields import FUNCTION_NAME, ReasoningBudget, TemplateFields, ToolChoice
 
-MAX_CALLS = 128  # of functions in one message
+MAX_CALLS = 128  # maximum functions in one message
 _TEXT_PART_SCHEMA = {
     "type": "object",
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
@@ -57,7 +57,7 @@ _MESSAGES_SCHEMA = {
         ]
     },
 }
-# Checked by `server.answering.messages.read_messages`, whose errors say which message is at fault.
+# Checked by `server.answering.messages.read_messages`, whose errors name the wrong message.
 Messages = Annotated[list[Any], at_most(MAX_MESSAGES, "messages"), WithJsonSchema(_MESSAGES_SCHEMA)]
 # Checked by `server.answering.prediction.read_prediction`.
 Prediction = Annotated[
@@ -106,21 +106,21 @@ class ChatCompletionRequest(TemplateFields, GenerationBody):
     )
 
     def sampling(self) -> dict[str, Any]:
-        """Keyword arguments for `SamplingParams`: the sampling fields that were given.
+        """Keyword arguments for `SamplingParams`: the sampling fields that were sent.
 
         Raises:
-            InvalidRequestError: max_tokens is wrong, although it does not count.
+            InvalidRequestError: max_tokens is invalid, even if it is not used.
         """
         fields = super().sampling()
         if self.max_completion_tokens is not None:
-            SamplingParams(max_tokens=fields.get("max_tokens"))  # outweighed, but wrong is wrong
+            SamplingParams(max_tokens=fields.get("max_tokens"))  # not used, but invalid all the same
             fields["max_tokens"] = self.max_completion_tokens
         if fields.pop("logprobs", False) is not False:
             fields["logprobs"] = MAX_LOGPROBS if self.top_logprobs == -1 else self.top_logprobs or 0
         return fields
 
 
-# Of these an answer may hold a hundred thousand: dictionaries take a third of what models do.
+# An answer may have a hundred thousand of these: dictionaries take a third of the memory of models.
 class TopLogprob(TypedDict):
     """A token, its UTF-8 bytes (null if unknown) and its log-probability."""
 
@@ -206,14 +206,14 @@ class ChatCompletionResponse(BaseModel):
 
 
 class FunctionDelta(BaseModel):
-    """News of a called function: its name at first, then more of the arguments."""
+    """New data of a called function: first its name, then more of the arguments."""
 
     name: str | None = None
     arguments: str
 
 
 class CallDelta(BaseModel):
-    """News of the call with this index; its id, type and function's name come first."""
+    """New data of the call with this index; its id, type and function's name come first."""
 
     index: int
     id: str | None = None
@@ -222,7 +222,7 @@ class CallDelta(BaseModel):
 
 
 class ChatDelta(BaseModel):
-    """News of a message: its role at first, then text, reasoning or calls."""
+    """New data of a message: first its role, then text, reasoning or calls."""
 
     role: str | None = None
     content: str | None = None
@@ -232,7 +232,7 @@ class ChatDelta(BaseModel):
 
 
 class ChatPiece(BaseModel):
-    """One answer's next piece in a stream; `prompt`, which the first one may have, is shown beside it."""
+    """One answer's next piece in a stream. The first piece may have `prompt`, which is shown beside it."""
 
     index: int
     delta: ChatDelta
@@ -245,7 +245,7 @@ class ChatPiece(BaseModel):
 
 
 class ChatCompletionChunk(BaseModel):
-    """One event of a stream of POST /v1/chat/completions; the first tells of the prompt."""
+    """One event of a stream of POST /v1/chat/completions; the first one has facts about the prompt."""
 
     id: str
     object: str = "chat.completion.chunk"

@@ -29,7 +29,7 @@ class Pair(tuple[str, str]):
 
 
 def _check_inputs(value: Any) -> list[str | Pair | list[int]]:
-    """Any of the forms as a list of texts, images, pairs and lists of ids."""
+    """Any of the forms, as a list of texts, images, pairs and lists of ids."""
     given = [value] if isinstance(value, str | dict) or is_ids(value) else value
     if isinstance(given, list) and given:
         inputs = [(read_image(item) or _read_pair(item)) if isinstance(item, dict) else item for item in given]
@@ -43,7 +43,7 @@ def _check_inputs(value: Any) -> list[str | Pair | list[int]]:
 
 
 def _read_pair(item: dict[Any, Any]) -> str | Pair | None:
-    """A pair, or the one text of an object; None if it is neither."""
+    """A pair, or the single text of an object; None if it is neither."""
     text, pair = item.get("text"), item.get("text_pair")
     if not isinstance(text, str) or not isinstance(pair, str | None) or set(item) - {"text", "text_pair"}:
         return None
@@ -79,7 +79,9 @@ class ClassifyRequest(ActivatedBody, BoxedBody):
     )
     add_special_tokens: bool | None = Field(None, description="Add the tokenizer's special tokens to each text (true).")
     top_k: int | None = Field(
-        None, ge=1, description="For models that classify texts: return only this many most probable classes (all)."
+        None,
+        ge=1,
+        description="For models that classify texts: return only this many classes, the most probable ones (all).",
     )
     aggregation: Aggregation | None = Field(
         None,
@@ -90,10 +92,10 @@ class ClassifyRequest(ActivatedBody, BoxedBody):
     aggregation_strategy: Aggregation | None = Field(None, description="Name of aggregation in transformers.")
 
     def aggregates(self) -> Aggregation | None:
-        """The aggregation, which has two names.
+        """The aggregation, a field with two names.
 
         Raises:
-            ApiError: they contradict each other.
+            ApiError: the two names have different values.
         """
         value: Aggregation | None = either(self, "aggregation", "aggregation_strategy")
         return value

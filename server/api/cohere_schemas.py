@@ -11,7 +11,7 @@ from server.api.scoring_schemas import Texts
 
 EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 InputType = Literal["search_document", "search_query", "classification", "clustering", "image"]
-MAX_IMAGES = 96  # of a request, as at Cohere
+MAX_IMAGES = 96  # texts or images in one request, as at Cohere
 
 
 class CohereEmbedRequest(NumbersBody):
@@ -22,16 +22,19 @@ class CohereEmbedRequest(NumbersBody):
         None, min_length=1, max_length=MAX_IMAGES, description="Images as data: URLs, for models that read them."
     )
     input_type: InputType | None = Field(
-        None, description="Chooses the model's prompt: query, document, classification or clustering, if it has that."
+        None,
+        description="Chooses the model's prompt: query, document, classification or clustering, if the model "
+        "has that one.",
     )
     embedding_types: list[EmbeddingType] | None = Field(
-        None, min_length=1, max_length=6, description="Formats of the vectors in the answer (float)."
+        None, min_length=1, max_length=6, description="Number formats of the vectors in the answer (float)."
     )
-    output_dimension: int | None = Field(None, ge=1, description="Keep the first so many features.")
+    output_dimension: int | None = Field(None, ge=1, description="Keep only this many features, the first ones.")
     truncate: Literal["NONE", "START", "END"] | None = Field(
         None,
-        description="Where long texts are cut: not at all, or where the model's tokenizer cuts (END).",
+        description="Where to cut long texts: NONE (not at all), or the side on which the model's tokenizer cuts "
+        "(END).",
     )
     max_tokens: int | None = Field(
-        None, ge=1, description="Cut each text to so many tokens; where truncate is NONE, refuse longer ones."
+        None, ge=1, description="Cut each text to this many tokens; if truncate is NONE, refuse longer texts."
     )

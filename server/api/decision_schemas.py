@@ -53,7 +53,7 @@ def _part(part: Any) -> str:
 
 
 def _parts(value: Any) -> str:
-    """A text, or the texts of a list of parts."""
+    """A text, or the texts in a list of parts."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -62,7 +62,7 @@ def _parts(value: Any) -> str:
 
 
 def _item(item: Any) -> str:
-    """An item of the input as the model reads it; who said it, unless the user did."""
+    """An item of the input as the model reads it, with its role unless it is the user's."""
     if not isinstance(item, dict):
         raise PydanticCustomError("item", "must hold messages, calls and outputs")
     kind = item.get("type", "message")
@@ -107,7 +107,7 @@ Instructions = Annotated[str, PlainValidator(_parts), WithJsonSchema(_PARTS_SCHE
 
 
 class _Part(BaseModel):
-    """A part of a request. It keeps unknown fields, to name them."""
+    """A part of a request. It keeps unknown fields in order to name them."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -176,10 +176,10 @@ class DecisionRequest(ServedBody):
     questions: Annotated[list[DecisionQuestion], Field(min_length=1), at_most(MAX_QUESTIONS, "questions")] = Field(
         description="Predicates, choices and scores."
     )
-    joint: Literal[False] | None = Field(None, description="vLLM's field for diffusion models; only false.")
+    joint: Literal[False] | None = Field(None, description="vLLM's field for diffusion models; only false is allowed.")
 
     def ignored_fields(self) -> list[str]:
-        """Names of unknown fields, those of questions, choices and levels included."""
+        """Names of unknown fields, including those of questions, choices and levels."""
         names = ServedBody.ignored_fields(self)
         for place, question in enumerate(self.questions):
             names += question.unknown(f"questions.{place}")
@@ -279,13 +279,13 @@ class SystemOneRequest(ServedBody):
 
     model: str | None = Field(None, description="Id of the served model, or name of an adapter. Optional.")
     state: Any = Field(description="The subject of the questions: text or JSON.")
-    questions: dict[str, QuestionSpec] = Field(description="Questions by their ids.")
+    questions: dict[str, QuestionSpec] = Field(description="The questions by id.")
     instructions: str | None = Field(None, description="A system message before the state.")
     chat_template_kwargs: TemplateVariables | None = Field(None, description="Variables for the chat template.")
     images: list[str] | None = Field(None, max_length=0, description="Not supported.")
     audio: list[str] | None = Field(None, max_length=0, description="Not supported.")
     videos: list[str] | None = Field(None, max_length=0, description="Not supported.")
-    joint: Literal[False] | None = Field(None, description="For diffusion models; only false.")
+    joint: Literal[False] | None = Field(None, description="For diffusion models; only false is allowed.")
 
 
 class QuestionDiagnostics(BaseModel):

@@ -1,4 +1,4 @@
-"""GET /docs: the API's documentation, whose scripts this server holds itself, so that no other site is asked."""
+"""GET /docs: the API's documentation. Its scripts come from this server, so no other site is contacted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from starlette.types import Scope
 
 from server.door.pages import HEADERS, POLICY
 
-_SCRIPTS = Path(fastapi_offline.__file__).parent / "static"  # Swagger UI, as that package brings it
+_SCRIPTS = Path(fastapi_offline.__file__).parent / "static"  # Swagger UI from that package
 
 
 class _Static(StaticFiles):
@@ -48,8 +48,7 @@ def install(app: FastAPI) -> None:
 
 
 def policy(page: bytes) -> str:
-    """The content security policy of Swagger UI's page: the script that is written into it may run, by its hash."""
+    """The content security policy of Swagger UI's page; its inline script is allowed by hash."""
     scripts = re.findall(rb"<script>(.*?)</script>", page, re.DOTALL)
     hashes = [f"'sha256-{base64.b64encode(hashlib.sha256(script).digest()).decode()}'" for script in scripts]
-    # Swagger UI's icons are written into its style sheet.
     return f"{POLICY}; script-src 'self' {' '.join(hashes)}"

@@ -64,10 +64,10 @@ class MatrixBody(TemplateFields, BoxedBody):
     )
 
     def normalizes(self) -> bool | None:
-        """The normalization switch, which has two names.
+        """The normalisation switch, a field with two names.
 
         Raises:
-            ApiError: they contradict each other.
+            ApiError: the two names have different values.
         """
         value: bool | None = either(self, "normalize", "use_activation")
         return value

@@ -1,4 +1,4 @@
-"""Bodies that the API's documentation shows; each works as it stands, whatever the model (score: decoder-only)."""
+"""Example bodies in the API's documentation; each works unchanged with any model (score: decoder-only)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMPLETIONS: dict[str, Any] = {
         "value": {"prompt": "Once upon a time", "stream": True, "stream_options": {"include_usage": True}},
     },
     "structured": {
-        "summary": "A text of a given form",
+        "summary": "A text in a given format",
         "value": {
             "prompt": "The colour is",
             "structured_outputs": {"choice": ["red", "green", "blue"]},
@@ -33,7 +33,7 @@ COMPLETIONS: dict[str, Any] = {
         "value": {"prompt": ["A cat sat.", "Cat a sat."], "echo": True, "logprobs": 1, "max_tokens": 0},
     },
 }
-RENDER = {name: example for name, example in COMPLETIONS.items() if name != "score"}  # which generates nothing
+RENDER = {name: example for name, example in COMPLETIONS.items() if name != "score"}  # it generates nothing
 _BOOK = {
     "type": "object",
     "properties": {"title": {"type": "string", "maxLength": 40}, "pages": {"type": "integer", "maximum": 999}},
@@ -47,7 +47,7 @@ CHAT: dict[str, Any] = {
         "value": {"messages": [{"role": "developer", "content": "Be brief."}, *_HELLO], "stream": True},
     },
     "structured": {
-        "summary": "JSON of a schema",
+        "summary": "JSON that matches a schema",
         "value": {
             "messages": [{"role": "user", "content": "Name a book."}],
             "response_format": {
@@ -108,18 +108,21 @@ EMBEDDINGS: dict[str, Any] = {
         "value": {"input": ["A cat sat.", "A dog ran."], "encoding_format": "base64"},
     },
     "cut": {
-        "summary": "The first features, and long texts cut",
+        "summary": "Fewer features, and long texts are cut",
         "value": {"input": "The food was delicious.", "dimensions": 2, "truncate_prompt_tokens": -1},
     },
 }
 POOLING: dict[str, Any] = {
-    "simple": {"summary": "What the model's head says of two texts", "value": {"input": ["A cat sat.", "It rains."]}},
+    "simple": {
+        "summary": "The output of the model's head for two texts",
+        "value": {"input": ["A cat sat.", "It rains."]},
+    },
     "half": {
         "summary": "Base64, half precision",
         "value": {"input": "A cat sat.", "encoding_format": "base64", "embed_dtype": "float16"},
     },
 }
-# Each works on a model that the endpoint is for (fill-mask: whose mask token is BERT's).
+# Each works on a model that supports the endpoint (fill-mask: with BERT's mask token).
 _QUERY = "How many leaves does a sheet folded three times have?"
 _DOCUMENTS = [
     "A folio is a sheet that is folded once.",
@@ -128,13 +131,13 @@ _DOCUMENTS = [
 ]
 
 SCORE: dict[str, Any] = {
-    "one_to_many": {"summary": "One text with several", "value": {"text_1": _QUERY, "text_2": _DOCUMENTS}},
+    "one_to_many": {"summary": "One text against several", "value": {"text_1": _QUERY, "text_2": _DOCUMENTS}},
     "pairs": {
         "summary": "Pair by pair",
         "value": {"text_1": ["A cat sat.", "It rains."], "text_2": ["There sat a cat.", "The sun is out."]},
     },
     "queries": {
-        "summary": "Newer names, and the head's own numbers",
+        "summary": "Newer names, and raw scores",
         "value": {"queries": _QUERY, "documents": _DOCUMENTS, "use_activation": False},
     },
 }
@@ -176,7 +179,7 @@ ENTITIES: dict[str, Any] = {
         "value": {"input": "Anna Bergen lives in Oslo.", "labels": ["person", "city"], "threshold": 0.4},
     },
     "several": {
-        "summary": "Several texts, entities within others",
+        "summary": "Several texts, nested entities",
         "value": {
             "input": ["Anna lives in Oslo.", "The choir of Bergen is late."],
             "labels": ["person", "city", "group of people"],

@@ -1,4 +1,4 @@
-"""The fields of bodies that need no class of their own: those of `SamplingParams`, and unknown ones."""
+"""Fields of bodies that need no class: those of `SamplingParams`, and unknown ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from engine import (
 from server.config.wording import field_docs
 from server.errors import ApiError
 
-# Fields that say nothing about the answer: ignored without a word.
+# Fields without effect on the answer: silently ignored.
 HARMLESS = frozenset(
     {
         "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -33,8 +33,8 @@ HARMLESS = frozenset(
         "include_obfuscation",
     }
 )  # fmt: skip
-# Fields that would change what is answered, or what may see it, and are not supported, with the values at which they
-# ask for nothing. Any other unknown field is a hint that may be missed: it is ignored, and said to be.
+# Unsupported fields that would change the answer or who may see it, with their neutral values. Any other unknown field
+# is a hint: it is ignored with a notice.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none",),
@@ -68,7 +68,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "endianness": ("native", "little"),
     "padding": ("do_not_pad",),
     "logits_processors": ([],),
-    # Ways to sample that llama.cpp, text-generation-webui and others have.
+    # Sampling methods of llama.cpp, text-generation-webui and others.
     "repeat_penalty": (1.0,),
     "repeat_last_n": (0,),
     "mirostat": (0,),
@@ -109,7 +109,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "regex": (),
     "ebnf": (),
 }
-# What says nothing where the other one, which it belongs to, was sent and is off.
+# Fields without effect if the field that they belong to was sent and is off.
 _PART_OF: dict[str, tuple[str, ...]] = {
     "repeat_last_n": ("repeat_penalty",),
     "mirostat_tau": ("mirostat", "mirostat_mode"),
@@ -119,16 +119,17 @@ _PART_OF: dict[str, tuple[str, ...]] = {
     "dynatemp_exponent": ("dynatemp_range", "dynamic_temperature"),
     "smoothing_curve": ("smoothing_factor",),
 }
-# What to send instead.
+# The supported alternative.
 _INSTEAD = {
-    "repeat_penalty": "repeat_penalty is not supported; send repetition_penalty, which counts prompt and answer whole.",
-    "input_type": "input_type is not supported; send prompt_name, or put the prompt that the model wants for queries "
-    "or documents in front of the text.",
+    "repeat_penalty": "repeat_penalty is not supported; send repetition_penalty, which counts the whole prompt and "
+    "answer.",
+    "input_type": "input_type is not supported; send prompt_name, or put the model's prompt for queries or "
+    "documents before the text.",
 }
 _SENDABLE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 _NAMES_SHOWN = 32
 IGNORED_HEADER = "X-Octavo-Ignored-Fields"
-_MOST_LOGGED = 64  # names; clients choose them
+_MOST_LOGGED = 64  # maximum names; clients choose them
 _logged: set[str] = set()
 
 logger = logging.getLogger("octavo.server")
@@ -138,7 +139,7 @@ def refuse_unsupported(unknown: Mapping[str, Any]) -> None:
     """Refuse fields that would change the answer and are not supported.
 
     Raises:
-        ApiError: names the first one.
+        ApiError: names the first such field.
     """
     for name, value in unknown.items():
         nothing = UNSUPPORTED.get(name)
@@ -165,12 +166,12 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def unknown_fields(names: Iterable[str]) -> list[str]:
-    """The unknown fields that might have been meant to change the answer."""
+    """The unknown fields that the client may have expected to change the answer."""
     return [name for name in names if name not in HARMLESS and name not in UNSUPPORTED]
 
 
 def ignored_header(names: Iterable[str]) -> dict[str, str]:
-    """The header that lists these fields, if a header can hold any of them. The log names each field once."""
+    """The header that lists these fields, if a header can contain any of them. The log names each field once."""
     listed = [name for name in sorted(names) if _SENDABLE_NAME.fullmatch(name)][:_NAMES_SHOWN]
     if new := [name for name in listed if name not in _logged][: _MOST_LOGGED - len(_logged)]:
         _logged.update(new)
@@ -184,7 +185,8 @@ def ignored_header(names: Iterable[str]) -> dict[str, str]:
 
 
 def at_most(limit: int, what: str) -> BeforeValidator:
-    """Refuses a list or an object that is too long before its items are looked at: each might make an error."""
+    """Refuses a list or an object that is too long before its items are checked, because each item might make an
+    error."""
 
     def check(value: Any) -> Any:
         if isinstance(value, list | dict) and len(value) > limit:
@@ -195,17 +197,17 @@ def at_most(limit: int, what: str) -> BeforeValidator:
 
 
 def _few_ids(value: Any) -> Any:
-    """Lists of ids that hold few in all."""
+    """Lists of ids with few ids in total."""
     if isinstance(value, list):
         total = sum(len(item) if isinstance(item, list) else 1 for item in value)
         if total > MAX_LISTED_IDS:
-            raise PydanticCustomError("limit", f"may have at most {MAX_LISTED_IDS} token ids in all, got {total}")
+            raise PydanticCustomError("limit", f"may have at most {MAX_LISTED_IDS} token ids in total, got {total}")
     return value
 
 
 def _integer_keys(value: Any) -> Any:
-    """JSON keys are strings; logit_bias means token ids. As in llama.cpp it may be a list of pairs, in which false bans
-    a token."""
+    """logit_bias with integer token ids, because JSON keys are strings. As in llama.cpp, it may be a list of pairs, in
+    which false bans a token."""
     if isinstance(value, list):
         value = _paired(value)
     if not isinstance(value, dict):
@@ -225,7 +227,7 @@ def _paired(pairs: list[Any]) -> dict[Any, Any]:
 
 
 def _listed(value: Any) -> Any:
-    """A list that may come as text, with or without its brackets, as in text-generation-webui."""
+    """A list that may be sent as text, with or without brackets, as in text-generation-webui."""
     if isinstance(value, str):
         text = value.strip()
         try:
@@ -235,7 +237,7 @@ def _listed(value: Any) -> Any:
     return value
 
 
-MAX_NAME = 256  # characters of a field that names something
+MAX_NAME = 256  # maximum characters of a field that contains a name
 Name = Annotated[str, Field(max_length=MAX_NAME)]
 _FIRST = Field(fail_fast=True)  # one error is enough
 _ID = {"type": "integer", "minimum": 0}
@@ -265,7 +267,7 @@ _BIAS = {
         },
     ]
 }
-# JSON's types, where Python's own are wider than what a body can hold or say less than is known.
+# JSON's types, if Python's own types are wider than JSON's or less precise.
 _JSON_TYPES: dict[str, Any] = {
     "logit_bias": Annotated[dict[int, float], BeforeValidator(_integer_keys), _FEW, WithJsonSchema(_BIAS)],
     "stop": Annotated[
@@ -329,12 +331,12 @@ _JSON_TYPES: dict[str, Any] = {
 }
 
 
-# Fields that bodies have in another form, or not at all.
+# Fields that bodies have in another form or lack.
 ELSEWHERE = (
     "reasoning_budget", "structured_outputs", "timestamps", "truncate_prompt_tokens", "detokenize",
     "predicted_token_ids",
 )  # fmt: skip
-# Of these -1 means as many as there may be, as in vLLM.
+# For these fields -1 means the maximum, as in vLLM.
 COUNTS_OF_LOGPROBS = ("logprobs", "prompt_logprobs")
 
 
@@ -351,7 +353,7 @@ def _number(name: str) -> Any:
 
 
 def sampling_fields() -> dict[str, Any]:
-    """The fields of `SamplingParams` for a body, all optional: pydantic's type and `Field` of each name."""
+    """The fields of `SamplingParams` for a body, all optional: pydantic's type and `Field` for each name."""
     docs, hints = field_docs(SamplingParams), get_type_hints(SamplingParams)
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(SamplingParams):

@@ -1,4 +1,5 @@
-"""The HTTP bodies of vLLM's routes with tokens in and out: /inference/v1/generate, and what /render makes for it."""
+"""The HTTP bodies of vLLM's routes with tokens in and out: /inference/v1/generate, and the bodies that /render makes
+for it."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from server.api.fields import Name, at_most
 from server.api.schemas import IDS_SCHEMA, GenerationBody, ServedBody, StreamOptions, Usage
 
 _Ids = Annotated[list[int], Field(fail_fast=True), at_most(MAX_LISTED_IDS, "token ids"), WithJsonSchema(IDS_SCHEMA)]
-# Fields of sampling_params that the outer body may leave out.
+# Fields of sampling_params that apply if the outer body lacks them.
 _TERMS = tuple(ServedBody.model_fields)
-# Fields of sampling_params that have no effect: the outer body says them, or the answer has no place for them.
+# Fields of sampling_params without effect: the outer body sets them, or the answer cannot contain their result.
 _NO_EFFECT = (
     "model", "stream", "stream_options", "return_token_ids", "return_tokens_as_token_ids", "timings",
     "timings_per_token",
@@ -22,16 +23,16 @@ _NO_EFFECT = (
 
 
 class RenderedBudget(Body):
-    """A limit of the answer's reasoning, as /v1/chat/completions/render writes it."""
+    """A limit on the answer's reasoning, as /v1/chat/completions/render writes it."""
 
-    tokens: int = Field(ge=0, le=2**31 - 1, description="Most tokens of reasoning.")
+    tokens: int = Field(ge=0, le=2**31 - 1, description="Maximum tokens of reasoning.")
     open: _Ids = Field(min_length=1, description="The tokens of the mark before the reasoning.")
     close: int = Field(ge=0, description="The token of the mark after the reasoning.")
-    last_words: _Ids | None = Field(None, description="Tokens that come before the closing mark at the limit.")
-    begun: bool | None = Field(None, description="The prompt opens the reasoning (false).")
+    last_words: _Ids | None = Field(None, description="Tokens that are inserted before the closing mark at the limit.")
+    begun: bool | None = Field(None, description="Whether the prompt opens the reasoning (false).")
 
     def made(self) -> ReasoningBudget:
-        """The limit as the engine reads it.
+        """The limit in the engine's form.
 
         Raises:
             InvalidRequestError: a token id is out of range, or there are too many.
@@ -58,7 +59,7 @@ class GenerateParams(GenerationBody):
         return super().sampling() | budget
 
     def ignored_fields(self) -> list[str]:
-        """Names of fields that have no effect."""
+        """Names of fields without effect."""
         unused = [name for name in _NO_EFFECT if getattr(self, name) not in (None, False)]
         inner = self.reasoning_budget.ignored_fields() if self.reasoning_budget is not None else []
         return [*super().ignored_fields(), *unused, *(f"reasoning_budget.{name}" for name in inner)]
@@ -86,15 +87,15 @@ class GenerateRequest(ServedBody):
     content_parts: None = Field(None, description="Not supported.")
 
     def asked(self) -> GenerateParams:
-        """The sampling parameters with the outer fields. The outer cache_salt, priority and request_timeout come before
-        those in sampling_params."""
+        """The sampling parameters with the outer fields. The outer cache_salt, priority and request_timeout take
+        precedence over those in sampling_params."""
         params = self.sampling_params
         outer = {name: getattr(self, name) for name in ("stream", "stream_options")}
         terms = {name: getattr(self, name) for name in _TERMS if getattr(self, name) is not None}
         return params.model_copy(update=outer | terms)
 
     def ignored_fields(self) -> list[str]:
-        """Names of unknown fields that might have been meant to change the answer."""
+        """Names of unknown fields that the client may have expected to change the answer."""
         inner = [f"sampling_params.{name}" for name in self.sampling_params.ignored_fields()]
         return super().ignored_fields() + inner
 
@@ -116,14 +117,14 @@ class RenderedRequest(BaseModel):
 
 
 class TokenLogprob(BaseModel):
-    """A token by its id."""
+    """A token named by its id."""
 
     token_id: int
     logprob: float
 
 
 class TokenLogprobContent(TokenLogprob):
-    """A token of the answer, and the most probable tokens in its place: the token itself first."""
+    """A token of the answer, and the most probable tokens at its position: the token itself first."""
 
     top_logprobs: list[TokenLogprob]
 

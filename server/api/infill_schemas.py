@@ -16,7 +16,7 @@ MAX_FILES = 256
 
 
 class InfillFile(BaseModel):
-    """A file beside the one that is edited."""
+    """A further file, as context."""
 
     filename: Name = ""
     text: str
@@ -30,12 +30,12 @@ class InfillRequest(GenerationBody):
     input_extra: Annotated[list[InfillFile], at_most(MAX_FILES, "files")] | None = Field(
         None, description="Other files that the model should know."
     )
-    prompt: str | None = Field(None, description="Goes on from the prefix: the beginning of what is filled in.")
-    n_predict: int | None = Field(None, ge=-1, description="max_tokens by llama.cpp's name; -1: as many as fit.")
+    prompt: str | None = Field(None, description="Continues the prefix: the beginning of the filled-in text.")
+    n_predict: int | None = Field(None, ge=-1, description="llama.cpp's name of max_tokens; -1: as many as fit.")
 
 
 class InfillResponse(BaseModel):
-    """Answer of POST /infill, and one event of its stream; all but the first four fields come at the end."""
+    """Answer of POST /infill, and one event of its stream; fields after the first four come only at the end."""
 
     index: int
     content: str
@@ -52,7 +52,7 @@ class InfillResponse(BaseModel):
 
 
 class ApplyTemplateRequest(TemplateFields, Body):
-    """Body of POST /apply-template: what is sent to /v1/chat/completions, as far as it makes the prompt."""
+    """Body of POST /apply-template: the fields of /v1/chat/completions that affect the prompt."""
 
     model: str | None = Field(None, description="Id of the served model, or name of an adapter. Optional.")
     messages: Messages = Field(description="Messages, as for /v1/chat/completions.")

@@ -14,7 +14,7 @@ from server.api.response_schemas import ONE_ANSWER_FIELDS
 from server.api.schemas import MAX_MESSAGES, ServedBody
 from server.api.template_fields import FUNCTION_NAME, MAX_TOOLS, MAX_VARIABLES
 
-_MAX_MEMBERS = 32  # of the objects tool_choice, thinking, metadata and output_config
+_MAX_MEMBERS = 32  # maximum fields of the objects tool_choice, thinking, metadata and output_config
 _FIELDS = {name: field for name, field in ONE_ANSWER_FIELDS.items() if name != "stop"}  # here: stop_sequences
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ _TOOL = {
         "name": {"type": "string", "pattern": f"^{FUNCTION_NAME}$"},
         "description": {"type": ["string", "null"]},
         "input_schema": {"type": "object", "description": "A JSON schema of the input."},
-        "strict": {"type": ["boolean", "null"], "description": "The input must match the schema."},
+        "strict": {"type": ["boolean", "null"], "description": "Whether the input must match the schema."},
     },
     "required": ["name", "input_schema"],
 }
@@ -95,7 +95,7 @@ _SMALL = at_most(_MAX_MEMBERS, "fields")
 
 class _Conversation(BaseModel):
     """The fields that make a prompt. `server.answering.message_input` checks their values, so that errors name the
-    block at fault."""
+    wrong block."""
 
     model: str | None = Field(None, description="Id of the served model, or name of an adapter. Optional.")
     messages: Annotated[list[Any], at_most(MAX_MESSAGES, "messages"), WithJsonSchema(_MESSAGES)] = Field(
@@ -128,7 +128,7 @@ class MessageRequest(_Conversation, _AnswerBody):
 
     max_tokens: int = Field(
         ge=1,
-        description="Most tokens of the answer, including thinking. Lowered to the room that is left in the context.",
+        description="Maximum tokens of the answer, including thinking; lowered to the space left in the context.",
     )
     stop_sequences: Annotated[list[str], Field(fail_fast=True), at_most(MAX_STOP_STRINGS, "strings")] | None = Field(
         None, description="Strings that end the answer."
@@ -178,7 +178,7 @@ ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class OutputTokensDetails(TypedDict):
-    """Kinds of the output tokens, where one token ends the model's reasoning."""
+    """Kinds of output tokens, if a single token ends the model's reasoning."""
 
     thinking_tokens: int
 
@@ -195,14 +195,15 @@ class MessageDeltaUsage(TypedDict):
 
 
 class CacheCreation(TypedDict):
-    """Tokens that this request wrote to Anthropic's caches: always 0, since a server without prices counts none."""
+    """Tokens that this request wrote to Anthropic's caches: always 0, because this server has no prices and does not
+    count them."""
 
     ephemeral_5m_input_tokens: int
     ephemeral_1h_input_tokens: int
 
 
 class MessageUsage(MessageDeltaUsage):
-    """The same, with fields of Anthropic's that have one value here."""
+    """The same, plus those of Anthropic's fields that have only one value here."""
 
     cache_creation: CacheCreation
     inference_geo: None
@@ -249,7 +250,7 @@ class MessageModel(BaseModel):
 
 
 class MessageModelList(BaseModel):
-    """Answer of GET /v1/models to a client of Anthropic's."""
+    """Answer of GET /v1/models to Anthropic's clients."""
 
     data: list[MessageModel]
     has_more: Literal[False] = False

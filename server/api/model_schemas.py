@@ -13,7 +13,7 @@ from server.api.schemas import ModelCard
 class LoadModelRequest(Body):
     """A model to load or to unload."""
 
-    model: str = Field(min_length=1, description="Its name or one of its aliases.")
+    model: str = Field(min_length=1, description="The model's name or one of its aliases.")
 
 
 class ModelState(BaseModel):
@@ -22,13 +22,13 @@ class ModelState(BaseModel):
     state: Literal["unloaded", "loading", "loaded", "failed"]
     reason: str | None = Field(None, description="Why it has failed, or cannot be loaded.")
     aliases: list[str] | None = Field(None, description="Other names that select it.")
-    pinned: bool = Field(description="It is loaded at the start and stays loaded.")
+    pinned: bool = Field(description="Whether it is loaded at the start and stays loaded.")
     percent: int | None = Field(None, description="Percentage of its weights that are loaded, while it loads.")
     memory: int | None = Field(None, description="Memory that it takes when it is loaded, as `octavo models` predicts.")
-    weights: int | None = Field(None, description="Of that, the size of its weights.")
+    weights: int | None = Field(None, description="Size of its weights, which is part of the memory.")
     running_requests: int = Field(description="Requests that use it or wait for it.")
     loaded_at: float | None = None
-    expires_at: float | None = Field(None, description="When it is unloaded if no request comes.")
+    expires_at: float | None = Field(None, description="When it will be unloaded if no request arrives.")
 
 
 class UnloadedCard(ModelState):

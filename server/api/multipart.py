@@ -1,7 +1,7 @@
-"""Bodies of multipart/form-data (RFC 7578): fields and one file, within the memory of the body.
+"""Bodies of multipart/form-data (RFC 7578): fields and one file, in as much memory as the body.
 
-python-multipart 0.0.34 needs bounded memory, too. But it accepts a form without its end, refuses a preamble
-(RFC 2046, 5.1.1) and does not limit parts: the checks, limits and messages below would stay.
+python-multipart 0.0.34 needs bounded memory too. But it accepts a form without an end, refuses a preamble (RFC 2046,
+5.1.1) and does not limit parts, so the checks, limits and messages below would still be needed.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from email.message import Message
 from server.errors import ApiError, shown
 
 MOST_PARTS = 64
-MOST_HEAD = 8 * 1024  # bytes of a part's headers
-MOST_TEXT = 64 * 1024  # bytes of a field that is no file
-MOST_PARAMETERS = 64  # of the headers of a part: each takes microseconds to read
+MOST_HEAD = 8 * 1024  # maximum bytes of a part's headers
+MOST_TEXT = 64 * 1024  # maximum bytes of a field that is not a file
+MOST_PARAMETERS = 64  # maximum headers of a part: each takes microseconds to parse
 
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """A file as it was sent."""
+    """A file as sent."""
 
     name: str
     content: bytes
@@ -27,20 +27,20 @@ class Upload:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The content of a form: texts by the names of their fields, in their order, and files likewise."""
+    """The content of a form: texts and files by field name, in order."""
 
     texts: dict[str, list[str]]
     files: dict[str, Upload]
 
 
 def read_form(content: bytes, content_type: str) -> Form:
-    """A body as a form.
+    """Parse a body as a form.
 
     Args:
-        content_type: the header, which tells what separates the parts.
+        content_type: the header, which contains the boundary between parts.
 
     Raises:
-        ApiError: it is no such form, or holds too much; says what.
+        ApiError: the body is not such a form, or contains too much; says what.
     """
     kind = _headers(b"Content-Type: " + content_type.encode("latin-1", "replace"))
     boundary = kind.get_boundary()

@@ -24,7 +24,7 @@ _FOREVER = float("inf")
 
 
 def seconds_of(value: Any) -> float:
-    """A duration as Ollama's clients send it: seconds, or a text such as "5m" or "1h30m". Below 0 means for ever.
+    """A duration as Ollama's clients send it: seconds, or a text such as "5m" or "1h30m". Below 0 means forever.
 
     Raises:
         ValueError: it is neither.
@@ -191,10 +191,10 @@ class OllamaEmbedRequest(NumbersBody):
     """Body of POST /api/embed. Null means the default."""
 
     input: Annotated[Any, PlainValidator(_check_texts), WithJsonSchema(_TEXTS)] | None = Field(
-        None, description="A text or several. Without one, there are no vectors."
+        None, description="One or several texts. Without one, no vectors are returned."
     )
-    truncate: bool | None = Field(None, description="Cut texts to what the model takes (true).")
-    dimensions: int | None = Field(None, ge=0, description="Keep the first so many features. 0 keeps all.")
+    truncate: bool | None = Field(None, description="Cut texts to the model's limit (true).")
+    dimensions: int | None = Field(None, ge=0, description="Keep only this many features, the first ones. 0 keeps all.")
     options: Options = None
     keep_alive: KeepAlive = None
 
@@ -312,7 +312,9 @@ class OllamaListed(BaseModel):
     model: str
     modified_at: str
     size: int = Field(description="Bytes of the files.")
-    digest: str = Field(description="Names the model's files by their names, sizes and times; not a hash of the bytes.")
+    digest: str = Field(
+        description="Identifies the model's files by their names, sizes and times; not a hash of their bytes."
+    )
     details: OllamaDetails
     capabilities: list[str]
 

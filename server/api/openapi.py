@@ -1,4 +1,4 @@
-"""The front door's part of the OpenAPI document: the API key, and the answers of the limits."""
+"""The middleware's part of the OpenAPI document: the API key, and the error responses of the limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCHEME = "api_key"
 KEY_SCHEME = "x_api_key"
 _ID = {"X-Request-ID": {"$ref": "#/components/headers/X-Request-ID"}}
 
-# Ends of paths whose bodies no engine answers.
+# Endings of paths that work without the engine.
 _WITHOUT_ENGINE = (
     "/count_tokens",
     "/input_tokens",
@@ -35,22 +35,23 @@ _TIMEOUT = {
 
 
 def with_front_door(document: dict[str, Any], settings: ServerSettings) -> dict[str, Any]:
-    """The document with the security scheme, the id's header and the front door's answers. Where no key is set,
-    sending one is optional."""
+    """The document with the security scheme, the request id's header and the middleware's responses. The API key is
+    optional if no key is set."""
     components = document.setdefault("components", {})
     components.setdefault("securitySchemes", {})[SCHEME] = {
         "type": "http",
         "scheme": "bearer",
-        "description": "Needed where the server was started with API keys (--api-key, --api-key-file).",
+        "description": "Needed if the server was started with API keys (--api-key, --api-key-file).",
     }
     components["securitySchemes"][KEY_SCHEME] = {
         "type": "apiKey",
         "in": "header",
         "name": "X-Api-Key",
-        "description": "The same key, as Anthropic's clients send it; read where there is no bearer token.",
+        "description": "The same key, as Anthropic's clients send it; read if there is no bearer token.",
     }
     components.setdefault("headers", {})["X-Request-ID"] = {
-        "description": "The request's own id if that has 1 to 128 characters of A-Z a-z 0-9 . _ -, else a new one.",
+        "description": "The id that the request sent, if it has 1 to 128 characters of A-Z a-z 0-9 . _ -, else a "
+        "new one.",
         "schema": {"type": "string", "pattern": "^[A-Za-z0-9._-]{1,128}$"},
     }
     closed = bool(settings.api_key or settings.api_key_file)

@@ -1,4 +1,4 @@
-"""The query parameters of routes that list items, a page at a time, as at OpenAI."""
+"""The query parameters of routes that list items in pages, as at OpenAI."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import Query
 
-MAX_LISTED = 100  # items of a page
+MAX_LISTED = 100  # default items of a page
 
 After = Annotated[str | None, Query(max_length=256, description="Start after the item with this id.")]
 Limit = Annotated[int, Query(ge=1, le=MAX_LISTED)]

@@ -1,4 +1,4 @@
-"""The fields of a request for generated text, checked together and turned into parameters for the engine."""
+"""Checks the fields of a request for generated text together and turns them into parameters for the engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from server.api.schemas import GenerationBody
 from server.context import Service
 from server.errors import ApiError
 
-# What beam search does not use, with the values that ask for nothing.
+# Fields that beam search does not use, with their neutral values.
 _NOT_WITH_BEAMS = {column.name: column.nothing for column in FILTERS}
 
 
@@ -20,17 +20,18 @@ def shape_of(body: GenerationBody, service: Service, *, echo: bool = False) -> S
     """The body's request to the engine, and the form of the answer.
 
     Raises:
-        ApiError, InvalidRequestError: fields that contradict each other, are out of range or not supported.
+        ApiError, InvalidRequestError: fields contradict each other, are out of range or are not supported.
     """
     body.refuse_unsupported()
     if body.stream_options is not None and not body.stream:
         _fail("stream_options", "stream_options is only allowed when stream is true.")
     fields = body.sampling()
-    # OpenAI's way to score a text: no answer, only the prompt. The engine makes one token, which is not shown.
+    # OpenAI's way to score a text: only the prompt, without an answer. The engine generates one token, which is not
+    # shown.
     prompt_only = echo and fields.get("max_tokens") == 0
     if prompt_only:
         fields["max_tokens"] = 1
-    asked = SamplingParams(**fields)  # also checks what was given, before anything is computed with it
+    asked = SamplingParams(**fields)  # also checks the fields, before any work is done with them
     best_of = body.best_of if body.best_of is not None else asked.n
     _check_counts(asked.n, best_of, service.settings.max_n)
     if body.use_beam_search:
@@ -39,10 +40,13 @@ def shape_of(body: GenerationBody, service: Service, *, echo: bool = False) -> S
         fields["num_beams"] = max(asked.num_beams or 0, best_of)
     elif best_of > asked.n:
         if body.stream:
-            message = f"best_of ({best_of}) above n ({asked.n}) cannot be streamed: the best are known at the end."
+            message = (
+                f"best_of ({best_of}) above n ({asked.n}) cannot be streamed: the best answers are known only "
+                "at the end."
+            )
             _fail("best_of", message)
         fields["n"] = best_of
-        fields["logprobs"] = asked.logprobs or 0  # what the choice among them goes by
+        fields["logprobs"] = asked.logprobs or 0  # needed to choose among them
     if fields.get("num_beams", 1) > 1:
         _check_beams(fields, asked, service.client.info.max_num_beams)
     _check_rows(fields.get("n", 1), asked.n, service.client.info.max_num_seqs)
@@ -86,7 +90,7 @@ def _check_beams(fields: Mapping[str, Any], asked: SamplingParams, limit: int) -
 
 
 def _check_rows(generated: int, n: int, limit: int) -> None:
-    """The engine says so too, but here memory would be spent before."""
+    """The engine checks this too, but only after memory has been spent."""
     if generated > limit:
         name = "n" if n > limit else "best_of"
         message = f"{name} is {generated}, but a step holds at most {limit} sequences (max_num_seqs). Ask for fewer, or"

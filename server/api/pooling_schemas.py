@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from server.api.schemas import IDS_SCHEMA, ServedBody, is_ids
 from server.errors import ApiError
 
-MAX_INPUTS = 2048  # in one request, as at OpenAI
+MAX_INPUTS = 2048  # maximum inputs in one request, as at OpenAI
 TEXT_SCHEMA: dict[str, Any] = {"type": "string", "minLength": 1}
 
 _MESSAGES = "messages is not supported here; send input, as text that is ready for the model."
@@ -25,7 +25,7 @@ class NumbersBody(ServedBody):
         """Refuse fields that would change the answer and are not supported.
 
         Raises:
-            ApiError: names the first one.
+            ApiError: names the first such field.
         """
         extra = self.model_extra or {}
         if extra.get("messages") is not None:
@@ -49,12 +49,12 @@ def several(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_boxes(value: Any) -> list[list[list[int]] | None]:
-    """Either form as a list of each input's boxes."""
+    """The boxes in either form, as a list of each input's boxes."""
     boxes = [value] if _are_boxes(value) else value
     if not isinstance(boxes, list) or not boxes or not all(item is None or _are_boxes(item) for item in boxes):
         message = (
-            "must be a list of boxes, [left, upper, right, lower], one for each token, or for several inputs a list of "
-            "such lists, in which null stands for an input without boxes"
+            "must be a list with one box [left, upper, right, lower] per token; for several inputs, a list of such "
+            "lists, with null for an input without boxes"
         )
         raise PydanticCustomError("boxes", message)
     return boxes
@@ -69,7 +69,7 @@ _BOXES_SCHEMA = {"type": "array", "minItems": 1, "items": _BOX_SCHEMA}
 
 
 class BoxedBody(PoolingBody):
-    """The common fields of endpoints whose inputs may be tokens with places on a page."""
+    """The common fields of endpoints whose inputs may be tokens with boxes on a page."""
 
     bbox: (
         Annotated[
@@ -97,20 +97,20 @@ class ActivatedBody(PoolingBody):
     activation: bool | None = Field(None, description="Older name of use_activation.")
 
     def activates(self) -> bool | None:
-        """The activation switch, which has two names.
+        """The activation switch, a field with two names.
 
         Raises:
-            ApiError: they contradict each other.
+            ApiError: the two names have different values.
         """
         value: bool | None = either(self, "use_activation", "activation")
         return value
 
 
 def either(body: BaseModel, name: str, other: str) -> Any:
-    """The value of a field that has two names.
+    """The value of a field with two names.
 
     Raises:
-        ApiError: they contradict each other.
+        ApiError: the two names have different values.
     """
     first, second = getattr(body, name), getattr(body, other)
     if first is not None and second is not None and first != second:
@@ -128,13 +128,13 @@ class PoolingUsage(BaseModel):
 
 
 def check_each(inputs: list[Any], *, alone: bool) -> list[Any]:
-    """Refuse too many inputs, and empty ones among them.
+    """Refuse too many inputs and empty inputs.
 
     Args:
-        alone: the only input came by itself, not in a list.
+        alone: the input came by itself, not in a list.
 
     Raises:
-        PydanticCustomError: says which.
+        PydanticCustomError: names the input.
     """
     if len(inputs) > MAX_INPUTS:
         raise PydanticCustomError("limit", f"may have at most {MAX_INPUTS} inputs, got {len(inputs)}")
@@ -146,7 +146,7 @@ def check_each(inputs: list[Any], *, alone: bool) -> list[Any]:
 
 
 class Image(str):
-    """An image as it was sent: a data: URL, or base64."""
+    """An image as sent: a data: URL, or base64."""
 
     __slots__ = ()
 
@@ -161,19 +161,19 @@ _OBJECT_SCHEMA = {"type": "object", "properties": {"text": TEXT_SCHEMA}, "requir
 
 
 def read_image(item: dict[Any, Any]) -> Image | None:
-    """The image of an object; None if it is none."""
+    """The image of an object; None if there is none."""
     image = item.get("image")
     return Image(image) if isinstance(image, str) and set(item) == {"image"} else None
 
 
 def _read_object(item: dict[Any, Any]) -> Image | str | None:
-    """An object's image or text, as Jina's embeddings have it."""
+    """An object's image or text, in the form of Jina's embeddings."""
     text = item.get("text")
     return text if isinstance(text, str) and set(item) == {"text"} else read_image(item)
 
 
 def _check_input(value: Any) -> list[str | Image | list[int]]:
-    """Any of the forms as a list of inputs."""
+    """Any of the forms, as a list of inputs."""
     given = [value] if isinstance(value, str | dict) or is_ids(value) else value
     if isinstance(given, list) and given:
         inputs: list[Any] = [_read_object(item) if isinstance(item, dict) else item for item in given]

@@ -1,4 +1,4 @@
-"""Bodies: bytes to a validated model, in bounded memory and without holding up the event loop."""
+"""Turns bytes of a body into a validated model, in bounded memory and without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from server.context import Service
 from server.errors import ApiError, describe_validation
 
 READ_BODY = "octavo.body"  # in the scope: the validated body, whose `model` selects the service
-_SMALL = 64 * 1024  # bytes that are read faster than a thread is asked to
+_SMALL = 64 * 1024  # bytes that are parsed faster than a thread can be started
 
 
 class StrictJsonRequest(Request):
@@ -26,7 +26,7 @@ class StrictJsonRequest(Request):
 
     Args:
         request: the request as it came.
-        model: what its body is validated as.
+        model: the class that validates the body.
     """
 
     def __init__(self, request: Request, model: type[BaseModel]):
@@ -34,7 +34,7 @@ class StrictJsonRequest(Request):
         self._model = model
 
     async def json(self) -> Any:
-        """The validated body. A large one is read in a thread, one at a time."""
+        """The validated body. A large body is parsed in a thread, one at a time."""
         content = await self.body()
         service: Service = self.app.state.service
         limit = parse_bytes(service.settings.max_body_size, "max_body_size")
@@ -47,12 +47,12 @@ class StrictJsonRequest(Request):
         return body
 
     def read(self, content: bytes, model: type[BaseModel], max_body_size: int) -> BaseModel:
-        """The body as the model; see `read_body`."""
+        """Parse the body as the model; see `read_body`."""
         return read_body(content, model, max_body_size)
 
 
 class StrictJsonRoute(APIRoute):
-    """A route that reads its body as `StrictJsonRequest` does."""
+    """A route whose bodies are read by `StrictJsonRequest`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle, model = super().get_route_handler(), self.body_model()
@@ -74,7 +74,8 @@ class StrictJsonRoute(APIRoute):
 
 
 class UntypedJsonRoute(StrictJsonRoute):
-    """The same for bodies of any Content-Type. Clients that send JSON as curl does by default call it a form."""
+    """The same for bodies of any Content-Type. Clients that send JSON with curl's default Content-Type declare it a
+    form."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -88,15 +89,15 @@ class UntypedJsonRoute(StrictJsonRoute):
 
 
 def read_body(content: bytes, model: type[BaseModel], max_body_size: int) -> BaseModel:
-    """A JSON text as a model.
+    """Parse JSON text as a model.
 
     Args:
         content: the text in UTF-8.
-        model: what it is validated as.
-        max_body_size: bytes of the longest body (see `check_structure`).
+        model: the class that validates it.
+        max_body_size: maximum bytes of a body (see `check_structure`).
 
     Raises:
-        ApiError: no JSON, more structure than a body may have, or not what the model takes.
+        ApiError: the text is not JSON, has too much structure, or does not match the model.
     """
     if len(content) > _SMALL:
         check_structure(content, max_body_size)
@@ -116,7 +117,7 @@ def read_body(content: bytes, model: type[BaseModel], max_body_size: int) -> Bas
 def _unreadable(content: bytes, problem: Exception) -> ApiError:
     reason = f"is not valid JSON: {problem}"
     if isinstance(problem, msgspec.ValidationError):
-        reason = f"cannot be read: {str(problem).partition(' - at')[0]}"  # a number that is too large
+        reason = f"cannot be read: {str(problem).partition(' - at')[0]}"  # the number is too large
     try:
         content.decode()
     except UnicodeDecodeError as wrong:

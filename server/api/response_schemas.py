@@ -14,12 +14,12 @@ from server.api.fields import Name, at_most, sampling_fields
 from server.api.schemas import MAX_MESSAGES, ServedBody
 from server.api.template_fields import FUNCTION_NAME, MAX_TOOLS, MAX_VARIABLES, ReasoningBudget
 
-MAX_ADDED = 20  # items of a conversation in one request, as at OpenAI
-MAX_METADATA = 16  # pairs, as at OpenAI
+MAX_ADDED = 20  # maximum items of a conversation in one request, as at OpenAI
+MAX_METADATA = 16  # maximum pairs, as at OpenAI
 MAX_METADATA_NAME = 64  # characters
 MAX_METADATA_VALUE = 512
-_MAX_MEMBERS = 32  # of the objects text and reasoning
-# Of the engine's sampling parameters, those that one answer can have; OpenAI's own names are in the bodies themselves.
+_MAX_MEMBERS = 32  # maximum fields of the objects text and reasoning
+# The engine's sampling parameters that apply to a single answer; OpenAI's own names are in the bodies themselves.
 _NOT_HERE = frozenset(
     {
         "n", "max_tokens", "logprobs", "prompt_logprobs", "stream_beams", "encoder_repetition_penalty",
@@ -89,7 +89,7 @@ _FUNCTION = {
         "name": {"type": "string", "pattern": f"^{FUNCTION_NAME}$"},
         "description": {"type": ["string", "null"]},
         "parameters": {"type": ["object", "null"], "description": "A JSON schema of the arguments."},
-        "strict": {"type": ["boolean", "null"], "description": "The arguments must match the schema."},
+        "strict": {"type": ["boolean", "null"], "description": "Whether the arguments must match the schema."},
     },
     "required": ["type", "name"],
 }
@@ -163,7 +163,7 @@ class ResponseStreamOptions(Body):
 class ResponseRequest(OneAnswerBody):
     """Body of POST /v1/responses. All fields but input may be null, which means the default."""
 
-    # Checked by `server.answering.response_input`, whose errors say which item is at fault.
+    # Checked by `server.answering.response_input`, whose errors name the wrong item.
     input: Annotated[Any, at_most(MAX_MESSAGES, "items"), WithJsonSchema(_INPUT_SCHEMA)] = Field(
         None,
         description="The input: a text, or items (messages, function calls and their results, reasoning).",
@@ -172,7 +172,7 @@ class ResponseRequest(OneAnswerBody):
     instructions: str | None = Field(None, description="A system message before all others.")
     stream: bool | None = Field(None, description="Stream the answer as server-sent events.")
     stream_options: ResponseStreamOptions | None = None
-    max_output_tokens: int | None = Field(None, ge=1, description="Most tokens of the answer, including reasoning.")
+    max_output_tokens: int | None = Field(None, ge=1, description="Maximum tokens of the answer, including reasoning.")
     previous_response_id: Name | None = Field(
         None, description="Continue a stored response: its input and output come before this input."
     )
@@ -226,7 +226,7 @@ class ResponseRequest(OneAnswerBody):
     service_tier: Name | None = Field(None, description="Has no effect.")
 
 
-# Of items and what is in them an answer may hold much: dictionaries take a third of what models do.
+# An answer may contain many items: dictionaries take a third of the memory of models.
 class OutputText(TypedDict):
     """The text of a message."""
 
@@ -295,7 +295,7 @@ OutputItem = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall
 
 
 class InputTokensDetails(TypedDict):
-    """Part of `ResponseUsage`. A server without prices counts no tokens as written to a cache."""
+    """Part of `ResponseUsage`. This server has no prices and counts no tokens as written to a cache."""
 
     cached_tokens: int
     cache_write_tokens: Literal[0]
@@ -403,7 +403,7 @@ class ItemList(BaseModel):
         """A page.
 
         Args:
-            more: further items follow.
+            more: whether further items follow.
         """
         first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
         return cls(data=items, first_id=first, last_id=last, has_more=more)
@@ -413,22 +413,22 @@ class ConversationFields(Body):
     """Body of POST /v1/conversations."""
 
     items: Annotated[list[Any], at_most(MAX_ADDED, "items"), WithJsonSchema(_ITEMS)] | None = Field(
-        None, description="The first items: messages, calls of functions and their results, reasoning."
+        None, description="The first items: messages, function calls and their results, reasoning."
     )
-    metadata: Metadata = Field(None, description="Pairs that are kept with the conversation.")
+    metadata: Metadata = Field(None, description="Key-value pairs that are stored with the conversation.")
 
 
 class ConversationUpdate(Body):
     """Body of POST /v1/conversations/{conversation_id}."""
 
-    metadata: Metadata = Field(description="Pairs that replace the ones that were kept.")
+    metadata: Metadata = Field(description="Key-value pairs that replace the stored ones.")
 
 
 class NewItems(Body):
     """Body of POST /v1/conversations/{conversation_id}/items."""
 
     items: Annotated[list[Any], at_most(MAX_ADDED, "items"), WithJsonSchema(_ITEMS)] = Field(
-        description="Items that come at the end."
+        description="Items to append."
     )
 
 

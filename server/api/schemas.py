@@ -1,7 +1,7 @@
-"""The HTTP bodies, in OpenAI's shapes with vLLM's extra fields; those of chat are in `chat_schemas`.
+"""The HTTP bodies in OpenAI's shapes with vLLM's extra fields; those of chat are in `chat_schemas`.
 
-The sampling fields are made from `SamplingParams` itself (`server.api.fields`), so that a new one needs no
-second declaration; values are checked there too, here only their types.
+The sampling fields are derived from `SamplingParams` (`server.api.fields`), so a new one needs no second declaration.
+`SamplingParams` checks values; this module checks only types.
 """
 
 from __future__ import annotations
@@ -24,26 +24,28 @@ from server.api.fields import COUNTS_OF_LOGPROBS, ELSEWHERE, Name, at_most, samp
 from server.api.structured import StructuredBody
 from server.api.template_fields import TemplateFields
 
-MAX_PROMPTS = 2048  # prompts in one request, as at OpenAI
-MAX_MESSAGES = 8192  # in one conversation
-MAX_SALT = 256  # characters of a cache_salt
+MAX_PROMPTS = 2048  # maximum prompts in one request, as at OpenAI
+MAX_MESSAGES = 8192  # maximum messages in one conversation
+MAX_SALT = 256  # maximum characters of a cache_salt
 MAX_PRIORITY = 2**31 - 1
 MAX_TIMEOUT = 86_400  # seconds
 
 
 def is_ids(value: Any) -> bool:
-    """A list of token ids that is not empty."""
+    """Whether the value is a non-empty list of token ids."""
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
 def _check_prompt(value: Any) -> list[str | list[int]]:
-    """Any of the four forms as a list of prompts."""
+    """The prompts in any of the four forms, as a list."""
     prompts = [value] if isinstance(value, str) or is_ids(value) else value
     texts_or_ids = isinstance(prompts, list) and (
         all(isinstance(item, str) for item in prompts) or all(is_ids(item) for item in prompts)
     )
     if not texts_or_ids or not prompts:
-        message = "must be a string, a list of strings, a list of token ids or a list of such lists, none empty"
+        message = (
+            "must be a string, a list of strings, a list of token ids or a list of such lists, and none may be empty"
+        )
         raise PydanticCustomError("prompt", message)
     if len(prompts) > MAX_PROMPTS:
         raise PydanticCustomError("limit", f"may have at most {MAX_PROMPTS} prompts, got {len(prompts)}")
@@ -65,7 +67,7 @@ Prompts = Annotated[Any, PlainValidator(_check_prompt), WithJsonSchema(_PROMPT_S
 def _check_decoder_prompt(value: Any) -> Any:
     if isinstance(value, str) or is_ids(value):
         return value
-    raise PydanticCustomError("decoder_prompt", "must be a string or a list of token ids that is not empty")
+    raise PydanticCustomError("decoder_prompt", "must be a string or a non-empty list of token ids")
 
 
 DecoderPrompt = Annotated[
@@ -74,7 +76,7 @@ DecoderPrompt = Annotated[
 
 
 class ServedBody(Body):
-    """The common fields of all requests that the engine serves: its terms."""
+    """The common fields of all requests that the engine serves: the request's terms."""
 
     model: str | None = Field(None, description="Id of the served model, or name of an adapter. Optional.")
     cache_salt: str | None = Field(
@@ -129,8 +131,8 @@ class GenerationBody(_SamplingBody, StructuredBody):
         description="Write tokens in log-probabilities as ids (token_id:42), because different tokens may have the "
         "same text.",
     )
-    timings: bool | None = Field(None, description="llama.cpp's times with the end of the answer.")
-    timings_per_token: bool | None = Field(None, description="The same with every event of a stream.")
+    timings: bool | None = Field(None, description="Add llama.cpp's times at the end of the answer.")
+    timings_per_token: bool | None = Field(None, description="Add them to every event of a stream.")
     truncate_prompt_tokens: int | None = Field(
         None,
         ge=-1,
@@ -139,7 +141,7 @@ class GenerationBody(_SamplingBody, StructuredBody):
     )
 
     def sampling(self) -> dict[str, Any]:
-        """Keyword arguments for `SamplingParams`: the sampling fields that were given."""
+        """Keyword arguments for `SamplingParams`: the sampling fields that were sent."""
         names = {field.name for field in dataclasses.fields(SamplingParams)} & type(self).model_fields.keys()
         given = {name: getattr(self, name) for name in names.difference(ELSEWHERE)}
         given |= {name: MAX_LOGPROBS for name in COUNTS_OF_LOGPROBS if given.get(name) == -1}
@@ -151,7 +153,7 @@ class GenerationBody(_SamplingBody, StructuredBody):
         return {name: value for name, value in given.items() if value is not None}
 
     def ignored_fields(self) -> list[str]:
-        """Names of unknown fields that might have been meant to change the answer."""
+        """Names of unknown fields that the client may have expected to change the answer."""
         options = self.stream_options.ignored_fields() if self.stream_options is not None else []
         return super().ignored_fields() + [f"stream_options.{name}" for name in options]
 
@@ -190,7 +192,8 @@ class PromptTokensDetails(BaseModel):
 
 
 class Timings(BaseModel):
-    """llama.cpp's times: tokens found cached, read (`prompt`) and written (`predicted`), with milliseconds."""
+    """llama.cpp's times: numbers of cached tokens, prompt tokens read (`prompt`) and tokens generated (`predicted`),
+    with milliseconds."""
 
     cache_n: int
     prompt_n: int
@@ -367,10 +370,10 @@ class ModelCard(BaseModel):
     object: str = "model"
     created: int
     owned_by: str = "octavo"
-    root: str = Field(description="The model's id; of an adapter its path.")
+    root: str = Field(description="The model's id; for an adapter, its path.")
     parent: str | None = Field(None, description="The base model, for an adapter.")
     max_model_len: int
-    max_encoder_len: int | None = Field(None, description="Most tokens of a prompt, for an encoder-decoder model.")
+    max_encoder_len: int | None = Field(None, description="Maximum tokens of a prompt, for an encoder-decoder model.")
     tasks: list[str] = Field(description="What the model can do.")
     endpoints: list[str] = Field(description="Endpoints that the model supports. Other endpoints return 400.")
     inputs: list[str] = Field(description="Kinds of input: text, image, audio.")

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from server.api.pooling_schemas import TEXT_SCHEMA, ActivatedBody, PoolingUsage, check_each, several
 from server.errors import ApiError
 
-# The names under which the two sides of the pairs may come: vLLM's, oldest first.
+# The names for the two sides of the pairs: vLLM's, oldest first.
 SIDES = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
 
 
@@ -18,15 +18,15 @@ def _check_texts(value: Any) -> list[str]:
     """A text or several as a list."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-        raise PydanticCustomError("texts", "must be a string or a list of strings that is not empty")
+        raise PydanticCustomError("texts", "must be a string or a non-empty list of strings")
     return check_each(texts, alone=texts is not value)
 
 
 def _check_documents(value: Any) -> list[str]:
-    """Documents, as texts or as objects with a text, as a list of texts."""
+    """Documents, which are texts or objects with a text, as a list of texts."""
     texts = [item.get("text") if isinstance(item, dict) else item for item in value] if isinstance(value, list) else []
     if not texts or not all(isinstance(text, str) for text in texts):
-        message = 'must be a list of strings, or of objects such as {"text": "..."}, that is not empty'
+        message = 'must be a non-empty list of strings, or of objects such as {"text": "..."}'
         raise PydanticCustomError("documents", message)
     return check_each(texts, alone=False)
 
@@ -58,18 +58,18 @@ class ScoreRequest(ScoringBody):
 
     text_1: Texts | None = Field(None, description="First text of each pair: one for all pairs, or one per pair.")
     text_2: Texts | None = Field(None, description="Second text of each pair.")
-    data_1: Texts | None = Field(None, description="Another name of text_1, with data_2.")
-    data_2: Texts | None = Field(None, description="Another name of text_2, with data_1.")
-    queries: Texts | None = Field(None, description="Another name of text_1, with documents or items.")
-    documents: Texts | None = Field(None, description="Another name of text_2, with queries.")
-    items: Texts | None = Field(None, description="Another name of text_2, with queries.")
+    data_1: Texts | None = Field(None, description="Another name of text_1; used with data_2.")
+    data_2: Texts | None = Field(None, description="Another name of text_2; used with data_1.")
+    queries: Texts | None = Field(None, description="Another name of text_1; used with documents or items.")
+    documents: Texts | None = Field(None, description="Another name of text_2; used with queries.")
+    items: Texts | None = Field(None, description="Another name of text_2; used with queries.")
 
     def sides(self) -> tuple[tuple[str, list[str]], tuple[str, list[str]]]:
-        """The firsts (one for all, or as many as seconds) and the seconds of all pairs, with the names that they came
-        under.
+        """The first texts (one for all, or as many as second ones) and the second texts of all pairs, with the field
+        names that were used.
 
         Raises:
-            ApiError: one is missing, both came under several names, or their numbers do not match.
+            ApiError: a side is missing, a side was sent under several names, or the numbers do not match.
         """
         given = {name for pair in SIDES for name in pair if getattr(self, name) is not None}
         names = next((pair for pair in SIDES if given == set(pair)), None)
@@ -84,8 +84,8 @@ class ScoreRequest(ScoringBody):
         second: list[str] = getattr(self, names[1])
         if len(first) not in (1, len(second)):
             message = (
-                f"{names[0]} has {len(first)} texts and {names[1]} {len(second)}: send one {names[0]} for all, or as "
-                "many of both."
+                f"{names[0]} has {len(first)} texts and {names[1]} {len(second)}: send one {names[0]} for all, or "
+                "equally many of both."
             )
             raise ApiError(400, message, param=names[0], code="invalid_value")
         return (names[0], first), (names[1], second)
@@ -96,7 +96,9 @@ class RerankRequest(ScoringBody):
 
     query: str = Field(min_length=1, description="The query that the documents are compared with.")
     documents: Documents = Field(description="The documents to sort.")
-    top_n: int | None = Field(None, ge=0, description="Return only this many best documents; 0 means all (all).")
+    top_n: int | None = Field(
+        None, ge=0, description="Return only this many documents, the best ones; 0 means all (all)."
+    )
     return_documents: bool | None = Field(None, description="Include the text of each document in the result (true).")
 
 
@@ -120,7 +122,7 @@ class ScoreResponse(BaseModel):
 
 
 class RerankDocument(BaseModel):
-    """A document as it was sent."""
+    """A document as sent."""
 
     text: str
 

@@ -15,7 +15,7 @@ MAX_SPEECH_BEAMS = 64
 
 ResponseFormat = Literal["json", "text", "srt", "vtt", "verbose_json"]
 Granularity = Literal["segment", "word"]
-# Fields of OpenAI's that would change the answer, with the values at which they do nothing.
+# OpenAI's fields that would change the answer, with their neutral values.
 _UNSUPPORTED: dict[str, tuple[str, ...]] = {
     "include": (),
     "chunking_strategy": ("auto",),
@@ -26,7 +26,7 @@ _LISTS = ("timestamp_granularities", "include", "known_speaker_names", "known_sp
 
 
 class SpeechForm(ServedBody):
-    """The fields of both endpoints besides the file. A form's fields are texts: "0.5" is a number here."""
+    """The fields of both endpoints besides the file. A form's fields are texts, so "0.5" counts as a number here."""
 
     model_config = ConfigDict(strict=False, extra="allow", protected_namespaces=())
 
@@ -44,17 +44,17 @@ class SpeechForm(ServedBody):
         None,
         ge=1,
         le=MAX_SPEECH_BEAMS,
-        description="Beam search at temperature 0; left out, as the model's own files say.",
+        description="Number of beams at temperature 0 (default: the model's own files).",
     )
     seed: int | None = Field(None, ge=0, lt=2**63, description="Seed for sampling: the same seed gives the same text.")
     compression_ratio_threshold: float = Field(
-        2.4, gt=0, description="An answer whose text can be compressed by more than this factor repeats itself."
+        2.4, gt=0, description="An answer whose text can be compressed by more than this factor counts as repetitive."
     )
     logprob_threshold: float = Field(
-        -1.0, le=0, description="An answer whose tokens have a lower mean log-probability is a guess."
+        -1.0, le=0, description="An answer whose tokens have a lower mean log-probability counts as a guess."
     )
     no_speech_threshold: float = Field(
-        0.6, ge=0, le=1, description="Where nothing is said with a higher probability, a guess is silence."
+        0.6, ge=0, le=1, description="If the probability of silence is higher than this, a guess counts as silence."
     )
     stream: bool | None = Field(None, description="Stream finished parts as server-sent events (json and text only).")
 
@@ -62,7 +62,7 @@ class SpeechForm(ServedBody):
         """Refuse fields that would change the answer and are not supported.
 
         Raises:
-            ApiError: names the first one.
+            ApiError: names the first such field.
         """
         self.refuse_unsupported()
         for name, nothing in _UNSUPPORTED.items():
@@ -89,7 +89,7 @@ class TranscriptionForm(SpeechForm):
         None, description="Spoken language: a code such as en, or a name such as english. Default: detected."
     )
     timestamp_granularities: list[Granularity] | None = Field(
-        None, max_length=2, description="Times in verbose_json: of each segment (as where it is left out), each word."
+        None, max_length=2, description="Times in verbose_json: per segment (default), per word."
     )
 
     def refuse(self) -> None:
@@ -98,8 +98,8 @@ class TranscriptionForm(SpeechForm):
             return
         if self.response_format != "verbose_json":
             message = (
-                f"timestamp_granularities needs response_format verbose_json, got {self.response_format}: no other "
-                "answer has a place for times but srt and vtt, which have them anyway."
+                f"timestamp_granularities needs response_format verbose_json, got {self.response_format}: srt and "
+                "vtt always contain times, and the other formats have no place for them."
             )
             raise ApiError(400, message, param="timestamp_granularities", code="unsupported_parameter")
 
@@ -112,21 +112,21 @@ class TranslationForm(SpeechForm):
 
 
 def read_fields(form: Form, kind: type[SpeechForm]) -> tuple[SpeechForm, Upload]:
-    """The fields and the file of a form.
+    """Parse the fields and the file of a form.
 
     Raises:
-        ApiError: a field is not what it should be, or there is no file.
+        ApiError: a field is invalid, or there is no file.
     """
     given: dict[str, Any] = {}
     for sent, values in form.texts.items():
-        name, _, member = sent.removesuffix("]").partition("[")  # a list comes as field[], an object as field[member]
+        name, _, member = sent.removesuffix("]").partition("[")  # a list is sent as field[], an object as field[member]
         if member:
             given[name] = (given[name] if isinstance(given.get(name), dict) else {}) | {member: values[0]}
         elif name in _LISTS:
             given[name] = (given[name] if isinstance(given.get(name), list) else []) + values
         elif len(values) > 1:
             raise ApiError(400, f"{name} was sent {len(values)} times; send it once.", param=name, code="invalid_value")
-        elif values[0] or name == "prompt":  # an empty field is one that was left out
+        elif values[0] or name == "prompt":  # an empty field counts as missing
             given[name] = values[0]
     file = form.files.get("file")
     if file is None:
@@ -152,10 +152,10 @@ class SpokenSegment(BaseModel):
     """A segment of speech.
 
     Attributes:
-        seek: hundredths of a second at which the window begins that holds it.
+        seek: start of the window that contains the segment, in hundredths of a second.
         start, end: seconds.
-        tokens: of its text.
-        temperature, avg_logprob, compression_ratio, no_speech_prob: of its whole window.
+        tokens: the tokens of its text.
+        temperature, avg_logprob, compression_ratio, no_speech_prob: values of its whole window.
     """
 
     id: int
@@ -202,14 +202,14 @@ class VerboseTranscription(BaseModel):
 
 
 class TextDelta(BaseModel):
-    """An event: more of the text, which will not change."""
+    """An event with more of the text, which will not change."""
 
     type: Literal["transcript.text.delta"] = "transcript.text.delta"
     delta: str
 
 
 class TextDone(BaseModel):
-    """The last event: the whole text."""
+    """The last event, with the whole text."""
 
     type: Literal["transcript.text.done"] = "transcript.text.done"
     text: str

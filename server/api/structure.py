@@ -1,8 +1,8 @@
-"""Limits on the structure of a JSON body, checked before anything is built of it.
+"""Limits on the structure of a JSON body, checked before any object is built.
 
-Text costs a process about as much memory as it has bytes, structure up to 50 times as much: `{},` is three bytes and a
-dictionary of 64. So numpy first counts the signs outside of strings. It creates no objects and does not hold the
-interpreter's lock meanwhile.
+Text takes about as much memory as it has bytes, but structure takes up to 50 times as much: `{},` is three bytes and
+becomes a dictionary of 64. So numpy first counts the structural characters outside of strings. It creates no objects,
+and does not hold the interpreter's lock meanwhile.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import numpy.typing as npt
 
 from server.errors import ApiError
 
-# What the largest sensible request has: some thousands of messages with parts, or of pairs of texts.
+# Enough for the largest sensible request: some thousands of messages with parts, or of pairs of texts.
 MAX_CONTAINERS = 32768
 MAX_MEMBERS = 65536
 MAX_STRINGS = 131072
-MAX_VALUE_DEPTH = 32  # of tools, and of what else a template is given
-MAX_VALUES = 16384  # in such a field
-BYTES_PER_ELEMENT = 8  # of the longest body: about what a token id has, with its comma
-_BLOCK = 1 << 20  # bytes at a time: the arrays that a block needs stay small
+MAX_VALUE_DEPTH = 32  # maximum nesting of tools and other inputs of a template
+MAX_VALUES = 16384  # maximum values in such a field
+BYTES_PER_ELEMENT = 8  # bytes of the largest body per element: about those of a token id with its comma
+_BLOCK = 1 << 20  # bytes at a time, so that the arrays for a block stay small
 
 
 @dataclass(slots=True)
 class Structure:
-    """The structure of a JSON text, counted without regard to whether it is valid.
+    """The structure of a JSON text, counted whether the text is valid or not.
 
     Attributes:
-        containers: arrays and objects.
-        members: names with a value in objects.
-        strings: names included.
-        commas: elements of arrays and members of objects, less one of each.
+        containers: number of arrays and objects.
+        members: number of names with a value in objects.
+        strings: number of strings, including names.
+        commas: number of elements and members, minus one for each array and object.
     """
 
     containers: int = 0
@@ -43,14 +43,14 @@ class Structure:
 
 
 def measure(content: bytes) -> Structure:
-    """Count the brackets and commas of a JSON text. Those within strings are text."""
+    """Count the brackets and commas of a JSON text. Brackets and commas within strings do not count."""
     found, quotes = Structure(), 0
     inside = escaped = False
     for start in range(0, len(content), _BLOCK):
         block = np.frombuffer(content, np.uint8, min(_BLOCK, len(content) - start), start)
         quote = block == ord('"')
         escaped = _drop_escaped(block, quote, escaped)
-        # An odd number of quotes up to here, this one included: within a string.
+        # An odd number of quotes up to and including this character: it is within a string.
         outside = ((np.cumsum(quote, dtype=np.uint8) + inside) & 1) == 0
         inside = not outside[-1]
         quotes += int(np.count_nonzero(quote))
@@ -66,13 +66,12 @@ def _count(block: npt.NDArray[np.uint8], outside: npt.NDArray[np.bool_], sign: s
 
 
 def _drop_escaped(block: npt.NDArray[np.uint8], quote: npt.NDArray[np.bool_], escaped: bool) -> bool:
-    """Unmark the quotes that a backslash makes text.
+    """Unmark quotes that a backslash escapes.
 
     Args:
-        escaped: the block's first byte follows such a backslash.
+        escaped: whether a backslash before the block escapes its first byte.
 
-    Returns:
-        The same of the block after this one.
+    Returns: The same for the next block.
     """
     places = np.flatnonzero(block == ord("\\"))
     if escaped and not (places.size and places[0] == 0):
@@ -83,8 +82,8 @@ def _drop_escaped(block: npt.NDArray[np.uint8], quote: npt.NDArray[np.bool_], es
     starts, ends = places[np.append(0, breaks + 1)], places[np.append(breaks, places.size - 1)]
     lengths = ends - starts + 1
     if escaped and starts[0] == 0:
-        lengths[0] -= 1  # the first one is text itself
-    after = ends[lengths % 2 == 1] + 1  # of two backslashes, the first makes the second text
+        lengths[0] -= 1  # the first one is itself escaped
+    after = ends[lengths % 2 == 1] + 1  # of two backslashes, the first escapes the second
     overhangs = bool(after.size) and int(after[-1]) == block.size
     quote[after[:-1] if overhangs else after] = False
     return overhangs
@@ -95,10 +94,10 @@ def check_structure(content: bytes, max_body_size: int) -> None:
 
     Args:
         content: a JSON text, valid or not.
-        max_body_size: bytes of the longest body; how many elements may be in one goes by it.
+        max_body_size: maximum bytes of a body; it determines how many elements a body may have.
 
     Raises:
-        ApiError: 400 with the number that is too large, and its limit.
+        ApiError: 400 with the number that is too large and its limit.
     """
     found = measure(content)
     elements = max(max_body_size // BYTES_PER_ELEMENT, MAX_STRINGS)
@@ -109,22 +108,21 @@ def check_structure(content: bytes, max_body_size: int) -> None:
         ("elements", found.commas + 1, elements),
     ):
         if count > limit:
-            message = f"The body holds {count} {name}, and at most {limit} may be in one. Send less in one request."
+            message = f"The body has {count} {name}, but at most {limit} are allowed. Send less in one request."
             raise ApiError(400, message, code="body_too_complex")
 
 
 def check_value(value: Any, param: str) -> int:
-    """Refuse a value that is nested too deeply, or holds too much, to be handed on to a template or a grammar.
+    """Refuse a value that is nested too deeply or too large to be passed to a template or a grammar.
 
     Args:
-        value: as JSON gives it.
-        param: the field that it came in.
+        value: a parsed JSON value.
+        param: the request's field with the value.
 
-    Returns:
-        Characters of its strings, names included.
+    Returns: The number of characters of its strings, including names.
 
     Raises:
-        ApiError: 400 with what is too large, and its limit.
+        ApiError: 400 with the number that is too large and its limit.
     """
     characters = count = 0
     level: list[Any] = [value]
@@ -139,10 +137,10 @@ def check_value(value: Any, param: str) -> int:
             elif isinstance(item, list):
                 below += item
             elif isinstance(item, int) and not -(2**63) <= item < 2**64:
-                raise _refused(param, f"holds an integer of {item.bit_length()} bits; at most 64 are allowed")
+                raise _refused(param, f"contains an integer of {item.bit_length()} bits; at most 64 are allowed")
         count += len(below)
         if count > MAX_VALUES:
-            raise _refused(param, f"holds more than {MAX_VALUES} values, which is the limit")
+            raise _refused(param, f"contains more than {MAX_VALUES} values, which is the limit")
         if not below:
             return characters
         level = below

@@ -1,4 +1,4 @@
-"""The fields of a body that say what an answer must look like: OpenAI's, vLLM's newer and older ones, llama.cpp's."""
+"""The fields of a body that set the format of an answer: OpenAI's, vLLM's newer and older ones, llama.cpp's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from server.api.fields import at_most
 from server.errors import ApiError
 
 MAX_CHOICES = 1000
-_SAY_NOTHING = ("disable_additional_properties", "disable_fallback")  # of the fields that vLLM has
+_SAY_NOTHING = ("disable_additional_properties", "disable_fallback")  # vLLM's fields
 
 
 def _check_schema(value: Any) -> Any:
@@ -78,7 +78,7 @@ class StructuredOutputs(Body):
 
 
 class StructuredBody(Body):
-    """The fields; one of them may be given."""
+    """The format fields; at most one of them may be set."""
 
     response_format: ResponseFormat | None = Field(
         None, description="text, json_object, json_schema, or vLLM's structural_tag; see docs/structured-output.md."
@@ -94,10 +94,10 @@ class StructuredBody(Body):
     )
 
     def structured(self) -> StructuredOutputsParams | None:
-        """The format of the answer, for the engine.
+        """The answer's format, for the engine.
 
         Raises:
-            ApiError, InvalidRequestError: fields contradict each other, or one says what cannot be.
+            ApiError, InvalidRequestError: fields contradict each other, or a field is invalid.
         """
         asked = self._asked()
         if not asked:
@@ -115,7 +115,7 @@ class StructuredBody(Body):
             ) from problem
 
     def structured_name(self, param: str | None) -> str | None:
-        """The field under which the client said what the engine calls `structured_outputs` or a part of it."""
+        """The client's field for the engine's `structured_outputs` or a part of it."""
         if param is None or param.partition(".")[0] != "structured_outputs":
             return param
         ((name, _), *_) = self._asked() or [(param, {})]
@@ -126,11 +126,11 @@ class StructuredBody(Body):
         return param if name == "structured_outputs" else name
 
     def format_fields(self) -> list[str]:
-        """Names of the fields that say what the answer must look like."""
+        """Names of the fields that set the answer's format."""
         return [name for name, _ in self._asked()]
 
     def _asked(self) -> list[tuple[str, dict[str, Any]]]:
-        """The fields that ask for something, and what they ask for."""
+        """The fields that are set, with their values."""
         asked: list[tuple[str, dict[str, Any]]] = []
         wanted = self.response_format
         if wanted is not None and (wanted.type != "text" or wanted.schema_ is not None):
@@ -150,7 +150,9 @@ class StructuredBody(Body):
 
 def _read_format(given: ResponseFormat) -> dict[str, Any]:
     if given.schema_ is not None and given.type != "json_object":
-        message = f"response_format.schema goes with type json_object, and this is {given.type}; send json_schema."
+        message = (
+            f"response_format.schema is only allowed with type json_object, and this is {given.type}; send json_schema."
+        )
         raise ApiError(400, message, param="response_format.schema", code="invalid_value")
     if given.type == "json_object":
         return {"json_object": True} if given.schema_ is None else {"json": given.schema_}

@@ -1,4 +1,4 @@
-"""The fields of a body that go to the chat template besides the messages: tools, documents, variables."""
+"""The inputs of the chat template besides the messages: tools, documents, variables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import AliasChoices, BaseModel, Field, WithJsonSchema
 
 from server.api.fields import Name, at_most
 
-MAX_TOOLS = 128  # functions in one request, as at OpenAI
+MAX_TOOLS = 128  # maximum functions in one request, as at OpenAI
 MAX_DOCUMENTS = 1024
 MAX_VARIABLES = 64  # of chat_template_kwargs
 MAX_FUNCTION_NAME = 64  # characters
@@ -20,7 +20,7 @@ _FUNCTION = {
         "name": {"type": "string", "pattern": f"^{FUNCTION_NAME}$"},
         "description": {"type": ["string", "null"]},
         "parameters": {"type": ["object", "null"], "description": "A JSON schema of the arguments."},
-        "strict": {"type": ["boolean", "null"], "description": "The arguments must match the schema."},
+        "strict": {"type": ["boolean", "null"], "description": "Whether the arguments must match the schema."},
     },
     "required": ["name"],
 }
@@ -42,7 +42,7 @@ _CHOICE = {
         },
     ]
 }
-# Checked by `server.answering.tools`, whose errors say which tool is at fault.
+# Checked by `server.answering.tools`, whose errors name the wrong tool.
 Tools = Annotated[
     list[Any], at_most(MAX_TOOLS, "tools"), WithJsonSchema({"type": "array", "maxItems": MAX_TOOLS, "items": _TOOL})
 ]
@@ -54,7 +54,7 @@ _DOCUMENTS = {
 }
 
 
-# By the names that llama.cpp, vLLM and Qwen's service give it.
+# The names of llama.cpp, vLLM and Qwen's service.
 ReasoningBudget = Annotated[
     int | None,
     Field(
@@ -62,7 +62,7 @@ ReasoningBudget = Annotated[
         validation_alias=AliasChoices(
             "reasoning_budget", "thinking_token_budget", "thinking_budget", "thinking_budget_tokens"
         ),
-        description="Most tokens of reasoning; then the model must answer. 0: none; -1: no limit.",
+        description="Maximum tokens of reasoning; then the model must answer. 0: none; -1: no limit.",
     ),
 ]
 

@@ -15,36 +15,38 @@ from server.api.scoring_schemas import Documents, RerankRequest, Texts
 class CutBody(NumbersBody):
     """The common fields of all these bodies. Null means the default."""
 
-    truncate: bool | None = Field(None, description="Cut texts to what the model takes (false).")
+    truncate: bool | None = Field(None, description="Cut texts to the model's limit (false).")
     truncation_direction: Literal["left", "right", "Left", "Right"] | None = Field(
-        None, description="Where they are cut: only where the model's tokenizer cuts itself."
+        None, description="The side that is cut: only the one on which the model's tokenizer cuts."
     )
 
 
 class EmbedSparseRequest(CutBody):
     """Body of POST /embed_sparse and /embed_all."""
 
-    inputs: Inputs = Field(description="A text or several, or token ids.")
-    prompt_name: Name | None = Field(None, description="A prompt of the model's to stand in front of each text.")
+    inputs: Inputs = Field(description="One or several texts, or token ids.")
+    prompt_name: Name | None = Field(
+        None, description="The name of a prompt of the model that is put before each text."
+    )
 
 
 class EmbedRequest(EmbedSparseRequest):
     """Body of POST /embed."""
 
     normalize: bool | None = Field(None, description="Divide each vector by its norm (true).")
-    dimensions: int | None = Field(None, ge=1, description="Keep the first so many features.")
+    dimensions: int | None = Field(None, ge=1, description="Keep only this many features, the first ones.")
 
 
 def _check_sequences(value: Any) -> tuple[list[str | tuple[str, str]], bool]:
     """Texts and pairs, and whether there were several: "a" and ["a"] are a text, ["a", "b"] is a pair, and a list of
-    such lists holds several."""
+    such lists contains several inputs."""
     if isinstance(value, str):
         value = [value]
     many = isinstance(value, list) and bool(value) and all(isinstance(item, list) for item in value)
     rows = value if many else [value]
     for row in rows:
         if not isinstance(row, list) or len(row) not in (1, 2) or not all(isinstance(text, str) for text in row):
-            message = "must be a text, a list of one or two texts, or a list of such lists, that is not empty"
+            message = "must be a text, a list of one or two texts, or a non-empty list of such lists"
             raise PydanticCustomError("texts", message)
     check_each(rows, alone=not many)
     check_each([text for row in rows[:1] for text in row] if not many else [], alone=True)
@@ -63,18 +65,18 @@ class PredictRequest(CutBody):
     """Body of POST /predict."""
 
     inputs: Sequences = Field(description="A text, a pair of texts as a list of two, or a list of lists of these.")
-    raw_scores: bool | None = Field(None, description="The head's own numbers (false).")
+    raw_scores: bool | None = Field(None, description="Return the head's raw scores (false).")
 
 
 class SimilarityInput(BaseModel):
-    """A sentence and those that it is compared with."""
+    """A sentence, and the sentences to compare it with."""
 
     source_sentence: str = Field(min_length=1)
     sentences: Texts
 
 
 class SimilarityParameters(BaseModel):
-    """The rules for reading the texts."""
+    """Settings for reading the texts."""
 
     truncate: bool | None = None
     truncation_direction: Literal["left", "right", "Left", "Right"] | None = None
@@ -89,7 +91,7 @@ class SimilarityRequest(NumbersBody):
 
 
 class EitherRerankRequest(RerankRequest):
-    """Body of POST /rerank: with documents that of /v1/rerank, with texts text-embeddings-inference's."""
+    """Body of POST /rerank: with documents the body of /v1/rerank, with texts that of text-embeddings-inference."""
 
     documents: Documents | None = None
     texts: Texts | None = Field(None, description="The documents to sort.")

@@ -1,4 +1,4 @@
-"""The HTTP bodies of /translate and /languages, which are LibreTranslate's."""
+"""The HTTP bodies of /translate and /languages, in LibreTranslate's shape."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TranslateRequest(ServedBody):
     )
     target: Name = Field(description="Language to translate to.")
     format: Name | None = Field(None, description="text; html is not supported.")
-    alternatives: int | None = Field(None, ge=0, description="Most alternative translations per text (0).")
+    alternatives: int | None = Field(None, ge=0, description="Maximum number of alternative translations per text (0).")
     api_key: Name | None = Field(None, description="Ignored; send API keys in the header Authorization.")
     model: str | None = Field(None, description="Id of the served model, or name of an adapter. Optional.")
 

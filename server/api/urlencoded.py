@@ -1,4 +1,4 @@
-"""Bodies that are forms, application/x-www-form-urlencoded or multipart/form-data, within the memory of the body."""
+"""Bodies that are forms, application/x-www-form-urlencoded or multipart/form-data, in as much memory as the body."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from server.api.schemas import MAX_PROMPTS
 from server.errors import ApiError, describe_validation, shown
 
 KIND, PARTS = "application/x-www-form-urlencoded", "multipart/form-data"
-_MOST = MAX_FIELDS + MAX_PROMPTS  # fields, each text of a list counted
-_PIECE = 64 * 1024  # bytes that are decoded at a time: a list of a body's escapes is many times as large as the body
+_MOST = MAX_FIELDS + MAX_PROMPTS  # maximum fields, counting each text of a list
+_PIECE = 64 * 1024  # bytes that are decoded at a time, because a list of escapes takes far more memory
 
 
 class FormOrJsonRoute(StrictJsonRoute):
-    """A route that reads its body as `StrictJsonRoute` does, or as a form, whose fields are those of the object.
+    """A route that reads its body as `StrictJsonRoute` does, or as a form with the same fields.
 
-    A browser sends a form to any site without asking first; what a page of another site sends is refused by its Origin
-    (`server.door.hosts`).
+    A browser sends a form to any site without a preflight; the service refuses requests from pages of other sites by
+    their Origin (`server.door.hosts`).
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -39,7 +39,7 @@ class FormOrJsonRoute(StrictJsonRoute):
 
 class _FormRequest(StrictJsonRequest):
     def __init__(self, request: Request, model: type[BaseModel]):
-        # The framework asks for the body's object only under this name.
+        # FastAPI reads the body's object only under this name.
         headers = [(name, value) for name, value in request.scope["headers"] if name != b"content-type"]
         scope = {**request.scope, "headers": [*headers, (b"content-type", b"application/json")]}
         super().__init__(Request(scope, request.receive), model)
@@ -50,16 +50,16 @@ class _FormRequest(StrictJsonRequest):
             return read_urlencoded(content, model)
         form = read_form(content, self._kind)
         for name in form.files:
-            message = f"{shown(name)[1:-1]} is a file, and only texts are read; send its text."
+            message = f"{shown(name)[1:-1]} is a file, but only text is accepted; send its text."
             raise ApiError(400, message, param=name, code="invalid_body")
         return _validated(form.texts, model)
 
 
 def read_urlencoded(content: bytes, model: type[BaseModel]) -> BaseModel:
-    """A form as a model; a field that is sent several times is a list.
+    """A form as a model; a repeated field becomes a list.
 
     Raises:
-        ApiError: no such form, too many fields, or not what the model takes.
+        ApiError: the body is not such a form, has too many fields, or does not match the model.
     """
     if content.count(b"&") >= _MOST:
         raise ApiError(400, f"The form has more than {_MOST} fields.", code="invalid_body")
@@ -73,7 +73,7 @@ def read_urlencoded(content: bytes, model: type[BaseModel]) -> BaseModel:
 
 def _validated(fields: Mapping[str, list[str]], model: type[BaseModel]) -> BaseModel:
     try:
-        # Not strict: a form has texts only, so that "2" is a number.
+        # Not strict: a form contains only texts, so "2" counts as a number.
         return model.model_validate({k: v[0] if len(v) == 1 else v for k, v in fields.items()}, strict=False)
     except ValidationError as problem:
         errors = problem.errors(include_url=False)
@@ -84,7 +84,7 @@ def _text(escaped: bytes) -> str:
     found, at = bytearray(), 0
     while at < len(escaped):
         end = at + _PIECE
-        cut = escaped.find(b"%", end - 2, end)  # an escape of three bytes stays whole
+        cut = escaped.find(b"%", end - 2, end)  # do not cut an escape of three bytes
         end = cut if cut >= 0 else end
         found += unquote_to_bytes(escaped[at:end].replace(b"+", b" "))
         at = end

@@ -17,7 +17,7 @@ from server.batches.backdoor import BackDoor
 from server.batches.lines import Place, Problem, check_file, places, read_line
 from server.batches.store import BatchStore, Row
 from server.context import Service
-from server.errors import ApiError
+from server.errors import ApiError, shown
 
 logger = logging.getLogger("octavo.server")
 
@@ -87,18 +87,27 @@ class BatchRunner:
         for row in await self._store.do(self._store.unfinished):
             first = row["tenant"] not in tenants
             tenants.add(row["tenant"])
-            if row["status"] == "cancelling":
-                await self._end(row, "cancelled")
-            elif row["expires_at"] <= self._store.now():
-                await self._end(row, "expired", _expired)
-            elif row["status"] == "finalizing":
-                await self._end(row, "completed")
-            elif first and row["id"] not in self._active:
-                await self._begin(row)
+            try:
+                await self._look_at(row, first=first)
+            except Exception as problem:  # other batches go on
+                _report(row, problem)
         for active in list(self._active.values()):
             if not active.waiting and not active.running:
-                await self._store.do(self._finalize, active.row)
-                await self._end(active.row, "completed")
+                try:
+                    await self._store.do(self._finalize, active.row)
+                    await self._end(active.row, "completed")
+                except Exception as problem:
+                    _report(active.row, problem)
+
+    async def _look_at(self, row: Row, *, first: bool) -> None:
+        if row["status"] == "cancelling":
+            await self._end(row, "cancelled")
+        elif row["expires_at"] <= self._store.now():
+            await self._end(row, "expired", _expired)
+        elif row["status"] == "finalizing":
+            await self._end(row, "completed")
+        elif first and row["id"] not in self._active:
+            await self._begin(row)
 
     def _finalize(self, row: Row) -> None:
         self._store.update(row["id"], "in_progress", status="finalizing", finalizing_at=self._store.now())
@@ -128,8 +137,10 @@ class BatchRunner:
         return self._store.update(row["id"], row["status"], **fields)
 
     def _unserved(self, model: Any) -> str | None:
+        if not isinstance(model, str | None):
+            return f"body.model must be a string, got {shown(model)}."
         models = self._service.models
-        if models is not None and isinstance(model, str) and models.find(model) is not None:
+        if models is not None and model is not None and models.find(model) is not None:
             return None
         try:
             self._service.check_model(model)
@@ -216,6 +227,11 @@ class BatchRunner:
         with self._store.path(id_).open("rb") as file:
             file.seek(place.begin)
             return file.read(place.size)
+
+
+def _report(row: Row, problem: Exception) -> None:
+    """A look at a batch has failed; the next one may find the store, or the disk, in order again."""
+    logger.error("The batch %s waits: %s", row["id"], problem, exc_info=not isinstance(problem, ApiError))
 
 
 def _entry(custom_id: str, response: Row | None, error: Row | None) -> Row:

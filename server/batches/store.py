@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from engine import ConfigError, parse_bytes
-from server.batches.lines import places, read_line
+from server.batches.lines import check_line, places, read_line
 from server.config.settings import ServerSettings
 from server.errors import ApiError
 
@@ -312,8 +312,14 @@ class BatchStore:
     def _missing(self, batch: Row, entry: Callable[[str], str]) -> Iterator[str]:
         done = self.answered(batch["number"])
         for place, line in places(self.path(batch["input_file_id"])):
-            if place.number not in done:
-                yield entry(read_line(line)["custom_id"])
+            if place.number in done:
+                continue
+            try:
+                value = read_line(line)
+            except ValueError:  # the batch has ended before its file was checked
+                continue
+            if check_line(value, None) is None:
+                yield entry(value["custom_id"])
 
     def _each(self, number: int, good: int) -> Iterator[sqlite3.Row]:
         query = "SELECT text FROM answers WHERE batch = ? AND good = ? ORDER BY line"

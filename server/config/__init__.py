@@ -1,1 +1,1 @@
-"""All settings in one class, where their values come from, and how they are shown."""
+"""All settings in one class, their sources, and their display."""

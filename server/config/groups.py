@@ -1,4 +1,4 @@
-"""The settings, in the groups of the help."""
+"""The groups of settings in the help."""
 
 from __future__ import annotations
 

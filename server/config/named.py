@@ -14,6 +14,6 @@ def is_named(word: str) -> bool:
 
 
 def split_named(word: str) -> tuple[str, str] | None:
-    """Name and path; None if it is no NAME=PATH."""
+    """Name and path; None if it is not NAME=PATH."""
     match = _NAMED.fullmatch(word)
     return None if match is None else (match[1], match[2])

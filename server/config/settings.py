@@ -1,4 +1,4 @@
-"""All settings in one pydantic-settings class: the service's, declared here, and the engine's, made from
+"""All settings in one pydantic-settings class: the service's, declared here, and the engine's, derived from
 `EngineConfig`. `cli.settings` fills it from flags, variables and a file.
 """
 
@@ -26,11 +26,11 @@ _DEMO_FOLDER = Path(__file__).parent.parent / "demo"
 DEMOS = {"chat": _DEMO_FOLDER / "chat", "seq2seq": _DEMO_FOLDER / "seq2seq"}  # the bundled models
 DEMO_MODEL = DEMOS["chat"]
 SECRETS = frozenset({"hf_token", "api_key", "ssl_keyfile_password", "rate_limit_storage"})
-_NAME = Field(default=None, min_length=1)  # a text that may be left out, but not be empty
+_NAME = Field(default=None, min_length=1)  # text that may be missing but not empty
 
 
 class ServerSettings(BaseModel):
-    """Settings of the service around the engine. Made with keywords, it reads nothing else.
+    """Settings of the service. Constructed with keywords, it reads no other source.
 
     Attributes:
         host: address to listen on; 0.0.0.0 or :: listens on all addresses.
@@ -48,11 +48,11 @@ class ServerSettings(BaseModel):
         strict_model_name: accept only the model id in requests. Without this, default, tgi, dummy and an empty name are
             accepted too, because clients of single-model servers send them.
         models: YAML file that lists several models to serve, with settings for each; instead of MODEL.
-        max_memory: most memory that several models may take together, predicted as by octavo models, in bytes or as
+        max_memory: maximum memory that several models may take together, predicted as by octavo models, in bytes or as
             "6GiB". The least recently used model is unloaded for another one (default: 90 % of the memory that is free
             at the start).
-        model_idle_time: of several models, seconds without a request after which one is unloaded; 0: never.
-        model_load_timeout: most seconds that a request waits until its model has loaded; then it gets 503.
+        model_idle_time: with several models, seconds without a request after which one is unloaded; 0: never.
+        model_load_timeout: maximum seconds that a request waits until its model has loaded; then it gets 503.
         log_level: debug, info, warning or error.
         log_format: console or json; auto means console on a terminal and json otherwise.
         log_prompts: log prompts and answers; long ones are shortened. Without this, no log line holds any of their
@@ -78,37 +78,37 @@ class ServerSettings(BaseModel):
             *.example.org for all subdomains, or * for any. For several, repeat the flag or separate them by commas.
         allowed_origins: other origins whose web pages may use the service (CORS), such as https://app.example.org, or *
             for all. For several, repeat the flag or separate them by commas.
-        max_api_memory: most memory of the HTTP process, in bytes or as "2GiB"; above it, new requests get 503. 0: no
+        max_api_memory: maximum memory of the HTTP process, in bytes or as "2GiB"; above it, new requests get 503. 0: no
             limit (default: its memory at the start plus a quarter of the memory that is free then).
-        max_connections: most open connections. Above it, idle connections are closed and only health and metrics are
-            answered (default: as many as the limit on open files allows).
+        max_connections: maximum number of open connections. Above it, idle connections are closed, and only health and
+            metrics requests are answered (default: as many as the limit on open files allows).
         max_body_size: largest request body, in bytes or as "16MiB".
-        max_answer_size: most memory for one answer, estimated from n, max_tokens and logprobs; requests that need more
-            are refused.
+        max_answer_size: maximum memory for one answer, estimated from n, max_tokens and logprobs; requests that need
+            more are refused.
         max_header_size: largest request head, in bytes or as "64KiB".
-        max_num_queued_reqs: requests (prompts) that may wait beyond max_num_seqs; further ones get 503. Embedding,
-            classification and fill-mask requests are counted separately, each as one.
-        max_num_queued_tokens: prompt tokens that may wait for their first answer token; further requests get 503.
-            Embedding and classification inputs are counted separately (default: 4 times the size of the KV cache;
+        max_num_queued_reqs: maximum requests (prompts) that may wait in addition to max_num_seqs; further ones get 503.
+            Embedding, classification and fill-mask requests are counted separately, each as one.
+        max_num_queued_tokens: maximum prompt tokens that may wait for their first answer token; further requests get
+            503. Embedding and classification inputs are counted separately (default: 4 times the size of the KV cache;
             without one, 512 inputs of full length).
-        max_queue_time: longest expected wait for the first token, in seconds, while the server is full. A request that
-            would wait longer gets 503. 0: no such limit (default: half the time to first token of an idle server).
-        prefix_cache_scope: who shares cached prompts if API keys are set: key shares them among requests with the same
-            key, global among all.
+        max_queue_time: maximum expected wait for the first token, in seconds, while the server is full. A request that
+            would wait longer gets 503. 0: no limit (default: half the time to first token of an idle server).
+        prefix_cache_scope: scope of shared cached prompts if API keys are set: key shares them among requests with the
+            same key, global among all requests.
         enable_lora_loading: folder of LoRA adapters that clients with an admin API key may load and unload while the
-            service runs, with /v1/load_lora_adapter and /v1/unload_lora_adapter (default: nobody may).
+            service runs, with /v1/load_lora_adapter and /v1/unload_lora_adapter (default: loading is disabled).
         tool_call_parser: format of tool calls in the model's output: a name from the documentation, none, or auto to
             find it in the chat template.
         reasoning_parser: format of reasoning in the model's output: a name from the documentation, none, or auto to
             find it in the chat template.
         tool_prompt: auto: if the chat template does not support tools, describe them in a system message. off: refuse
-            requests with tools then.
-        reasoning_budget: most tokens of reasoning in an answer, for requests that do not set it; -1: no limit.
+            requests with tools in that case.
+        reasoning_budget: maximum tokens of reasoning in an answer, for requests that do not set it; -1: no limit.
         response_store: SQLite file that stores answers of /v1/responses, so that clients can continue or read them
             later. It is created if missing (default: nothing is stored).
         response_store_max_age: seconds that an answer is stored.
-        response_store_max_size: most bytes of all stored answers, or a size such as "1GiB". Above it, the API key with
-            the most data loses its oldest answers.
+        response_store_max_size: maximum bytes of all stored answers, or a size such as "1GiB". Above it, the API key
+            with the most data loses its oldest answers.
         batch_store: folder for the files and batches of /v1/files and /v1/batches. It is created if missing (default:
             there are no batches).
         batch_store_max_size: most bytes of the files of an API key, or a size such as "1GiB".
@@ -116,19 +116,19 @@ class ServerSettings(BaseModel):
         batch_max_running: lines of batches that are answered at the same time while no client waits for the model.
         stream_keepalive: seconds of silence after which a stream sends a comment; 0: never.
         stream_stall_timeout: seconds after which a client that does not read its answer is disconnected.
-        grammar_timeout: most seconds for compiling a JSON schema, regular expression or grammar.
+        grammar_timeout: maximum seconds for compiling a JSON schema, regular expression or grammar.
         max_image_bytes: largest image file, in bytes or as "10MiB". Base64 makes it a third larger in the request body.
-        max_image_pixels: most pixels of an image, before and after resizing.
+        max_image_pixels: maximum pixels of an image, before and after resizing.
         limit_mm_per_prompt: most images in a conversation, as vLLM has it: image=64, or {"image": 64}.
         max_audio_seconds: longest audio file for /v1/audio, in seconds.
-        max_n: most answers per prompt that a request may ask for.
+        max_n: maximum answers per prompt that a request may ask for.
         enable_playground: serve the playground, a web page to try the model, at /. The page needs no API key, but its
             requests do.
-        enable_cache_map: show in the playground what each page of the KV cache holds, without contents and request ids,
-            to clients that may read /metrics.
+        enable_cache_map: show in the playground the state of each page of the KV cache, without contents and request
+            ids, to clients that may read /metrics.
     """
 
-    # A message must not show the input: it may be a secret.
+    # A message must not contain the input, which may be a secret.
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     host: str = Field(default="127.0.0.1", min_length=1)
@@ -195,7 +195,7 @@ class ServerSettings(BaseModel):
     enable_cache_map: bool = True
 
     def __init__(self, **values: Any) -> None:
-        """Raises ConfigError: a value of the wrong type or out of range; its message begins with the name."""
+        """Raises ConfigError: a value has the wrong type or is out of range; its message begins with the name."""
         try:
             super().__init__(**values)
         except ValidationError as problem:
@@ -204,7 +204,7 @@ class ServerSettings(BaseModel):
     @check_field("*", mode="before")
     @classmethod
     def _no_boolean_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        # To pydantic, true is 1.
+        # pydantic treats true as 1.
         if isinstance(value, bool) and not is_switch(cls.model_fields[info.field_name or ""]):
             raise ValueError
         return value
@@ -212,14 +212,14 @@ class ServerSettings(BaseModel):
     @check_field("api_key", mode="before")
     @classmethod
     def _split_keys(cls, value: Any) -> Any:
-        """Keys as a list, or in one text separated by commas."""
+        """Keys as a list, or as one text separated by commas."""
         if isinstance(value, str):
             value = value.split(",")
         if not isinstance(value, list | tuple) or not all(isinstance(key, str) for key in value):
             return value
         keys = [key.strip() for key in value]
         if value and not any(keys):
-            # Not to be taken for "no key": that would open the service.
+            # An empty key must not mean "no key", which would open the service.
             raise ConfigError("api_key must not be empty.")
         for key in filter(None, keys):
             if not key.isascii() or not key.isprintable() or " " in key:
@@ -253,7 +253,7 @@ class ServerSettings(BaseModel):
                     "allowed_origins must be sites such as https://app.example.org or http://localhost:3000, null, or "
                     f"*, got {origin!r}."
                 )
-            # As browsers write it.
+            # Origins in the form that browsers send.
             origins.append(re.sub(r"^(http://.*):80$|^(https://.*):443$", r"\1\2", origin.rstrip("/")))
         return tuple(origins)
 
@@ -295,7 +295,7 @@ class ServerSettings(BaseModel):
             whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         except ValueError:
             whole = False
-        if whole and "@" in parts.netloc:  # not shown: it may be a secret
+        if whole and "@" in parts.netloc:  # not shown, because it may be a secret
             raise ConfigError(
                 "otlp_traces_endpoint must not contain a user name or password. Set "
                 "OTEL_EXPORTER_OTLP_TRACES_HEADERS instead."
@@ -370,7 +370,7 @@ class ServerSettings(BaseModel):
                 "api_key_file."
             )
         if not Path(self.enable_lora_loading).expanduser().is_dir():
-            raise ConfigError(f"enable_lora_loading must be a folder, but {self.enable_lora_loading!r} is none.")
+            raise ConfigError(f"enable_lora_loading must be a folder, but {self.enable_lora_loading!r} is not one.")
         return self
 
     @check_field("max_api_memory")
@@ -397,7 +397,7 @@ class ServerSettings(BaseModel):
 
 
 class SettingsBase(ServerSettings, BaseSettings):
-    """The sources of values, which `Settings` adds to the service's settings and the engine's."""
+    """The sources of values; `Settings` adds them to the settings of service and engine."""
 
     model_config = SettingsConfigDict(
         env_prefix="OCTAVO_", env_ignore_empty=True, env_parse_none_str="null", cli_parse_none_str="null",
@@ -436,7 +436,7 @@ class SettingsBase(ServerSettings, BaseSettings):
         if not isinstance(value, dict):
             return value
         method = value.get("method")
-        # Values that JSON does not know, such as a date, become texts.
+        # Values outside JSON, such as a date, become texts.
         return json.dumps({**value, "method": "off"} if method is False else value, default=str)
 
     @check_field("quantization_cache", "speculative_config", "tool_prompt", mode="before", check_fields=False)
@@ -448,7 +448,7 @@ class SettingsBase(ServerSettings, BaseSettings):
     @check_model(mode="before")
     @classmethod
     def _choose_demo(cls, values: Any) -> Any:
-        """A demo is a model by another name."""
+        """A demo is another name for a model."""
         demo, model = values.get("demo"), values.get("model")
         if demo not in DEMOS:
             return values
@@ -467,12 +467,12 @@ class SettingsBase(ServerSettings, BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Variables, then keywords: `loading` puts the flags first, and gives the file's values as keywords."""
+        """Variables, then keywords: `loading` puts the flags first, and passes the file's values as keywords."""
         return VariableSource(settings_cls), init_settings
 
     @property
     def engine(self) -> EngineConfig:
-        """The engine's part.
+        """The engine's settings.
 
         Raises:
             ConfigError: a value is out of range or contradicts another.
@@ -515,19 +515,20 @@ def variable(name: str) -> str:
 
 
 def description(name: str) -> str:
-    """The sentence about a setting."""
+    """The help text of a setting."""
     return Settings.model_fields[name].description or field_docs(ServerSettings)[name]
 
 
 def shown(name: str, value: Any) -> Any:
-    """A value as it may be printed: secrets are not."""
+    """A value for display, without secrets."""
     if name not in SECRETS or not value:
         return value
     return "(hidden)"
 
 
 def _split(value: Any) -> Any:
-    """A list, or one text separated by commas, as a list; repeated flags may be both. Other values stay as they are."""
+    """A list, or one text separated by commas, as a list; repeated flags may contain both. Other values stay
+    unchanged."""
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
@@ -536,7 +537,7 @@ def _split(value: Any) -> Any:
 
 
 def _modules(text: str) -> list[str]:
-    """The items of one text, separated by commas, which JSON objects may contain, too."""
+    """The items of one text that is separated by commas, which JSON objects may also contain."""
     found, rest = list[str](), text.strip()
     while rest:
         end = rest.find(",") if "," in rest else len(rest)
@@ -544,7 +545,7 @@ def _modules(text: str) -> list[str]:
             try:
                 _, end = json.JSONDecoder().raw_decode(rest)
             except (ValueError, RecursionError):
-                end = len(rest)  # the engine's config says what is wrong
+                end = len(rest)  # the engine's config explains the error
         found.append(rest[:end].strip())
         rest = rest[end:].lstrip(", ")
     return found

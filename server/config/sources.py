@@ -1,4 +1,4 @@
-"""Sources of settings besides flags: variables and a YAML file."""
+"""Sources of settings besides flags: environment variables and a YAML file."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from engine import ConfigError
 from server.config.wording import did_you_mean
 
 PREFIX = "OCTAVO_"
-# No settings of the service, but read by the engine where it loads its kernels (engine.backends.native.loading).
+# Variables that are not settings of the service, but that the engine reads when it loads its kernels
+# (engine.backends.native.loading).
 _ELSEWHERE = frozenset({"OCTAVO_NATIVE", "OCTAVO_NATIVE_ISA"})
-# What Kubernetes puts into every container for a Service whose name begins with "octavo".
+# Variables that Kubernetes sets in every container for a Service whose name begins with "octavo".
 _SERVICE_LINK = re.compile(r"OCTAVO_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
 _SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
 
 
 def is_service_link(name: str, value: str) -> bool:
-    """Whether a variable is Kubernetes' word about a Service, and no setting."""
+    """Whether Kubernetes set a variable for a Service, so that it is not a setting."""
     name = name.upper()
     return bool(_SERVICE_LINK.fullmatch(name)) or (name.endswith("_PORT") and bool(_SERVICE_ADDRESS.match(value)))
 
 
 class VariableSource(EnvSettingsSource):
-    """OCTAVO_* variables; an empty one counts as not set."""
+    """OCTAVO_* variables; an empty one counts as unset."""
 
     def __init__(self, settings_cls: type[BaseSettings]):
         super().__init__(settings_cls)
@@ -36,7 +37,7 @@ class VariableSource(EnvSettingsSource):
 
 
 def unknown_variables(environ: Mapping[str, str], known: Collection[str]) -> list[str]:
-    """A sentence for each OCTAVO_* variable that sets nothing.
+    """A sentence for each OCTAVO_* variable without effect.
 
     Args:
         environ: all variables.
@@ -58,11 +59,11 @@ def unknown_variables(environ: Mapping[str, str], known: Collection[str]) -> lis
 
 
 def read_file(path: str, known: Iterable[str]) -> dict[str, Any]:
-    """The settings in a YAML file, by name; keys may be spelled max_num_seqs or max-num-seqs, and one without a
-    value counts as not set.
+    """The settings in a YAML file, by name. Keys may be spelled max_num_seqs or max-num-seqs; a key without a value
+    counts as unset.
 
     Raises:
-        ConfigError: it cannot be read, is not YAML, or sets what is no setting.
+        ConfigError: the file cannot be read, is not YAML, or has an unknown setting.
     """
     names = [name for name in known if name != "config"]
     values: dict[str, Any] = {}
@@ -82,16 +83,16 @@ def read_yaml(path: str, setting: str) -> dict[Any, Any]:
     """The mapping in a YAML file.
 
     Args:
-        setting: that names the file, for messages.
+        setting: the setting that names the file, for messages.
 
     Raises:
-        ConfigError: it cannot be read, or is no such YAML.
+        ConfigError: it cannot be read, or is not such YAML.
     """
     return _parse(path, setting)
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that comes twice, of which YAML would keep the last."""
+    """Refuses duplicate keys; YAML itself would keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: list[Any] = []
@@ -113,10 +114,10 @@ def _parse(path: str, setting: str = "config") -> dict[Any, Any]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        # What it quotes of the file may be a secret that should have been in quotation marks: *word, !word.
+        # The error may quote a secret from the file that should have been in quotation marks: *word, !word.
         reason = re.sub(r" (['\"])(?!.\1|<).+\1", "", error.problem or error.context or "no YAML")
         raise ConfigError(f"{path}{place}: {reason}.") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # such as characters YAML does not allow, 2024-99-99
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # such as an invalid character, or 2024-99-99
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from error
     if content is None:
         return {}

@@ -1,4 +1,4 @@
-"""Texts about settings: their purpose, their values, and the nearest name."""
+"""Texts about settings: their help, their values, and suggestions for names."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """The sentences of a class's `Attributes:` section, by field name."""
-    text = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:")[2]  # Python 3.13 has cleaned it already
+    """The descriptions in a class's `Attributes:` section, by field name."""
+    text = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:")[2]  # Python 3.13 removes the indentation
     docs: dict[str, str] = {}
     for names, sentence in re.findall(r"^ {4}(\w[\w, ]*): (.+(?:\n {8}.+)*)", text, re.MULTILINE):
         for name in names.split(", "):
@@ -22,15 +22,15 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-_NEAR = 0.7  # likeness from which a name is suggested
+_NEAR = 0.7  # minimum similarity for a suggestion
 _SHORTENED = 0.95
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """ "; did you mean NEAR?" if something known is near, else nothing.
+    """ "; did you mean NEAR?" if a known name is similar, else nothing.
 
-    The nearest name has the same words and perhaps more (max-length: max-model-len). Otherwise it is the most similar
-    text, or begins with the most similar text (tempp: temperature).
+    The suggestion has the same words and perhaps more (max-length: max-model-len). Otherwise it is the most similar
+    name, or begins with the most similar text (tempp: temperature).
     """
     plain = {re.sub(r"^(octavo_|-+)", "", other.lower().replace("-", "_")).strip("_"): other for other in known}
     name = re.sub(r"^(octavo_|-+)", "", name.lower().replace("-", "_")).strip("_")
@@ -41,37 +41,37 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def _likeness(name: str, other: str) -> float:
-    """From 0 to 1. A shortened name counts a little less than a whole one."""
+    """Similarity from 0 to 1. A shortened name counts slightly less than a whole one."""
     whole = difflib.SequenceMatcher(None, name, other).ratio()
     begun = difflib.SequenceMatcher(None, name, other[: len(name)]).ratio() if name[:1] == other[:1] else 0.0
     return max(whole, _SHORTENED * begun)
 
 
 def _has_words(name: str, wanted: str) -> bool:
-    """Whether every word wanted begins a word of the name, or the other way round."""
+    """Whether every wanted word begins a word of the name, or the other way round."""
     words = name.split("_")
     return all(any(word.startswith(part) or part.startswith(word) for word in words) for part in wanted.split("_"))
 
 
 def is_switch(field: FieldInfo) -> bool:
-    """The setting is on or off, or neither until something else decides."""
+    """Whether the setting is on or off, or undecided until later."""
     return field.annotation is bool or set(get_args(field.annotation)) == {bool, type(None)}
 
 
 def _kinds(field: FieldInfo) -> list[Any]:
-    """The types of a setting, and of a Literal its values."""
+    """The types of a setting; for a Literal, its values."""
     kinds = [kind for kind in get_args(field.annotation) or (field.annotation,) if kind is not type(None)]
     return [choice for kind in kinds for choice in (get_args(kind) if get_origin(kind) is Literal else (kind,))]
 
 
 def choices(field: FieldInfo) -> list[str]:
-    """The names that a setting takes, if it takes no others."""
+    """The allowed names of a setting, if it allows nothing else."""
     kinds = _kinds(field)
     return kinds if all(isinstance(kind, str) for kind in kinds) else []
 
 
 def allowed(field: FieldInfo) -> str:
-    """The values that a setting takes, as in "port must be ..."."""
+    """The allowed values of a setting, as in "port must be ..."."""
     if get_origin(field.annotation) is tuple:
         return "a text or a list of texts"
     if names := choices(field):

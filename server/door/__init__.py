@@ -1,1 +1,1 @@
-"""The stages of a request before its route: sockets, HTTP, its id, the drain, the key, the limits."""
+"""The layers that a request passes before its route: sockets, HTTP, the request id, the drain, the key, the limits."""

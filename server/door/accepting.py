@@ -1,5 +1,5 @@
-"""Connections are accepted here, and not by the event loop's own server, so that each has a slot from its first moment
-on, its TLS handshake included, and file descriptors that run out stop nothing.
+"""Accepts connections in place of the event loop's own server, so that each has a slot from its first moment (including
+its TLS handshake) and a lack of file descriptors stops nothing.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from server.door.slots import Slot, Slots
 logger = logging.getLogger("octavo.server")
 
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_PAUSE = 0.1  # seconds without accepting, where no connection could be spared
+_PAUSE = 0.1  # seconds without accepting, if no connection could be closed
 _MOMENT = 0.002  # seconds in which another process may accept
 
 
 class Acceptor:
-    """Listens on a socket; what uvicorn needs of an asyncio server.
+    """Listens on a socket, with the interface that uvicorn needs of an asyncio server.
 
     Args:
         listener: bound.
-        slots: each connection takes one.
-        make_protocol: of a connection.
-        tls: for connections that begin with a handshake.
-        handshake_timeout: seconds that one may take.
+        slots: the connection slots; each connection takes one.
+        make_protocol: makes the protocol of a connection.
+        tls: the TLS context, for connections that begin with a handshake.
+        handshake_timeout: maximum seconds of a handshake.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class Acceptor:
         self._pause: asyncio.TimerHandle | None = None
 
     def start(self, backlog: int) -> None:
-        """Accept from now on; so many wait in the system until they are accepted."""
+        """Start to accept; the system queues this many connections."""
         self._listener.setblocking(False)
         self._listener.listen(backlog)
         self._loop.add_reader(self._listener, self._accept)
 
     def close(self) -> None:
-        """Accept no more; idempotent."""
+        """Stop accepting; idempotent."""
         if self._pause is not None:
             self._pause.cancel()
         if self._listener.fileno() >= 0:
@@ -65,13 +65,13 @@ class Acceptor:
             self._listener.close()
 
     async def wait_closed(self) -> None:
-        """Nothing is left to wait for."""
+        """Does nothing: there is nothing to wait for."""
 
     def _accept(self) -> None:
         if self._shares is not None and self._leave_to_others(self._shares):
             return
-        # No more at a time than the reserve has: one that is dropped is closed before this is called again. One where
-        # another process may have room.
+        # At most as many at a time as the reserve has: a dropped connection is closed before this is called again. Only
+        # one if another process may have room.
         for _ in range(self._slots.sizes.reserve if self._shares is None else 1):
             try:
                 connection, _address = self._listener.accept()
@@ -85,13 +85,13 @@ class Acceptor:
                 return
             connection.setblocking(False)
             if connection.family in (socket.AF_INET, socket.AF_INET6):
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # uvloop does, asyncio does not here
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # uvloop does this itself
             slot = self._slots.open()
-            # Until there is a transport: closing the socket itself would leave the event loop with its number.
+            # Only until there is a transport: closing the socket itself would leave the event loop with its descriptor.
             slot.drop = self._loop.create_task(self._hand_over(connection, slot)).cancel
 
     def _leave_to_others(self, shares: Shares) -> bool:
-        """Give a process that has fewer connections a moment to take this one."""
+        """Give a process with fewer connections a moment to take this one."""
         self._has_waited = not self._has_waited and shares.ahead
         if self._has_waited:
             self._rest(_MOMENT)
@@ -113,7 +113,7 @@ class Acceptor:
                 ssl=self._tls,
                 ssl_handshake_timeout=self._handshake_timeout,
             )
-        except (OSError, asyncio.CancelledError) as problem:  # it left, spoke no TLS, or was dropped for another one
+        except (OSError, asyncio.CancelledError) as problem:  # the client left, did not use TLS, or was dropped
             logger.debug("A connection ended before its first request: %r", problem)
             connection.close()
             slot.close()

@@ -1,4 +1,4 @@
-"""API keys at the door: with one set, everything but the health endpoints needs one, of the right role."""
+"""API keys: if any is set, every request except to health endpoints needs a key with the right role."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEALTH_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
 METRICS_PATH = "/metrics"
 LIVE_PATH = "/playground/live"
 METRICS_PATHS = frozenset({METRICS_PATH, LIVE_PATH})
-# What there is to know of the service, without any work of the model: whole paths, and beginnings of paths.
+# Information about the service that needs no work of the model: whole paths and beginnings of paths.
 ABOUT_PATHS = frozenset(
     {
         "/version", "/load", "/server_info", "/tokenizer_info", "/v1/models", "/models", "/docs", "/openapi.json",
@@ -32,15 +32,15 @@ _ABOUT_FOLDERS = ("/v1/models/", "/models/", "/docs/")
 
 
 def routed_path(scope: Scope) -> str:
-    """The path that routes are compared with: the decoded path without the root path."""
+    """The path in the form of routes: decoded, and without the root path."""
     path, root = str(scope["path"]), str(scope.get("root_path", ""))
     below = root and (path == root or path.startswith(root.rstrip("/") + "/"))
     return path[len(root) :] if below else path
 
 
 def roles_for(path: str) -> frozenset[Role]:
-    """The roles of which a key needs one to ask for this path, as `routed_path` gives it. A path that is on no list may
-    make the model work. That includes unknown routes."""
+    """The roles of which a key needs one for this path, in the form of `routed_path`. A path on no list may make the
+    model work. That includes unknown routes."""
     if path in ADMIN_PATHS:
         return frozenset({Role.ADMIN})
     if path in METRICS_PATHS:
@@ -51,30 +51,30 @@ def roles_for(path: str) -> frozenset[Role]:
 
 
 def is_inference(scope: Scope) -> bool:
-    """The request may make the model work."""
+    """Whether the request may make the model work."""
     return roles_for(routed_path(scope)) == {Role.INFERENCE}
 
 
 def asks_for_kept(scope: Scope) -> bool:
-    """The request is about what the store has: the model does not work for it."""
+    """Whether the request is about stored data, so that the model does no work for it."""
     path = routed_path(scope)
     return path.startswith(_KEPT_FOLDERS) and path not in _COUNTING
 
 
 class AuthMiddleware:
-    """Answers 401 to requests without a valid key, and 403 to those whose key has another role, before anything of the
-    body is read. A key comes as a bearer token, or without one in X-Api-Key.
+    """Answers 401 to requests without a valid key, and 403 if the key has another role, before the body is read. A key
+    is sent as a bearer token or, without one, in X-Api-Key.
 
-    A list of whole paths, compared with the decoded path that the router sees, needs no key. All other paths need one,
-    whether there is a route or not. Without keys everything is open. `scope["state"]["tenant"]` then names the key of
-    the request; it is not set where no valid key was sent. `scope["state"]["api_key"]` is the `ApiKey` that has opened
-    a path which needs one. A key's own name is in every line of the request's log.
+    Paths on a list of whole paths, compared with the decoded path that the router sees, need no key. All other paths
+    need one, whether or not a route exists. Without keys everything is open. `scope["state"]["tenant"]` then names the
+    key of the request; it is not set without a valid key. `scope["state"]["api_key"]` is the `ApiKey` that opened a
+    protected path. A key's name is in every log line of the request.
 
     Args:
-        keys: asked at each request, so that changes of it count at once.
+        keys: read at each request, so that changes apply at once.
         public_metrics: `METRICS_PATHS` need no key.
-        also_open: further paths that need none.
-        model: the name of the only model, if there is one: a key for other models may not make it work.
+        also_open: further paths that need no key.
+        model: the name of the only model, if there is one: a key for other models may not use it.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ def _refusal(scope: Scope, key: ApiKey | None) -> ApiError | None:
         if key.roles & needed:
             return None
         message = (
-            f"This API key may not do that: it needs the role {' or '.join(sorted(needed))}, and has "
+            f"This API key may not do that: it needs the role {' or '.join(sorted(needed))}, but has "
             f"{' and '.join(sorted(key.roles))}."
         )
         return ApiError(403, message, code="insufficient_permissions")

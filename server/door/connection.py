@@ -1,9 +1,8 @@
-"""Additions to uvicorn's connections: bounded write buffers, and an end for clients that read nothing.
+"""Additions to uvicorn's connections: bounded write buffers, and disconnection of clients that read nothing.
 
-A connection whose client does not read fills the kernel's buffer, then the transport's, then `send`
-waits. Both buffers are kept small here, so that waiting begins early and costs little memory; and
-a client that then takes nothing for too long loses the connection, which ends the request like any client
-that leaves.
+If a client does not read, the kernel's buffer fills, then the transport's, then `send` waits. This module keeps both
+buffers small, so that `send` waits early and little memory is used. A client that then reads nothing for too long loses
+its connection, which ends the request as any disconnect does.
 """
 
 from __future__ import annotations
@@ -25,35 +24,36 @@ from server.door.drain import Drain
 
 logger = logging.getLogger("octavo.server")
 
-# Bytes that the kernel holds back for one client, beyond those that are on their way.
+# Bytes that the kernel buffers for one client, beyond those in transit.
 _UNSENT_IN_KERNEL = 128 * 1024
-# In Linux's struct tcp_info (linux/tcp.h): tcpi_bytes_acked, a 64-bit number after 104 bytes of smaller
-# ones and two pacing rates.
+# In Linux's struct tcp_info (linux/tcp.h): tcpi_bytes_acked, a 64-bit number after 104 bytes of smaller numbers and two
+# pacing rates.
 _BYTES_ACKED = 120
 _TCP_INFO_BYTES = 128
 _KEY = "octavo_connection"
-LAST_WORDS = 1.0  # seconds for the end of what had to be interrupted
+LAST_WORDS = 1.0  # seconds for the end of interrupted answers
 
 
 def unsent(transport: asyncio.Transport) -> int:
-    """Bytes that this process still has to send on a connection, and those that the client's system has not taken."""
+    """Bytes that this process has not sent yet on a connection, and bytes that the client's system has not
+    acknowledged."""
     num_in_kernel = 0
     connection: socket.socket | None = transport.get_extra_info("socket")
     if connection is not None:
         with contextlib.suppress(OSError):
             answer = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, struct.pack("i", 0))
             num_in_kernel = int(struct.unpack("i", answer)[0])
-    # asyncio's TLS counts what it has not encrypted yet, but not what it has handed to the transport below.
+    # asyncio's TLS counts bytes that are not encrypted yet, but not those passed to the transport below.
     below = getattr(getattr(transport, "_ssl_protocol", None), "_transport", None)
     num_encrypted = 0 if below is None else int(below.get_write_buffer_size())
     return transport.get_write_buffer_size() + num_encrypted + num_in_kernel
 
 
 class Connection:
-    """One client's connection, as a request sees it in its scope.
+    """A client's connection, as a request's scope contains it.
 
     Attributes:
-        stalled: it was closed because the client took nothing for too long.
+        stalled: whether it was closed because the client read nothing for too long.
     """
 
     def __init__(self, transport: asyncio.Transport):
@@ -62,34 +62,33 @@ class Connection:
         self.stalled = False
 
     def bound_buffers(self) -> None:
-        """Limit the data that waits for the client. The transport may call `pause_writing` at once."""
+        """Limit the data that is buffered for the client. The transport may call `pause_writing` at once."""
         if self._socket is not None and self._socket.family in (socket.AF_INET, socket.AF_INET6):
-            with contextlib.suppress(OSError, AttributeError):  # a system without it buffers more
+            with contextlib.suppress(OSError, AttributeError):  # a system without this option buffers more
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_IN_KERNEL)
-        # Every byte that the kernel does not take at once makes `send` wait. (Not 0: asyncio's TLS would
-        # never resume.)
+        # `send` waits for every byte that the kernel does not take at once. (Not 0: asyncio's TLS would never resume.)
         self._transport.set_write_buffer_limits(high=1, low=0)
 
     def progress(self) -> int:
-        """Grows whenever the client takes something: its kernel, strictly speaking."""
+        """A number that grows whenever the client (strictly, its kernel) receives data."""
         if self._socket is not None:
             with contextlib.suppress(OSError, AttributeError, struct.error):
                 facts = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
                 return int(struct.unpack_from("Q", facts, _BYTES_ACKED)[0])
-        # No TCP, or a system that does not tell: what this process still has to send.
+        # Without TCP, or on a system that does not report it: the bytes that this process still has to send.
         return -unsent(self._transport)
 
     def stall(self) -> None:
-        """Close it at once, because the client takes nothing."""
+        """Close it at once, because the client reads nothing."""
         self.stalled = True
         if self._socket is not None:
-            with contextlib.suppress(OSError):  # reset it: the kernel must not keep what is not taken
+            with contextlib.suppress(OSError):  # reset it, so that the kernel drops unread data
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._transport.abort()
 
 
 def is_stalled(scope: Scope) -> bool:
-    """The request's connection was closed because its client took nothing."""
+    """Whether the request's connection was closed because its client read nothing."""
     connection = scope.get("state", {}).get(_KEY)
     return isinstance(connection, Connection) and connection.stalled
 
@@ -98,8 +97,8 @@ class WatchedProtocol(asyncio.Protocol):
     """Mixin before one of uvicorn's HTTP protocols.
 
     Attributes:
-        stall_timeout: seconds without a byte taken, while there are some to take, that end a connection.
-        app_state: uvicorn's; it is copied into each request's scope.
+        stall_timeout: seconds without a received byte, while there are bytes to receive, that end a connection.
+        app_state: uvicorn's state, which is copied into each request's scope.
     """
 
     stall_timeout: float
@@ -120,12 +119,12 @@ class WatchedProtocol(asyncio.Protocol):
         self._watch()
 
     def resume_writing(self) -> None:
-        """It has caught up."""
+        """The client has caught up."""
         self._unwatch()
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone."""
+        """The connection is gone."""
         self._unwatch()
         super().connection_lost(exc)
 
@@ -150,7 +149,7 @@ class WatchedProtocol(asyncio.Protocol):
 
 
 async def drain_connections(drain: Drain, connections: Set[Any], seconds: float) -> None:
-    """Let running requests finish; after so many seconds end them, with an error where the client takes one."""
+    """Let running requests finish; after this many seconds end them, with an error if the client still reads."""
     drain.begin()
     if await drain.wait_idle(seconds):
         return
@@ -167,12 +166,12 @@ async def drain_connections(drain: Drain, connections: Set[Any], seconds: float)
 
 
 async def close_connections(connections: Set[Any], seconds: float) -> None:
-    """Close all connections. Data that has been written may still arrive within so many seconds."""
+    """Close all connections. Data that is already written may still arrive within this many seconds."""
     for connection in list(connections):
         connection.shutdown()
     began = time.monotonic()
     while connections and time.monotonic() < began + seconds:
-        # TLS waits for the client's farewell, which may never come.
+        # TLS waits for the client's close message, which may never come.
         unsent = any(connection.transport.get_write_buffer_size() for connection in connections)
         if not unsent and time.monotonic() > began + LAST_WORDS:
             break

@@ -1,4 +1,4 @@
-"""Stopping in order: new requests are refused, running ones finish, what is late is interrupted."""
+"""Graceful shutdown: new requests are refused, running ones finish, late ones are interrupted."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from server.door.auth import routed_path
 from server.errors import ApiError
 
-# Monitoring still needs these, while it stops most of all.
+# Monitoring still needs these, above all while the service stops.
 ALWAYS_ANSWERED = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/load", "/metrics"})
 
 
 def shutting_down() -> ApiError:
-    """The answer to a request that comes too late, or was not finished in time."""
+    """The answer to a request that comes too late or does not finish in time."""
     return ApiError(
         503,
         "The service is shutting down; send the request to another instance, or try again when it is back.",
@@ -29,8 +29,8 @@ class Drain:
     """The state of a service that may be stopping: whether it is, and how many requests still run.
 
     Attributes:
-        draining: no new request is served.
-        num_running: requests being answered, not counting `ALWAYS_ANSWERED`.
+        draining: whether new requests are refused.
+        num_running: requests being answered, without `ALWAYS_ANSWERED`.
     """
 
     def __init__(self) -> None:
@@ -40,11 +40,11 @@ class Drain:
         self._waiter: asyncio.Future[None] | None = None
 
     def begin(self) -> None:
-        """Serve nothing new from now on; safe in a signal's handler."""
+        """Refuse new requests from now on; safe in a signal handler."""
         self.draining = True
 
     async def wait_idle(self, seconds: float) -> bool:
-        """Wait until nothing runs, at most so long; whether that was reached."""
+        """Wait until nothing runs, for at most this long; returns whether that was reached."""
         if self.num_running:
             self._waiter = asyncio.get_running_loop().create_future()
             await asyncio.wait([self._waiter], timeout=seconds)
@@ -52,14 +52,14 @@ class Drain:
         return not self.num_running
 
     def interrupt(self) -> None:
-        """Tell all running requests that their time is up."""
+        """Tell all running requests to end now."""
         for future in self._interruptions:
             if not future.done():
                 future.set_result(None)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Around a request."""
+        """A context around a request."""
         self.num_running += 1
         try:
             yield
@@ -70,7 +70,7 @@ class Drain:
 
     @contextmanager
     def interruption(self) -> Iterator[asyncio.Future[None]]:
-        """A future that is done once the time for running requests is up."""
+        """A future that is done when running requests must end."""
         future = asyncio.get_running_loop().create_future()
         self._interruptions.add(future)
         try:
@@ -83,9 +83,9 @@ class DrainGate:
     """Middleware: refuses requests while the service stops, and counts those that run.
 
     Args:
-        app: what it guards.
+        app: the app behind it.
         drain: the state of the service.
-        rejected: told about each refused request.
+        rejected: called for each refused request.
     """
 
     def __init__(self, app: ASGIApp, drain: Drain, rejected: Callable[[str], None]):
@@ -94,7 +94,7 @@ class DrainGate:
         self._rejected = rejected
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or let the app answer."""
+        """Refuse the request or pass it to the app."""
         if scope["type"] != "http" or routed_path(scope) in ALWAYS_ANSWERED:
             await self._app(scope, receive, send)
         elif self._drain.draining:

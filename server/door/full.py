@@ -1,4 +1,4 @@
-"""A full service refuses at the door: before a body is read, parsed and checked for nothing."""
+"""Refuses requests to a full service early, before a body is read, parsed and checked in vain."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from server.errors import ApiError
 
 logger = logging.getLogger("octavo.server")
 
-AT_ONCE = 100  # refusals a second that are answered at once
-LONGEST_PAUSE = 0.5  # seconds that any other one waits at most
-MOST_PAUSING = 256  # of them, which hold a connection each; beyond that all are answered at once
-LOG_INTERVAL = 1.0  # seconds; refusals in between share a line
-# Takes the tenant; raises ApiError if there is no room for any request of it.
+AT_ONCE = 100  # refusals per second that are answered at once
+LONGEST_PAUSE = 0.5  # maximum seconds that any other refusal is delayed
+MOST_PAUSING = 256  # maximum delayed refusals, each of which holds a connection; beyond that all are answered at once
+LOG_INTERVAL = 1.0  # seconds; refusals in between share a log line
+# Takes the tenant; raises ApiError if there is no room for any of its requests.
 Check = Callable[[str | None], Awaitable[None]]
 
 
 class FullGate:
-    """Middleware: answers 503 where no request to that path would be admitted, and notes when requests arrived
+    """Middleware: answers 503 if no request to the path would be admitted, and notes when requests arrived
     (`scope["state"]["arrival"]`, seconds of `time.monotonic()`).
 
-    Clients that ask again without a pause would take processor time from those that are served. So beyond `AT_ONCE` a
-    second refusals are answered with a delay.
+    Clients that retry without a pause would take processor time from served requests. So beyond `AT_ONCE` per second,
+    refusals are delayed.
 
     Args:
-        checks: by path.
-        clock: seconds that only grow.
-        pause: waits for so many seconds.
+        checks: the checks by path.
+        clock: monotonic seconds.
+        pause: waits for this many seconds.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class FullGate:
         await self._app(scope, receive, send)
 
     async def _slow_down(self) -> None:
-        """Wait as long as there are too many refusals. Up to a second's refusals may come at once."""
+        """Wait if there are too many refusals. A second's worth of refusals may be answered at once."""
         now = self._clock()
         self._due = min(max(self._due, now - 1.0) + 1 / AT_ONCE, now + LONGEST_PAUSE)
         if self._due > now and self._num_pausing < MOST_PAUSING:
@@ -78,7 +78,7 @@ class FullGate:
                 self._num_pausing -= 1
 
     def _log(self, problem: ApiError) -> None:
-        """One line a second at most: refusals are many at a time."""
+        """Log at most one line a second, because refusals come in large numbers."""
         self._num_refused += 1
         now = time.monotonic()
         if now - self._logged >= LOG_INTERVAL:

@@ -1,4 +1,4 @@
-"""Headers of gateways and clients for the log of a request: X-Session-ID and X-Gateway-*."""
+"""Headers of gateways and clients that are logged with a request: X-Session-ID and X-Gateway-*."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 SESSION = b"x-session-id"
 PREFIX = b"x-gateway-"
-MOST_HEADERS = 8  # X-Gateway-* of a request
-MOST_CHARACTERS = 128  # of a value
+MOST_HEADERS = 8  # maximum X-Gateway-* headers of a request
+MOST_CHARACTERS = 128  # maximum characters of a value
 _NAME = re.compile(rb"[a-z0-9-]{1,64}")
-# Not for a log, whatever else a gateway passes on.
+# Never logged, whatever a gateway sends.
 _SECRET = re.compile(rb"key|token|auth|secret|passw|cookie|credential")
 
 
 def gateway_fields(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, Any]:
-    """Fields of log lines: `session_id`, and `gateway`, the X-Gateway-* headers by the rest of their names.
+    """Fields of log lines: `session_id`, and `gateway` with the X-Gateway-* headers, without that prefix.
 
-    Long values are cut, and characters other than printable ASCII are replaced. Of a repeated header, only the first
+    Long values are cut, and characters other than printable ASCII are replaced. If a header is repeated, only the first
     counts. Headers whose names suggest a secret are left out.
     """
     session: str | None = None

@@ -1,15 +1,15 @@
-"""HEAD wherever there is GET."""
+"""Supports HEAD wherever GET works."""
 
 from __future__ import annotations
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-HEAD = "octavo.head"  # in the scope of what came as HEAD
+HEAD = "octavo.head"  # key in the scope of a HEAD request
 
 
 class HeadMiddleware:
-    """Answers HEAD as GET would, without the body: probes and proxies ask so, and routes know GET only. One whose body
-    has no end finds `HEAD` in the scope."""
+    """Answers HEAD like GET without the body, because probes and proxies send HEAD and routes only know GET. A route
+    whose body has no end checks `HEAD` in the scope."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -14,9 +14,9 @@ class Begun:
     """A key's counts with one more request.
 
     Attributes:
-        running: its requests that run without this one.
-        window: its requests a minute, where they are limited.
-        counted: the request runs from now on, until `end`.
+        running: its other running requests.
+        window: its requests in the current minute, if they are limited.
+        counted: whether the request counts as running until `end`.
     """
 
     running: int
@@ -25,28 +25,28 @@ class Begun:
 
 
 class CountsKeys(Protocol):
-    """Counts requests of keys, wherever that is done."""
+    """Counts requests of keys, in this process or another."""
 
     async def begin(self, tenant: str, concurrency: int | None, per_minute: int | None) -> Begun:
-        """A request of a key has come, which may have so many at the same time, and so many a minute."""
+        """A request of a key has arrived; the key may have this many concurrent requests, and this many per minute."""
 
     def end(self, tenant: str) -> None:
-        """A request that was counted has ended."""
+        """A counted request has ended."""
 
 
 class KeyCounts:
     """The counts.
 
     Args:
-        rates: counts requests a minute.
+        rates: counts requests per minute.
     """
 
     def __init__(self, rates: RequestRates):
         self._rates = rates
-        self.running: Counter[str] = Counter()  # by tenant; those that run none are not in it
+        self.running: Counter[str] = Counter()  # by tenant; only tenants with running requests
 
     async def begin(self, tenant: str, concurrency: int | None, per_minute: int | None) -> Begun:
-        """A request of a key has come, which may have so many at the same time, and so many a minute."""
+        """A request of a key has arrived; the key may have this many concurrent requests, and this many per minute."""
         running = self.running.get(tenant, 0)
         if concurrency is not None and running >= concurrency:
             return Begun(running, None, counted=False)
@@ -64,7 +64,7 @@ class KeyCounts:
         return Begun(running, window, counted=True)
 
     def end(self, tenant: str, count: int = 1) -> None:
-        """A request that was counted has ended, or several."""
+        """One or more counted requests have ended."""
         self.running[tenant] -= count
         if self.running[tenant] <= 0:
             del self.running[tenant]

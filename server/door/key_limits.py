@@ -16,16 +16,16 @@ from server.errors import ApiError
 
 logger = logging.getLogger("octavo.server")
 
-_SOON = 1  # seconds; when a running request will end is not known
+_SOON = 1  # seconds, because the end of a running request is unknown
 
 
 class KeyLimitsMiddleware:
-    """Answers 429 to requests beyond the limits of their key, before it reads the body. Headers tell the client how
-    many requests the key has left. Requests that do not use the model are not counted.
+    """Answers 429 to requests beyond the limits of their key, before the body is read. Headers tell the client how many
+    requests the key has left. Requests that do not use the model are not counted.
 
     Args:
-        counts: what keys have running, and their requests a minute.
-        rejected: told why, for each refused request: key_rate or key_concurrency.
+        counts: counts the running requests of keys, and their requests per minute.
+        rejected: called with the reason for each refused request: key_rate or key_concurrency.
     """
 
     def __init__(self, app: ASGIApp, *, counts: CountsKeys, rejected: Callable[[str], None]):
@@ -41,7 +41,7 @@ class KeyLimitsMiddleware:
         kept = asks_for_kept(scope)
         begun = await self._counts.begin(key.tenant, None if kept else key.max_concurrency, key.requests_per_minute)
         if begun.counted:
-            if kept:  # whoever waits for an answer may look after it, however much of the key runs
+            if kept:  # a client may always query an answer that it waits for, however many requests of the key run
                 self._counts.end(key.tenant)
             try:
                 await self._app(scope, receive, send if begun.window is None else _with_headers(send, begun.window))
@@ -57,7 +57,7 @@ class KeyLimitsMiddleware:
     def _too_many(self, key: ApiKey, running: int) -> ApiError:
         self._rejected("key_concurrency")
         message = (
-            f"This API key has {running} requests running, and may have {key.max_concurrency} at the same time. "
+            f"This API key has {running} requests running, but may have only {key.max_concurrency} at the same time. "
             "Wait until one has ended; the server's settings are --key-max-concurrency and concurrency= in the key "
             "file."
         )
@@ -66,15 +66,15 @@ class KeyLimitsMiddleware:
     def _too_often(self, window: Window) -> ApiError:
         self._rejected("key_rate")
         message = (
-            f"This API key may make {window.limit} requests a minute, and has made them. Try again in {window.reset} "
-            "seconds; the server's settings are --key-requests-per-minute and rpm= in the key file."
+            f"This API key has made all {window.limit} requests that it may make per minute. Try again in "
+            f"{window.reset} seconds; the server's settings are --key-requests-per-minute and rpm= in the key file."
         )
         headers = {"Retry-After": str(window.reset), **_headers(window)}
         return ApiError(429, message, code="rate_limit_exceeded", headers=headers)
 
 
 def _headers(window: Window) -> dict[str, str]:
-    """The limits in headers, with OpenAI's names."""
+    """The limits as headers with OpenAI's names."""
     return {
         "x-ratelimit-limit-requests": str(window.limit),
         "x-ratelimit-remaining-requests": str(window.remaining),

@@ -1,4 +1,4 @@
-"""API keys: what each may do, the file that lists them, and the ring that holds those which count at the moment."""
+"""API keys: their roles, the file that lists them, and the set of currently valid keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TENANT = 16  # hexadecimal digits
 
 
 class Role(StrEnum):
-    """The paths that a key opens; `server.door.auth` lists them."""
+    """The kind of paths that a key opens; `server.door.auth` lists them."""
 
     INFERENCE = "inference"
     METRICS = "metrics"
@@ -29,14 +29,14 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A key without the key: only its digest is kept.
+    """A key without its text: only the digest is kept.
 
     Attributes:
-        digest: SHA-256 of the key.
-        roles: what it opens.
-        name: for the log; None if the file gives it none.
-        requests_per_minute: that it may make; None for any number.
-        max_concurrency: requests of it that may run at the same time; None for any number.
+        digest: the key's SHA-256.
+        roles: the roles that it has.
+        name: the name in the log; None if the file gives none.
+        requests_per_minute: maximum requests per minute; None for no limit.
+        max_concurrency: maximum concurrent requests; None for no limit.
         models: names of the models that it may use; None for all.
     """
 
@@ -48,7 +48,7 @@ class ApiKey:
     models: frozenset[str] | None = None
 
     def may_use(self, model: str) -> bool:
-        """Whether requests with it may use this model."""
+        """Whether requests with this key may use this model."""
         return self.models is None or model in self.models
 
     @classmethod
@@ -58,20 +58,20 @@ class ApiKey:
 
     @property
     def tenant(self) -> str:
-        """The name that stands for the key elsewhere: part of its digest."""
+        """The key's identifier elsewhere: a part of its digest."""
         return self.digest.hex()[:_TENANT]
 
 
 def digest_of(key: bytes) -> bytes:
-    """SHA-256: all have one length, so the time of a comparison does not depend on a key's."""
+    """SHA-256: all digests have one length, so the time of a comparison does not depend on the key's length."""
     return hashlib.sha256(key).digest()
 
 
 class KeyRing:
-    """The keys that open the service at the moment; none: it is open.
+    """The currently valid keys; without any, the service is open.
 
     Args:
-        keys: no two of them with the same digest.
+        keys: the keys, all with different digests.
     """
 
     def __init__(self, keys: Iterable[ApiKey] = ()):
@@ -84,24 +84,24 @@ class KeyRing:
         return len(self._keys)
 
     def replace(self, keys: Iterable[ApiKey]) -> None:
-        """Let these keys count from now on, and no others."""
+        """Replace all keys by these."""
         self._keys = tuple(keys)
 
     def find(self, given: bytes) -> ApiKey | None:
-        """The key that was given, if it is one of these."""
+        """The matching key, if the given text is a valid key."""
         digest, found = digest_of(given), None
-        for key in self._keys:  # all of them: the time must not tell which one was near
+        for key in self._keys:  # compare all: the time must not reveal a similar key
             if hmac.compare_digest(key.digest, digest):
                 found = key
         return found
 
 
 def read_api_keys(settings: ServerSettings) -> tuple[ApiKey, ...]:
-    """The keys of the settings, which open everything, and of the file that they name.
+    """The keys from the settings, which have all roles, and those from the key file.
 
     Raises:
-        ConfigError: the file cannot be read, holds no key, or has a line that is not as it should be. Never shows a
-            key, or text that might be one.
+        ConfigError: the file cannot be read, contains no key, or has an invalid line. The message never contains a key
+            or text that might be one.
     """
     limits = {"requests_per_minute": settings.key_requests_per_minute, "max_concurrency": settings.key_max_concurrency}
     keys = {digest_of(key.encode()): ApiKey.of(key, **limits) for key in settings.api_key}  # checked there
@@ -188,7 +188,7 @@ def _read_count(value: str) -> int | None:
 
 
 _A_COUNT = "an integer from 1 to 999999999, or none for no limit"
-# What may stand after a key: the attribute, how its value is read, and what that may be.
+# Options after a key: the attribute, the parser of its value, and a description of valid values.
 _WORDS: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "role": ("roles", _read_roles, f"some of {', '.join(Role)}, separated by commas"),
     "name": ("name", _read_name, "1 to 64 characters of A-Z a-z 0-9 . _ -"),

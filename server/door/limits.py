@@ -1,7 +1,7 @@
-"""Limits on the size and the slowness of requests.
+"""Limits on the size and duration of requests.
 
-FastAPI's own `max_body_size` counts bytes too, but knows no deadline, and what it answers names neither the
-setting nor the value.
+FastAPI's own `max_body_size` counts bytes too, but has no deadline, and its error names neither the setting nor the
+value.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from server.errors import ApiError
 
 logger = logging.getLogger("octavo.server")
 
-BODY_GRACE = 30.0  # seconds for a body to arrive, whatever its size
-BODY_RATE = 8 * 1024  # bytes; each so many more that have arrived give another second
-_CLOSE = {"Connection": "close"}  # the rest of the body is not waited for
+BODY_GRACE = 30.0  # base seconds for a body to arrive
+BODY_RATE = 8 * 1024  # each additional amount of this many bytes adds a second
+_CLOSE = {"Connection": "close"}  # the rest of the body is not awaited
 
 
 class BodyLimitMiddleware:
-    """Refuses a body that is too large (413), before it is read where its length is given and while it is
-    read where not, or that takes too long to arrive (408).
+    """Refuses a body that is too large (413) or takes too long to arrive (408). If the body's length is stated, a large
+    one is refused before it is read, otherwise while it is read.
 
     Args:
         max_body_size: bytes.
-        needed: by path, the bytes that a body needs at most there, where that is less.
-        grace: seconds; see BODY_GRACE.
+        needed: the maximum bytes of a body by path, where that is less.
+        grace: base seconds; see BODY_GRACE.
     """
 
     def __init__(
@@ -66,17 +66,17 @@ class _Limit:
 
     Attributes:
         size: bytes.
-        path: where that is less than anywhere else, if it is.
+        path: the path whose limit is lower than the others', if any.
     """
 
     size: int
     path: str | None = None
 
     def refusal(self, what: str) -> ApiError:
-        """The answer to a longer one."""
+        """The error for a longer body."""
         rule, advice = "max_body_size", "Send less, or start the server with --max-body-size."
         if self.path is not None:
-            rule, advice = f"of {self.path}, by what the model can read", "Send less in one request."
+            rule, advice = f"for {self.path}, from the model's limits", "Send less in one request."
         message = f"{what}; the limit is {self.size} ({rule}). {advice}"
         return ApiError(413, message, code="body_too_large", headers=_CLOSE)
 
@@ -88,14 +88,14 @@ def _check_length(scope: Scope, limit: _Limit) -> None:
     if len(given) > 1 or not given[0].isdigit():  # bytes: ASCII digits
         message = "Content-Length must be given once, as a number of bytes."
         raise ApiError(400, message, code="malformed_request", headers=_CLOSE)
-    # A number of too many digits is not even converted.
+    # A number with too many digits is not even converted.
     digits = given[0].lstrip(b"0")
     if len(digits) > 18 or int(digits or b"0") > limit.size:
         raise limit.refusal(f"The body has {digits[:20].decode()} bytes")
 
 
 class _Body:
-    """The `receive` of one request."""
+    """The `receive` callable of one request."""
 
     def __init__(self, receive: Receive, limit: _Limit, grace: float, client: str | None):
         self._receive = receive
@@ -107,7 +107,7 @@ class _Body:
         self._complete = False
 
     async def __call__(self) -> Message:
-        if self._complete:  # what comes now is the client leaving, however late
+        if self._complete:  # only the client's disconnect can come now, however late
             return await self._receive()
         try:
             async with asyncio.timeout_at(self._began + self._grace + self._received / BODY_RATE):
@@ -126,8 +126,8 @@ class _Body:
 
     def _too_slow(self) -> ApiError:
         message = (
-            f"The body did not arrive in time: {self._received} bytes came in {self._grace:g} seconds and one more "
-            f"for each {BODY_RATE} bytes."
+            f"The body did not arrive in time: {self._received} bytes came in {self._grace:g} seconds plus one "
+            f"second per {BODY_RATE} bytes."
         )
         return ApiError(408, message, code="request_timeout", headers=_CLOSE)
 

@@ -1,4 +1,4 @@
-"""The sockets of the service: a TCP port or a Unix socket, with or without TLS."""
+"""The service's sockets: a TCP port or a Unix socket, with or without TLS."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from typing import Self
 
 from server.config.settings import ServerSettings
 
-_LONGEST_PATH = 103  # bytes of a Unix socket's path; Linux allows 107
+_LONGEST_PATH = 103  # maximum bytes of a Unix socket's path; Linux allows 107
 _ENOUGH_FILES = 65536
 
 
 class StartupError(Exception):
-    """The service cannot start, for a reason that one paragraph explains."""
+    """The service cannot start; the message explains why in one paragraph."""
 
 
 class Listener:
-    """A bound socket that does not listen yet; a context manager that leaves nothing behind.
+    """A bound socket that does not listen yet; a context manager that removes everything at the end.
 
     Args:
-        settings: host and port, or uds; whether there is a certificate.
+        settings: host and port, or uds, and whether there is a certificate.
 
     Attributes:
-        socket: for the web server, which closes it.
-        url: where a client on this machine reaches it.
+        socket: the socket for the web server, which closes it.
+        url: the URL for clients on this machine.
 
     Raises:
-        StartupError: unknown host; the port or path is taken or not allowed.
+        StartupError: the host is unknown, or the port or path is taken or not permitted.
     """
 
     def __init__(self, settings: ServerSettings):
@@ -57,7 +57,7 @@ class Listener:
         self.close()
 
     def is_reachable(self) -> bool:
-        """Whether clients can connect: the file of a Unix socket is there, and not another service's."""
+        """Whether clients can connect: the Unix socket's file exists and is this service's."""
         if self._file is None:
             return True
         path, made = self._file
@@ -75,17 +75,17 @@ class Listener:
 
 
 def usable_files() -> int:
-    """The number of file descriptors that this process can have, `_ENOUGH_FILES` at most; each connection takes one."""
+    """The number of file descriptors that this process can have, at most `_ENOUGH_FILES`; each connection takes one."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     given, possible = (_ENOUGH_FILES if value == resource.RLIM_INFINITY else value for value in (limit, most))
     return max(given, min(possible, _ENOUGH_FILES))
 
 
 def raise_file_limit() -> None:
-    """Let this process have `usable_files`: the limits that shells and init systems set are made for small programs."""
+    """Raise this process's limit to `usable_files`, because shells and init systems set limits for small programs."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != resource.RLIM_INFINITY and limit < usable_files():
-        with contextlib.suppress(ValueError, OSError):  # the system knows a lower one: it stays as it was
+        with contextlib.suppress(ValueError, OSError):  # the system's limit is lower; the old limit stays
             resource.setrlimit(resource.RLIMIT_NOFILE, (usable_files(), most))
 
 
@@ -93,7 +93,7 @@ def bind(host: str, port: int) -> socket.socket:
     """A bound TCP socket that does not listen yet.
 
     Raises:
-        StartupError: unknown host, or the port is taken or not allowed.
+        StartupError: the host is unknown, or the port is taken or not permitted.
     """
     listener: socket.socket | None = None
     try:
@@ -113,17 +113,17 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url(listener: socket.socket, *, tls: bool = False) -> str:
-    """The URL at which a client on this machine reaches a TCP socket."""
+    """The URL of a TCP socket for clients on this machine."""
     host, port = listener.getsockname()[:2]
     return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def bind_path(path: Path) -> socket.socket:
-    """A bound Unix socket that does not listen yet and that only this user can connect to. The file of a service
-    that is gone is replaced.
+    """A bound Unix socket that does not listen yet and that only this user can connect to. The file of a service that
+    has ended is replaced.
 
     Raises:
-        StartupError: the path is too long, taken, or cannot be made.
+        StartupError: the path is too long, taken, or cannot be created.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -135,7 +135,7 @@ def bind_path(path: Path) -> socket.socket:
         try:
             _remove_stale(path)
             listener.bind(str(path))
-            path.chmod(0o600)  # no client can have connected yet: it does not listen
+            path.chmod(0o600)  # no client can have connected yet, because it does not listen
         except OSError as problem:
             raise StartupError(
                 f"cannot listen on {path}: {problem.strerror or problem}. Choose another path with --uds (OCTAVO_UDS)."
@@ -171,10 +171,10 @@ def _remove_stale(path: Path) -> None:
 
 
 def _is_bound(path: Path) -> bool:
-    """Whether a process has bound the path and does not listen yet, as a service that loads its model."""
+    """Whether a process has bound the path but does not listen yet, such as a service that is loading its model."""
     try:
         lines = Path("/proc/net/unix").read_text(errors="surrogateescape").splitlines()
-    except OSError:  # not on this system
+    except OSError:  # not available on this system
         return False
     return any(line.endswith(f" {path}") for line in lines)
 
@@ -191,10 +191,10 @@ def is_public(settings: ServerSettings) -> bool:
 
 
 def check_certificate(settings: ServerSettings) -> None:
-    """Open the TLS files as the web server will.
+    """Open the TLS files like the web server.
 
     Raises:
-        StartupError: one is missing or unreadable, they do not belong together, or the password is wrong.
+        StartupError: a file is missing or unreadable, the files do not match, or the password is wrong.
     """
     if settings.ssl_certfile is None:
         return

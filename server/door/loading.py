@@ -1,4 +1,4 @@
-"""The answer to each connection while the model loads: 503, the progress, and when to ask again."""
+"""Answers each connection while the model loads: 503, the progress, and when to retry."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from engine.host.loading import Tell
 from server.config.settings import ServerSettings
 
 RETRY_AFTER = 5  # seconds
-_PATIENCE = 5.0  # seconds that a client gets for its request, and to read the answer
-_LAST_MOMENT = 0.5  # seconds that answers get to end once the model has loaded
+_PATIENCE = 5.0  # seconds for a client to send its request and read the answer
+_LAST_MOMENT = 0.5  # seconds for answers to end once the model has loaded
 _MOST_HEAD = 65536
-_MOST_CONNECTIONS = 256  # at a time; others are closed
-_MOST_BODY = 1 << 20  # bytes of a request that are read before its connection is closed
+_MOST_CONNECTIONS = 256  # maximum connections at a time; others are closed
+_MOST_BODY = 1 << 20  # maximum bytes of a request that are read before its connection is closed
 
 
 @contextlib.contextmanager
 def answering_while_loading(listener: socket, settings: ServerSettings, model_id: str) -> Iterator[Tell]:
-    """Answer connections to a bound socket by a thread within the block; the socket stays open after it. Gives a
-    function that takes the percentage of the weights that are loaded. The answers then name it.
+    """Answer connections to a bound socket in a thread within the block; the socket stays open afterwards. Returns a
+    function that takes the percentage of the loaded weights. The answers then include the percentage.
 
     Args:
-        settings: with the certificate, if there is one.
-        model_id: that is loading.
+        settings: the settings with the certificate, if there is one.
+        model_id: the model that is loading.
     """
     tls = None
     if settings.ssl_certfile is not None:
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         tls.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_keyfile_password)
     keys = settings.api_key or settings.api_key_file is not None
-    shown = "The model" if keys else f"The model {model_id}"  # its name is for those who have a key
+    shown = "The model" if keys else f"The model {model_id}"  # only clients with a key may see its name
     said = _Said(shown)
     loop = asyncio.new_event_loop()
     opened = loop.run_until_complete(
@@ -55,12 +55,12 @@ def answering_while_loading(listener: socket, settings: ServerSettings, model_id
 
 
 async def _finish(opened: asyncio.Server) -> None:
-    """Accept no more, and let answers that have begun end."""
+    """Stop accepting, and let answers that have begun end."""
     opened.close()
     me = asyncio.current_task()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_LAST_MOMENT):
-            while running := asyncio.all_tasks() - {me}:  # one that accepts a connection starts one that answers it
+            while running := asyncio.all_tasks() - {me}:  # a task that accepts a connection starts one that answers it
                 await asyncio.wait(running)
     late = asyncio.all_tasks() - {me}
     for task in late:
@@ -69,10 +69,10 @@ async def _finish(opened: asyncio.Server) -> None:
 
 
 class _Said:
-    """The answer at this moment.
+    """The current answer.
 
     Attributes:
-        response: its head and body.
+        response: its headers and body.
     """
 
     def __init__(self, model: str):
@@ -80,12 +80,12 @@ class _Said:
         self.response = _response(model, None)
 
     def loaded(self, percent: int) -> None:
-        """Name the progress from now on."""
+        """Include the progress from now on."""
         self.response = _response(self._model, percent)
 
 
 def _response(model: str, percent: int | None) -> tuple[bytes, bytes]:
-    """Head and body."""
+    """Headers and body."""
     done = "" if percent is None else f" ({percent}% of its weights)"
     error = {
         "message": f"{model} is loading{done}. Try again in {RETRY_AFTER} s.",
@@ -123,13 +123,13 @@ async def _answer(
             await writer.drain()
             if writer.can_write_eof():
                 writer.write_eof()
-            left = _MOST_BODY  # a connection that is closed with unread bytes is reset, and its answer may be lost
+            left = _MOST_BODY  # closing a connection with unread bytes resets it, and the answer may be lost
             while left > 0 and (data := await reader.read(65536)):
                 left -= len(data)
     except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-        return  # the client has gone, is slow, or speaks no HTTP
+        return  # the client has gone, is slow, or does not speak HTTP
     except asyncio.CancelledError:
-        return  # the model has loaded; asyncio would log a task that ends cancelled as an error
+        return  # the model has loaded; asyncio would log a cancelled task as an error
     finally:
         open_.remove(writer)
         writer.close()

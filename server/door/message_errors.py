@@ -1,5 +1,5 @@
-"""Errors in the shapes that clients of other servers read, whatever refused the request: of /v1/messages, and to
-Anthropic's clients, in Anthropic's, of text-embeddings-inference's endpoints in its own, below /api/ in Ollama's."""
+"""Gives errors the shapes that clients of other servers expect: Anthropic's for /v1/messages and for Anthropic's
+clients, text-embeddings-inference's for its endpoints, and Ollama's below /api/."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.door.auth import routed_path
 
 MESSAGES_PATH = "/v1/messages"
-VERSION_HEADER = "anthropic-version"  # which Anthropic's clients send with every request, and no others do
+VERSION_HEADER = "anthropic-version"  # Anthropic's clients, and no others, send this header with every request
 _KINDS = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
@@ -25,7 +25,7 @@ def message_error(status: int, message: str) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-# Those of text-embeddings-inference that no other server has, so that their path tells whose client asks.
+# Paths that only text-embeddings-inference has, so that they identify the client.
 TEXT_EMBEDDINGS_PATHS = ("/embed", "/embed_sparse", "/embed_all", "/predict", "/similarity", "/info")
 
 
@@ -66,12 +66,12 @@ def _is_messages(path: str) -> bool:
 
 
 class _Reshaped:
-    """The `send` of one request. Errors are sent in one piece; nothing else is held back."""
+    """The `send` callable of one request. Errors are sent in one piece; other data is not held back."""
 
     def __init__(self, send: Send, shape: Callable[[int, str], dict[str, Any]]):
         self._send = send
         self._shape = shape
-        self._start: Message | None = None  # of an error whose body is awaited
+        self._start: Message | None = None  # an error whose body is awaited
         self._body = b""
 
     async def __call__(self, message: Message) -> None:
@@ -87,7 +87,7 @@ class _Reshaped:
     async def _finish(self, start: Message) -> None:
         try:
             said = json.loads(self._body)["error"]["message"]
-        except (ValueError, KeyError, TypeError):  # no error of this server's, such as an empty one
+        except (ValueError, KeyError, TypeError):  # not this server's error body, such as an empty one
             body = self._body
         else:
             body = json.dumps(self._shape(start["status"], said)).encode()

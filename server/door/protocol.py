@@ -1,9 +1,9 @@
-"""uvicorn's HTTP protocol on httptools, with limits, deadlines and the service's own error answers.
+"""uvicorn's HTTP protocol on httptools, with limits, deadlines and the service's own error responses.
 
-httptools' parser (llhttp) is strict about the fields that request smuggling needs: Content-Length beside
-Transfer-Encoding, repeated or malformed lengths, folded headers, bare line feeds, control characters. This module
-closes the gaps that it leaves: how many bytes and fields a request's head may have, how long it may take, which
-versions and transfer codings are spoken, trailers (dropped), and what becomes of a body that is not read.
+httptools' parser (llhttp) is strict about fields that enable request smuggling: Content-Length beside
+Transfer-Encoding, repeated or malformed lengths, folded headers, bare line feeds, control characters. This module adds
+the missing checks: the bytes, fields and time of a request's head, supported versions and transfer codings, trailers
+(dropped), and bodies that are not read.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("octavo.server")
 
 MAX_HEADER_FIELDS = 100
-HEAD_TIMEOUT = 30.0  # seconds from a connection's or a request's first byte to the end of its head
-LINGER = 5.0  # seconds that a refused client may go on sending, so that it can read the answer first
-# Bytes of chunk sizes, extensions and trailers that a byte of the body may cost, beyond a head's worth of them.
+HEAD_TIMEOUT = 30.0  # seconds from the first byte of a connection or request to the end of the request's head
+LINGER = 5.0  # seconds that a refused client may continue to send, so that it can read the answer first
+# Maximum bytes of chunk sizes, extensions and trailers per byte of the body, in addition to one maximum head.
 _FRAMING_PER_BYTE = 16
 
 
 class _RefusedError(Exception):
-    """Carries the answer out of one of the parser's callbacks."""
+    """Carries the response out of a callback of the parser."""
 
     def __init__(self, status: int, message: str, code: str = "malformed_request"):
         super().__init__(message)
@@ -47,12 +47,12 @@ class _RefusedError(Exception):
 
 
 class _LingeringTransport:
-    """The connection's transport, whose `close` is the protocol's to carry out."""
+    """The connection's transport, whose `close` the protocol carries out."""
 
     def __init__(self, transport: asyncio.Transport, protocol: BoundedHttpProtocol):
         self._transport = transport
         self._protocol = protocol
-        self.write = transport.write  # the path of every token
+        self.write = transport.write  # the hot path of every token
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -68,12 +68,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """One connection.
 
     Args:
-        max_header_size: bytes of a request's head: its first line and its header.
-        head_timeout: seconds; see HEAD_TIMEOUT.
-        slot: the connection's; None: nothing limits their number.
+        max_header_size: maximum bytes of a request's head: its first line and its headers.
+        head_timeout: maximum seconds; see HEAD_TIMEOUT.
+        slot: the connection's slot; None if connections are not limited.
 
     Attributes:
-        lingers: the last answer is written; what still comes is thrown away until the client closes.
+        lingers: whether the last answer is written; further input is discarded until the client closes.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._slot = slot or Slot(Slots(), is_reserve=False)
         self._served = self.app
         self._in_head = self._in_body = False
-        self._deaf = False  # the parser has lost its place
-        self._head_seen = 0  # bytes received for a head that is not complete
-        self._head_size = 0  # bytes of the parts of it that are known
-        self._body_seen = self._body_size = 0  # bytes received; bytes of the body among them
+        self._deaf = False  # the parser has lost its position
+        self._head_seen = 0  # bytes received for an incomplete head
+        self._head_size = 0  # bytes of its known parts
+        self._body_seen = self._body_size = 0  # bytes received, and bytes of the body among them
         self._head_timer: asyncio.TimerHandle | None = None
         self._rest_timer: asyncio.TimerHandle | None = None
 
@@ -105,7 +105,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._slot.drop = transport.abort
-        # Paused: under TLS bytes may wait in a buffer that the transport does not count.
+        # While paused: under TLS, bytes may wait in a buffer that the transport does not count.
         self._slot.unsent = lambda: unsent(transport) or int(self.flow.write_paused)
         super().connection_made(_LingeringTransport(transport, self))  # type: ignore[arg-type]
         self._expect_head()
@@ -119,13 +119,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """The server stops: nothing more is read from connections that have their answer."""
+        """The server stops: connections whose requests are answered are not read any more."""
         super().shutdown()
         if self.lingers:
             self.transport.close()
 
     def close_gently(self, transport: asyncio.Transport) -> None:
-        """Close; if the client is still sending, only after it has stopped, for a while.
+        """Close the connection. If the client is still sending, wait until it stops, for a limited time.
 
         Closing a socket with unread input resets the connection, and the client may lose the answer."""
         if self.lingers or not (self._in_body or self._deaf):
@@ -138,7 +138,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._rest_timer = self._later(self._rest_timer, LINGER, transport.close)
 
     def data_received(self, data: bytes) -> None:
-        """Feed the parser, and check what it does not check."""
+        """Feed the parser, and check what it does not check itself."""
         if self._deaf:
             return
         self._slot.stir()
@@ -170,8 +170,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self.parser.feed_data(data)
                 return
             except httptools.HttpParserUpgrade as upgrade:
-                # A server may ignore the wish for another protocol, and this one does. The parser has taken
-                # the request for one without a body, so a new one reads it again without that wish.
+                # A server may ignore a request to upgrade the protocol, and this one does. The parser has taken the
+                # request for one without a body, so a new parser reads it again without the upgrade.
                 data = self._head_without_upgrade() + data[upgrade.args[0] :]
                 self.parser = httptools.HttpRequestParser(self)
 
@@ -196,7 +196,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_head:
-            return  # a trailer: taken into the header it could pass for what a proxy has checked
+            return  # a trailer: as a header it could pass for one that a proxy has checked
         self._count(len(name) + len(value) + 4)
         if len(self.headers) >= MAX_HEADER_FIELDS:
             message = f"The request's header has more than {MAX_HEADER_FIELDS} fields, which is the limit."
@@ -224,10 +224,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         if self._in_head:
-            return  # the parser's idea of a request with an upgrade
+            return  # how the parser sees a request with an upgrade
         self._in_body = False
         super().on_message_complete()
-        if self._rest_timer is not None:  # the rest of a body that was answered before
+        if self._rest_timer is not None:  # the rest of a body that was answered already
             self._rest_timer.cancel()
             self._rest_timer = None
             if self.lingers:
@@ -244,11 +244,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._head_timer is not None:  # the next request's, which may not have been read while this one ran
             self._head_timer = self._later(self._head_timer, self._head_timeout, self._head_is_late)
         if self._in_body and not self.transport.is_closing():
-            # Answered without its body, which a client may send in full before it reads: it gets a moment.
+            # Answered without its body, which a client may send in full before it reads, so it gets some time.
             self._rest_timer = self._later(self._rest_timer, LINGER, self.transport.close)
 
     def _rest(self) -> None:
-        """The slot may be given to another connection, if all is answered and nothing comes."""
+        """The slot may go to another connection if all requests are answered and none has begun."""
         if self.cycle.response_complete and not self._in_body and not self.transport.is_closing():
             self._slot.rest()
 
@@ -296,7 +296,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._deaf:
             return
         if self.cycle is not None and not self.cycle.response_complete:
-            self._expect_head()  # reading may have been paused for the request before
+            self._expect_head()  # reading may have been paused for the previous request
         elif self._in_head or self._head_seen:
             message = f"The request's header did not arrive within {self._head_timeout:g} seconds."
             self._refuse(ApiError(408, message, code="request_timeout"))
@@ -304,19 +304,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer an invalid request, and end the connection."""
+        """Answer an invalid request and end the connection."""
         self._deaf = True
         cycle = self.cycle
         if self.lingers:
             return
         if self._in_body and cycle.response_complete:
-            self.transport.close()  # the request at fault has had its answer
+            self.transport.close()  # the invalid request has had its answer
             return
         if cycle is not None and not cycle.response_complete:
-            if not cycle.more_body:  # the request before is in order and gets its answer first
+            if not cycle.more_body:  # the previous request is valid and gets its answer first
                 cycle.keep_alive = False
                 return
-            if self.pipeline:  # it waits its turn, and so does its answer
+            if self.pipeline:  # its error waits for its turn
                 answer = ApiError(error.status_code, error.message, code=error.code, headers={"Connection": "close"})
                 self.pipeline[0] = (cycle, _app(answer))
                 return
@@ -344,7 +344,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 def http_protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
-    """The protocol class for `uvicorn.Config(http=...)`: bounded, and watched for clients that take nothing."""
+    """The protocol class for `uvicorn.Config(http=...)`: with limits, and with a watch on clients that read nothing."""
     watched = type(
         "HttpProtocol", (WatchedProtocol, BoundedHttpProtocol), {"stall_timeout": settings.stream_stall_timeout}
     )
@@ -354,12 +354,12 @@ def http_protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
 
 
 def _app(error: ApiError) -> ASGI3Application:
-    """The app that answers a request with an error."""
+    """An app that answers a request with an error."""
     return cast("ASGI3Application", RequestIdMiddleware(error.response()))
 
 
 def _answer(problem: httptools.HttpParserError) -> ApiError:
-    """The client's answer to a parser's error; the reason for one in a callback is its context."""
+    """The response to a parser's error; if a callback raised the error, its context has the reason."""
     reason = problem.__context__ if isinstance(problem, httptools.HttpParserCallbackError) else problem
     if isinstance(reason, _RefusedError):
         return reason.answer

@@ -1,4 +1,5 @@
-"""Requests a minute of each key, counted by the library `limits`: here, or in Redis for several services together."""
+"""Requests per minute of each key, counted by the library `limits`: in this process, or in Redis for several services
+together."""
 
 from __future__ import annotations
 
@@ -16,20 +17,20 @@ from engine import ConfigError
 
 logger = logging.getLogger("octavo.server")
 
-PATIENCE = 1.0  # seconds that Redis gets for an answer
-_AGAIN = 10.0  # seconds after which Redis is asked again when it has failed
+PATIENCE = 1.0  # seconds for an answer of Redis
+_AGAIN = 10.0  # seconds after a failure until Redis is tried again
 _CONNECTIONS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A key's count in its minute, after a request.
+    """A key's count in its current minute, after a request.
 
     Attributes:
-        allowed: the request is one of those that it may make.
-        limit: requests a minute.
-        remaining: requests that it may still make at once.
-        reset: whole seconds until that becomes more.
+        allowed: whether the request is within the limit.
+        limit: requests per minute.
+        remaining: requests that it may make now.
+        reset: whole seconds until one more is allowed.
     """
 
     allowed: bool
@@ -39,16 +40,16 @@ class Window:
 
 
 class RequestRates:
-    """Counts in a sliding window: a minute's requests weigh less and less in the next one, so that no moment lets
-    twice the limit through (`limits` calls it a sliding window counter). Refused requests do not count.
+    """Counts in a sliding window: a minute's requests weigh less and less in the next minute, so that twice the limit
+    can never pass at once (`limits` calls it a sliding window counter). Refused requests do not count.
 
     While Redis is unreachable, this process counts by itself.
 
     Args:
-        redis: URL (redis://, rediss://, unix://); None: all is counted in this process.
+        redis: URL (redis://, rediss://, unix://); None: this process counts.
 
     Raises:
-        ConfigError: as `check_storage`.
+        ConfigError: see `check_storage`.
     """
 
     def __init__(self, redis: str | None = None):
@@ -62,10 +63,10 @@ class RequestRates:
             )
             # TimeoutError is an OSError.
             self._failures = (*_listed(self._shared.base_exceptions), OSError)
-        self._ask_again: float | None = None  # when, if Redis has failed
+        self._ask_again: float | None = None  # time of Redis' last failure
 
     async def take(self, tenant: str, limit: int) -> Window:
-        """Count a request of this tenant, which may make so many a minute."""
+        """Count a request of this tenant, which may make this many per minute."""
         item = RateLimitItemPerMinute(limit)
         if self._shared is not None and self._may_ask():
             try:
@@ -79,7 +80,7 @@ class RequestRates:
         return await _take(self._own, item, tenant)
 
     async def close(self) -> None:
-        """Give the connections up."""
+        """Close the connections."""
         if self._pool is not None:
             await self._pool.aclose()
 
@@ -89,7 +90,7 @@ class RequestRates:
         now = time.monotonic()
         if now < self._ask_again:
             return False
-        self._ask_again = now + _AGAIN  # one request tries, not all that come meanwhile
+        self._ask_again = now + _AGAIN  # one request tries, not all that arrive meanwhile
         return True
 
     def _has_failed(self, problem: Exception) -> None:
@@ -111,7 +112,7 @@ class RequestRates:
 async def _take(storage: MemoryStorage | RedisStorage, item: RateLimitItemPerMinute, tenant: str) -> Window:
     key, seconds = item.key_for(tenant), item.get_expiry()
     allowed = await storage.acquire_sliding_window_entry(key, item.amount, seconds)
-    # A window's counter is kept through the next one, in which it weighs what its time left is of a window.
+    # A window's counter is kept through the next window, in which it weighs by the rest of that window's time.
     before, before_left, current, current_left = await storage.get_sliding_window(key, seconds)
     weight = math.floor(before * before_left / seconds)
     if weight:
@@ -119,12 +120,12 @@ async def _take(storage: MemoryStorage | RedisStorage, item: RateLimitItemPerMin
     else:
         reset = current_left - seconds if current else 0.0
     remaining = max(0, item.amount - weight - current)
-    # At that very moment, which is known to a millisecond, nothing has changed yet: a whole second that is later.
+    # At exactly this moment, which is known to the millisecond, nothing has changed yet; so add a whole second.
     return Window(allowed, item.amount, remaining, math.floor(max(0.0, reset) + 0.001) + 1)
 
 
 def check_storage(redis: str | None) -> None:
-    """See that `RequestRates` can be made; Redis is not asked.
+    """Check that `RequestRates` can be made; this does not contact Redis.
 
     Raises:
         ConfigError: the URL cannot be used, or the package redis is not installed.
@@ -143,10 +144,10 @@ def _pool(url: str) -> Any:
             "rate_limit_storage needs the package redis, which is not installed: pip install 'octavo[redis]'."
         ) from None
     try:
-        # Once more at once: Redis may have closed a connection that nothing was asked on for long.
+        # Retry at once: Redis may have closed an idle connection.
         again = Retry(NoBackoff(), 1)
         return BlockingConnectionPool.from_url(url, max_connections=_CONNECTIONS, timeout=None, retry=again)
-    except ValueError:  # its words may repeat the URL, which may hold a password
+    except ValueError:  # its message may repeat the URL, which may contain a password
         raise ConfigError("rate_limit_storage is not a valid Redis URL.") from None
 
 

@@ -1,4 +1,4 @@
-"""SIGHUP: the file with API keys is read again."""
+"""Reloads the key file on SIGHUP."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ logger = logging.getLogger("octavo.server")
 
 
 class KeyReload:
-    """Reads the file again at each SIGHUP from `listen` on, and puts its keys in place of the old ones at once. A file
-    that cannot be used leaves the keys as they are.
+    """Reads the file again at each SIGHUP after `listen`, and replaces the keys at once. An invalid file leaves the
+    keys unchanged.
 
-    Signals that come before `run`, while the model loads, or while the file is being read, lead to one more reading.
+    Signals before `run`, while the model loads, or while the file is being read, cause one more reload.
 
     Args:
-        settings: with the file's name.
-        keys: what is to be changed.
+        settings: the settings with the file's name.
+        keys: the keys to replace.
     """
 
     def __init__(self, settings: ServerSettings, keys: KeyRing):
@@ -35,21 +35,21 @@ class KeyReload:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def listen(self) -> None:
-        """Take SIGHUP from now on, which would end the process."""
+        """Handle SIGHUP from now on, which would otherwise end the process."""
         signal.signal(signal.SIGHUP, self._hear)
 
     def _hear(self, signum: int, frame: FrameType | None) -> None:
         self.hear()
 
     def hear(self) -> None:
-        """Read the file again, once it can be; safe in a signal's handler."""
+        """Request a reload; safe in a signal handler."""
         if self._loop is None:
             self._heard = True  # `run` finds it when it begins
         else:
             self._loop.call_soon_threadsafe(self._asked.set)
 
     async def run(self) -> None:
-        """Obey until cancelled."""
+        """Reload on request until cancelled."""
         self._loop = asyncio.get_running_loop()
         if self._heard:
             self._asked.set()
@@ -66,7 +66,7 @@ class KeyReload:
             logger.warning(NO_FILE)
             return
         try:
-            # In a thread: the file may lie where reading takes its time.
+            # In a thread, because reading the file may be slow.
             keys = await asyncio.to_thread(read_api_keys, self._settings)
         except ConfigError as problem:
             logger.error("SIGHUP: the API keys were not reloaded: %s", problem)

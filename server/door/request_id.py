@@ -1,4 +1,5 @@
-"""The outermost layer of the app: every request gets an id, and every response, the last resort's included."""
+"""The outermost layer of the app: every request gets an id, and every response carries it, even after an unexpected
+error."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from server.errors import ApiError, to_api_error
 logger = logging.getLogger("octavo.server")
 
 HEADER = b"x-request-id"
-NO_SNIFFING = (b"x-content-type-options", b"nosniff")  # no answer is what a browser takes it for, but what it says
+NO_SNIFFING = (b"x-content-type-options", b"nosniff")  # browsers must not guess another type
 _ACCEPTED = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
@@ -27,7 +28,7 @@ def new_request_id() -> str:
 
 
 def request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """The client's id, if it sent one that can stand in headers and logs as it is, else a new one."""
+    """The client's id, if it can be used unchanged in headers and logs, else a new one."""
     given = [value for name, value in headers if name.lower() == HEADER]
     if len(given) == 1 and _ACCEPTED.fullmatch(given[0]):
         return given[0].decode()
@@ -35,16 +36,16 @@ def request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 
 def client_address(scope: Scope) -> str | None:
-    """The client's address for the log; behind a proxy that is not trusted with it, the proxy's."""
+    """The client's address for the log; behind an untrusted proxy, the proxy's address."""
     client = scope.get("client")
     return str(client[0]) if client else None
 
 
 class RequestIdMiddleware:
-    """Binds the request's id, and the gateways' headers, to its log lines. Sends the id back as X-Request-ID, and lets
-    no exception out. All answers get `NO_SNIFFING`, too.
+    """Binds the request's id, and the gateways' headers, to its log lines. Sends the id back as X-Request-ID, and stops
+    every exception. All responses also get `NO_SNIFFING`.
 
-    The id is in `scope["state"]["request_id"]`, too. The engine never sees it: there, ids are the server's.
+    The id is also in `scope["state"]["request_id"]`. The engine never sees it; the engine's ids are the server's own.
     """
 
     def __init__(self, app: ASGIApp):
@@ -55,7 +56,7 @@ class RequestIdMiddleware:
             await self._app(scope, receive, send)
             return
         own_id = request_id(scope["headers"])
-        # A connection's next request may run in the context that the one before has left.
+        # A connection's next request may run in the context that the previous one left.
         clear_contextvars()
         bind_contextvars(request_id=own_id, **gateway_fields(scope["headers"]))
         scope.setdefault("state", {})["request_id"] = own_id
@@ -72,12 +73,12 @@ class RequestIdMiddleware:
         try:
             await self._app(scope, receive, send_with_id)
         except Exception as problem:
-            # Starlette raises again what its error handler has logged and answered. What comes here without
-            # an answer did not pass there.
+            # Starlette raises an exception again after its error handler has logged and answered it. An exception that
+            # arrives here without an answer did not pass that handler.
             if not started:
                 await to_api_error(problem).response()(scope, receive, send_with_id)
         except asyncio.CancelledError:
-            # The server's time to stop is over. Nothing runs after this, so the task ends here all the same.
+            # The server's time to stop is over. Nothing runs after this, so the task still ends here.
             logger.warning("A request was cancelled because the server is stopping.")
             if not started:
                 error = ApiError(503, "The server is stopping.", code="shutting_down", headers={"Connection": "close"})

@@ -1,4 +1,4 @@
-"""The prefix under which a proxy shows the service."""
+"""The path prefix under which a proxy publishes the service."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class RootPath:
-    """Tells an app that it is seen under a prefix, whether the proxy takes that off the path or not; links that the
-    app makes (the API's documentation) then begin with it.
+    """Tells an app about the prefix, whether the proxy strips it or not; links that the app makes (the API's
+    documentation) then begin with it.
 
     Args:
-        app: the whole app, its middleware included, which routes by the path after the prefix.
-        root_path: such as "/llm"; "" for none.
+        app: the whole app with its middleware, which routes by the path after the prefix.
+        root_path: the prefix, such as "/llm"; "" for none.
     """
 
     def __init__(self, app: ASGIApp, root_path: str):
@@ -22,7 +22,7 @@ class RootPath:
         if self._root and scope["type"] in ("http", "websocket"):
             scope = {**scope, "root_path": self._root}
             if not f"{scope['path']}/".startswith(f"{self._root}/"):
-                # As ASGI wants it: the path holds the prefix.
+                # As ASGI requires, the path contains the prefix.
                 scope["path"] = self._root + scope["path"]
                 if scope.get("raw_path") is not None:
                     scope["raw_path"] = self._root.encode() + scope["raw_path"]

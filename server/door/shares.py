@@ -1,4 +1,4 @@
-"""The number of connections that each of several processes has on one socket, in shared memory."""
+"""The number of connections of each of several processes on one socket, in shared memory."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _COUNT = struct.Struct("=i")
 
 
 class Shares:
-    """The counts. Each process writes its own, so that no lock is needed.
+    """The counts. Each process writes only its own number, so no lock is needed.
 
     Args:
-        path: of a file that `make` has made.
-        place: this process's among all, from 0.
+        path: a file created by `make`.
+        place: the index of this process, from 0.
     """
 
     def __init__(self, path: Path, place: int):
@@ -24,11 +24,11 @@ class Shares:
 
     @staticmethod
     def make(path: Path, num_processes: int) -> None:
-        """Make the file: no process has any connection."""
+        """Create the file; no process has any connection."""
         path.write_bytes(bytes(num_processes * _COUNT.size))
 
     def show(self, count: int) -> None:
-        """This process has so many."""
+        """Set the number of this process."""
         _COUNT.pack_into(self._memory, self._place * _COUNT.size, count)
 
     @property
@@ -38,7 +38,7 @@ class Shares:
 
     @property
     def ahead(self) -> bool:
-        """Another process has fewer than this one."""
+        """Whether another process has fewer connections than this one."""
         own: int = _COUNT.unpack_from(self._memory, self._place * _COUNT.size)[0]
         return own > min(self._others(), default=own)
 

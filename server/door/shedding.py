@@ -1,4 +1,4 @@
-"""Refusal of requests that would need memory while there is too little."""
+"""Refuses requests that need memory while memory is short."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from server.memory import MemoryGuard
 
 
 class MemoryGate:
-    """Middleware: refuses requests with a body, before that is read, while the process has too much memory.
+    """Middleware: refuses requests with a body, before it is read, while the process uses too much memory.
 
     Args:
-        app: what it guards.
+        app: the app behind it.
         guard: knows.
-        rejected: told about each refused request.
+        rejected: called for each refused request.
     """
 
     def __init__(self, app: ASGIApp, guard: MemoryGuard, rejected: Callable[[str], None]):
@@ -24,7 +24,7 @@ class MemoryGate:
         self._rejected = rejected
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or let the app answer."""
+        """Refuse the request or pass it to the app."""
         if scope["type"] == "http" and scope["method"] == "POST" and self._guard.exceeded():
             self._rejected("memory")
             await self._guard.refusal().response()(scope, receive, send)

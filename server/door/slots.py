@@ -1,10 +1,10 @@
-"""The limit on connections, and the choice of those to close, so that health is answered while all are in use.
+"""Limits the number of connections and chooses those to close, so that health checks are answered while all are in use.
 
-Each connection takes a slot. That many connections are ordinary. A few more, the reserve, exist for requests that are
-always answered (health and metrics): the purpose of a connection is known only once its request has been read. If all
-ordinary slots are taken, the connection that has been idle for longest gives up its slot. If the reserve is taken too,
-its oldest connection that is not being answered is closed. So silent connections cannot lock out a probe that sends its
-request at once.
+Each connection takes a slot. Most slots are ordinary. A few more, the reserve, serve only requests that are always
+answered (health and metrics). The purpose of a connection is known only once its request has been read. If all ordinary
+slots are taken, the connection that has been idle for longest gives up its slot. If the reserve is full too, its oldest
+connection that is not being answered is closed. So silent connections cannot block a probe that sends its request at
+once.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from server.errors import ApiError
 logger = logging.getLogger("octavo.server")
 
 MOST_RESERVE = 16
-FEW = 256  # connections that a start warns of if there can be no more
-OWN_FILES = 64  # file descriptors of the service itself, generously
-_SPARE = 16  # of these, what is still to come once it serves: a restart of the engine, files that are read, accepting
-_LEAST = 3  # slots of a service that has no file descriptors left for any
-_CANDIDATES = 64  # idle connections that are looked at for one that can be closed
-_SILENCE = 10.0  # seconds between two lines of the log about the same thing
+FEW = 256  # the start warns if fewer connections than this are possible
+OWN_FILES = 64  # file descriptors for the service itself, generously
+_SPARE = 16  # of these, descriptors needed later: for a restart of the engine, files, accepting
+_LEAST = 3  # slots of a service without free file descriptors
+_CANDIDATES = 64  # maximum idle connections that are checked for one to close
+_SILENCE = 10.0  # seconds between two log lines about the same thing
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class Sizes:
     """The numbers of slots.
 
     Attributes:
-        ordinary: for any request.
-        reserve: for `ALWAYS_ANSWERED` alone.
-        fitting: ordinary ones that file descriptors would suffice for.
+        ordinary: slots for any request.
+        reserve: slots only for `ALWAYS_ANSWERED`.
+        fitting: ordinary slots that the file descriptors allow.
     """
 
     ordinary: int
@@ -49,12 +49,12 @@ class Sizes:
 
 
 def count_slots(wanted: int | None, limit: int | None = None, used: int | None = None) -> Sizes:
-    """The number of slots: as many as there are file descriptors for, or as are wanted, if that is less.
+    """The number of slots: the wanted number, or as many as the file descriptors allow if that is less.
 
     Args:
-        wanted: ordinary ones (the setting max_connections).
-        limit: file descriptors that this process may have; None: asks the system.
-        used: those that it has; None: looks.
+        wanted: wanted ordinary slots (the setting max_connections).
+        limit: maximum file descriptors of this process; None: ask the system.
+        used: file descriptors in use; None: count them.
     """
     if limit is None:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -73,12 +73,12 @@ def _open_files() -> int:
 
 
 class Slot:
-    """One connection's, from its acceptance to its end.
+    """A connection's slot, from acceptance to the end.
 
     Attributes:
         drop: closes the connection at once.
-        unsent: bytes of the last answer that the client has not taken yet.
-        is_reserve: it has no ordinary slot, and ends with its first answer.
+        unsent: bytes of the last answer that the client has not received yet.
+        is_reserve: whether it is a reserve slot, which ends with its first answer.
     """
 
     __slots__ = ("_slots", "answering", "drop", "is_reserve", "unsent")
@@ -91,12 +91,12 @@ class Slot:
         self.unsent: Callable[[], int] = lambda: 0
 
     def ask(self, path: bytes | None) -> ApiError | None:
-        """A request's head has arrived. Returns the answer, if the request may not be served."""
+        """A request's head has arrived. Returns an error response if the request may not be served."""
         self.answering = True
         return self._slots.ask(self, path)
 
     def stir(self) -> None:
-        """Something comes from the client."""
+        """The client has sent something."""
         self._slots.idle.pop(self, None)
 
     def rest(self) -> None:
@@ -113,16 +113,16 @@ class Slots:
     """All connections of the service.
 
     Args:
-        root_path: of the settings; `ALWAYS_ANSWERED` is found with it and without.
-        refused: told the reason for each request that is answered with 503.
-        dropped: told which kind each connection is of that is closed for another one: idle or reserve.
-        shares: where other processes have connections, too, on the same socket: what all have.
+        root_path: the root path from the settings; `ALWAYS_ANSWERED` is recognised with and without it.
+        refused: called with the reason for each request that gets 503.
+        dropped: called with the kind (idle or reserve) of each connection that is closed for another one.
+        shares: the connections of all processes, if several share the socket.
 
     Attributes:
-        sizes: how many there are; few, until it is set.
-        idle: ordinary ones between two requests, those that rest for longest first.
-        shares: of other processes.
-        shared: `sizes.ordinary` is for all of them together.
+        sizes: the number of slots; few until it is set.
+        idle: ordinary slots between two requests, the longest idle first.
+        shares: the connections of other processes.
+        shared: whether `sizes.ordinary` applies to all processes together.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Slots:
         self.shared = False
         self.idle: dict[Slot, None] = {}
         self._open: set[Slot] = set()
-        self._reserve: dict[Slot, None] = {}  # the oldest first
+        self._reserve: dict[Slot, None] = {}  # oldest first
         self._always = {(prefix + path).encode() for path in ALWAYS_ANSWERED for prefix in {"", root_path}}
         self._refused = refused
         self._dropped = dropped
@@ -161,8 +161,8 @@ class Slots:
         return slot
 
     def ask(self, slot: Slot, path: bytes | None) -> ApiError | None:
-        """The reason why a request may not be served in that slot, which becomes an ordinary one if one is free by
-        now."""
+        """The reason why a request may not be served in this slot, which becomes ordinary if an ordinary slot is free
+        by now."""
         if slot.is_reserve and slot in self._reserve and self._has_room():
             del self._reserve[slot]
             slot.is_reserve = False
@@ -190,7 +190,7 @@ class Slots:
         self._show()
 
     def make_room(self) -> bool:
-        """Close one connection that can be spared, for file descriptors that are missing; whether there was one."""
+        """Close one connection to free file descriptors; returns whether one could be closed."""
         return self._drop_idle() or self._drop_reserve()
 
     def _has_room(self) -> bool:
@@ -202,7 +202,7 @@ class Slots:
             self.shares.show(len(self._open) - len(self._reserve))
 
     def _drop_idle(self) -> bool:
-        # A client that is still taking its answer would lose the rest.
+        # A client that is still receiving its answer would lose the rest.
         done = (slot for slot in islice(self.idle, _CANDIDATES) if not slot.unsent())
         return self._drop(next(done, None), "idle")
 

@@ -1,10 +1,10 @@
-"""The histograms' buckets. Dashboards made for other servers find the bounds they know, down to what a small
-model on a fast machine takes."""
+"""The buckets of the histograms. They include the bounds of dashboards for other servers, and reach down to the times
+of a small model on a fast machine."""
 
 from __future__ import annotations
 
-# Seconds to the first token, and from one token to the next: vLLM's bounds, those of OpenTelemetry's GenAI
-# conventions among them.
+# Seconds to the first token, and between tokens: vLLM's bounds, which include those of OpenTelemetry's GenAI
+# conventions.
 FIRST_TOKEN = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0
 )  # fmt: skip
@@ -16,7 +16,7 @@ EVENT_LOOP_LAG = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 
 
 def token_counts(largest: int) -> tuple[float, ...]:
-    """1, 2, 5, 10, 20, 50 … up to the first that is not below `largest`."""
+    """1, 2, 5, 10, 20, 50 … up to the first number that is at least `largest`."""
     bounds: list[float] = []
     while not bounds or bounds[-1] < largest:
         bounds.append(float((1, 2, 5)[len(bounds) % 3] * 10 ** (len(bounds) // 3)))

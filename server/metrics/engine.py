@@ -16,7 +16,7 @@ from server.metrics.buckets import ITERATION_TOKENS, STEP
 
 _COUNTERS = (
     ("prompt_tokens", "Prompt tokens of requests that were admitted to a step.", "prompt_tokens"),
-    ("prompt_tokens_cached", "Those of them that the prefix cache held.", "prompt_tokens_cached"),
+    ("prompt_tokens_cached", "Prompt tokens of admitted requests that the prefix cache held.", "prompt_tokens_cached"),
     ("generation_tokens", "Tokens generated.", "generation_tokens"),
     ("computed_tokens", "Tokens that went through the model.", "computed_tokens"),
     ("num_preemptions", "Requests put back to waiting for lack of pages.", "num_preemptions"),
@@ -36,14 +36,14 @@ _COUNTERS = (
         "Tokens that were drafted, those that a grammar forces included.",
         "num_draft_tokens",
     ),
-    ("spec_decode_num_accepted_tokens", "Drafted tokens that turned out right.", "num_accepted_draft_tokens"),
+    ("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", "num_accepted_draft_tokens"),
     ("kv_disk_pages_written", "Pages of the KV cache written to kv_disk.", "disk_pages_written"),
     ("kv_disk_pages_read", "Pages of the KV cache read back from kv_disk.", "disk_pages_read"),
     ("kv_disk_pages_dropped", "Evicted pages that could not be written to kv_disk.", "disk_pages_dropped"),
     ("kv_disk_hits", "Requests that got pages of their prompt from kv_disk.", "disk_hits"),
     ("kv_disk_errors", "Damaged files in kv_disk, and reads and writes that failed.", "disk_errors"),
     ("kv_event_messages", "Messages about pages that are kept or dropped.", "num_kv_event_messages"),
-    ("kv_event_drops", "Those of them that subscribers can have by replay alone.", "num_kv_event_drops"),
+    ("kv_event_drops", "Messages about pages that subscribers can get only by replay.", "num_kv_event_drops"),
 )
 _DRAFTS_AT = {
     "drafted_at": ("spec_decode_num_draft_tokens_per_pos", "Drafted tokens by their position in the drafts."),
@@ -52,18 +52,18 @@ _DRAFTS_AT = {
 
 
 class EngineMetrics(Collector):
-    """Follows the engine's statistics.
+    """Turns the engine's statistics into metrics.
 
-    A restarted engine counts from zero. The counts of its predecessors are added, so that no counter goes down. While
-    there is no engine its gauges are absent: they would otherwise show the emptiest engine of all, and a router would
-    send everything there.
+    A restarted engine counts from zero. The counts of earlier engines are added, so that no counter decreases. While
+    there is no engine, its gauges are absent. Zeros would look like an idle engine, and a router would send all
+    requests there.
 
     Args:
         registry: where the histograms are registered; the collector itself is not.
 
     Attributes:
-        also_waiting: how many inputs wait here for their turn to go to the engine.
-        stepped: is told of each step's tokens, and of how many requests wait for the next.
+        also_waiting: returns the number of inputs that wait here for their turn at the engine.
+        stepped: called with each step's tokens and the number of requests that wait for the next step.
     """
 
     def __init__(self, client: EngineClient, registry: CollectorRegistry):
@@ -85,7 +85,7 @@ class EngineMetrics(Collector):
         )
 
     def follow(self, stats: EngineStats) -> None:
-        """Take in the engine's latest statistics; `collect` without it knows the counters, but no steps."""
+        """Process the engine's latest statistics; without it, `collect` has the counters but no steps."""
         previous = self._advance(stats)
         count = stats.num_steps - previous.num_steps
         if count > 0:
@@ -105,7 +105,7 @@ class EngineMetrics(Collector):
         return previous
 
     def collect(self) -> Iterator[Metric]:
-        """The present values."""
+        """The current values."""
         client = self._client
         alive = client.is_alive
         yield GaugeMetricFamily("octavo_engine_up", "1 while the engine can serve.", value=float(alive))
@@ -136,9 +136,9 @@ class EngineMetrics(Collector):
             yield family
 
     def _gauges(self, stats: EngineStats) -> Iterator[Metric]:
-        text = "Requests that a step has begun and that are not complete."
+        text = "Requests that have been in a step and are not complete."
         yield GaugeMetricFamily("octavo_num_requests_running", text, value=stats.num_running)
-        text = "Requests that no step has begun, in the engine or on their way to it, and those that were preempted."
+        text = "Requests that have not been in a step, in the engine or on their way to it, and preempted ones."
         yield GaugeMetricFamily("octavo_num_requests_waiting", text, value=stats.num_waiting + self.also_waiting())
         pages = GaugeMetricFamily("octavo_kv_pages", "Pages of the KV cache by state.", labels=["state"])
         pages.add_metric(["held"], stats.pages_held)
@@ -147,6 +147,8 @@ class EngineMetrics(Collector):
         yield pages
         text = "Bytes that all pages in kv_disk take, those of other models included."
         yield GaugeMetricFamily("octavo_kv_disk_bytes", text, value=stats.disk_bytes)
-        usage = "Part of the KV cache's pages that requests hold, from 0 to 1; pages only cached count as free."
+        usage = (
+            "Share of the KV cache's pages that requests hold, from 0 to 1; pages that are only cached count as free."
+        )
         share = stats.pages_held / stats.pages_total if stats.pages_total else 0.0
         yield GaugeMetricFamily("octavo_kv_cache_usage_perc", usage, value=share)

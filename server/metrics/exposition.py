@@ -1,7 +1,7 @@
-"""The metrics page of a service, whatever processes it has.
+"""The metrics page of a service with any number of processes.
 
-Names are vLLM's under Octavo's prefix, without labels where one number says it all: a service has one model, and
-octavo_model_info tells its name. Under vLLM's own prefix the same numbers carry its labels (`server.metrics.vllm`).
+Names are vLLM's with Octavo's prefix, without labels if one series is enough: a service has one model, and
+octavo_model_info contains its name. With vLLM's own prefix, the same numbers have its labels (`server.metrics.vllm`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from server.metrics.vllm import VllmAliases
 
 
 class Exposition:
-    """A registry of its own, so that several services fit in one process, with what the engine reports.
+    """A registry per service, so that several services fit into one process, together with the engine's statistics.
 
     Args:
         client: the engine.
-        model_name: the model's name to clients.
+        model_name: the model's name for clients.
         version: Octavo's.
-        requests: metrics of how requests go that have an alias; these are registered by their makers.
-        registry: where those are.
+        requests: metrics about requests that have an alias; their makers register them.
+        registry: the registry of these.
     """
 
     def __init__(
@@ -49,17 +49,17 @@ class Exposition:
             registry.register(collector)
 
     def show_connections(self, count: Callable[[], int]) -> None:
-        """Show how many connections there are."""
-        gauge = Gauge("octavo_connections", "Connections of clients, the reserve included.", registry=self.registry)
+        """Add metrics about connections."""
+        gauge = Gauge("octavo_connections", "Client connections, including the reserve.", registry=self.registry)
         gauge.set_function(count)
 
     def show_admission(self, *admissions: Admission) -> None:
-        """Show how full the service is, by all of these together."""
+        """Add metrics about the load of the service, summed over all of these."""
         for name, text, read in (
             (
                 "octavo_num_requests_in_service",
-                "Requests from their reservation to their end; max_num_seqs + max_num_queued_reqs prompts at most, and "
-                "as many requests for vectors, classes or masked tokens, which count as one each.",
+                "Requests from their reservation to their end: at most max_num_seqs + max_num_queued_reqs prompts, "
+                "and as many requests for vectors, classes or masked tokens, each of which counts as one.",
                 lambda: sum(admission.num_prompts for admission in admissions),
             ),
             (
@@ -71,7 +71,7 @@ class Exposition:
             Gauge(name, text, registry=self.registry).set_function(read)
 
     def render(self, accept: str | None) -> tuple[bytes, str]:
-        """The exposition and its content type."""
+        """The metrics as text and the content type."""
         return encode_metrics(self.registry, accept)
 
 
@@ -81,8 +81,8 @@ def encode_metrics(registry: CollectorRegistry, accept: str | None) -> tuple[byt
         kind, *parameters = (part.strip() for part in listed.split(";"))
         version = next((part.removeprefix("version=") for part in parameters if part.startswith("version=")), "")
         if kind == "application/openmetrics-text" and version in ("", "1.0.0"):
-            # Every name here is a classic one: no scheme of escaping changes it. The library's own choice
-            # of an encoder would write vllm_ for vllm: where the scraper names no scheme.
+            # Every name here is a classic one, which no escaping scheme changes. If the scraper names no scheme,
+            # the library's own choice of encoder would replace vllm: by vllm_.
             encode: Callable[..., bytes] = openmetrics.generate_latest
             return encode(registry, escaping=openmetrics.ALLOWUTF8), openmetrics.CONTENT_TYPE_LATEST
         if kind == "text/plain":

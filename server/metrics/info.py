@@ -1,4 +1,4 @@
-"""Facts that do not change while the service runs: metrics whose labels tell."""
+"""Facts that do not change while the service runs: metrics whose labels have the information."""
 
 from __future__ import annotations
 
@@ -42,14 +42,16 @@ class InfoMetrics(Collector):
             "cache_dtype": info.kv_cache_dtype,
             "num_gpu_blocks": str(info.num_blocks),
         }
-        yield _told("cache_config_info", "Tokens in a page, their format, and how many pages the KV cache has.", size)
+        yield _told(
+            "cache_config_info", "Tokens per page, their format, and the number of pages in the KV cache.", size
+        )
         if info.catalogues:
             text = "Titles that answers can be limited to."
             titles = GaugeMetricFamily("octavo_catalogue_titles", text, labels=["catalogue"])
             for catalogue in info.catalogues:
                 titles.add_metric([catalogue.name], catalogue.titles)
             yield titles
-        # A router takes the series with the largest value, the time of the latest change.
+        # A router uses the series with the largest value, which is the time of the latest change.
         stats = self._client.stats() if self._client.is_alive else EngineStats()
         adapters = {
             "max_lora": str(info.max_loras),

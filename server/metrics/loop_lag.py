@@ -1,4 +1,4 @@
-"""The delay of the event loop: everything that blocks it shows here."""
+"""Measures the delay of the event loop, which shows everything that blocks it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-_PERIOD = 0.25  # seconds between two looks
+_PERIOD = 0.25  # seconds between measurements
 
 
 @asynccontextmanager
 async def watch_event_loop(observe: Callable[[float], None], period: float = _PERIOD) -> AsyncIterator[None]:
-    """While the block runs, tell `observe` every `period` seconds how many seconds late the loop was."""
+    """While the block runs, call `observe` every `period` seconds with the seconds by which the loop was late."""
     watch = asyncio.create_task(_watch(observe, period), name="octavo-loop-lag")
     try:
         yield

@@ -1,4 +1,4 @@
-"""Processor time and memory of each process of a service, as Linux tells them."""
+"""Processor time and memory of each process of a service, as Linux reports them."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")  # bytes
 
 
 class ProcessUse(Collector):
-    """One series for each process; none where the system does not tell.
+    """One series for each process; none if the system does not report them.
 
     Args:
-        processes: their ids by what they do.
+        processes: the process ids by role.
     """
 
     def __init__(self, processes: Callable[[], Mapping[str, int]]):
         self._processes = processes
 
     def collect(self) -> Iterator[Metric]:
-        """The present values."""
+        """The current values."""
         seconds = CounterMetricFamily(
-            "octavo_process_cpu_seconds", "Processor time, of all threads of a process.", labels=["process"]
+            "octavo_process_cpu_seconds", "Processor time of all threads of a process.", labels=["process"]
         )
         memory = GaugeMetricFamily(
             "octavo_process_resident_memory_bytes", "Memory of a process, shared pages included.", labels=["process"]
         )
         for name, pid in self._processes().items():
             try:
-                # What stands before the parenthesis is the program's name.
+                # The text before the parenthesis is the program's name.
                 fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             except OSError:  # it has just ended
                 continue

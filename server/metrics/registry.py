@@ -1,4 +1,4 @@
-"""The metrics of a service that is one process beside its engine's."""
+"""The metrics of a service with one HTTP process."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from server.metrics.requests import RequestMetrics
 
 
 class Metrics(RequestMetrics):
-    """All metrics, in a registry of their own.
+    """All metrics, in their own registry.
 
     Args:
-        client: its news are listened to from now on.
-        model_name: the model's name to clients.
+        client: the engine's client; its updates are observed from now on.
+        model_name: the model's name for clients.
         version: Octavo's.
     """
 

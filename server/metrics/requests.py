@@ -1,4 +1,5 @@
-"""Prometheus metrics that only the server can measure: how requests go, in the process that answers them."""
+"""Prometheus metrics that only the server can measure: the outcomes and times of requests, in the process that answers
+them."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from server.metrics.buckets import DURATION, EVENT_LOOP_LAG, FIRST_TOKEN, PER_TO
 from server.metrics.times import PromptTimes
 
 _REASONS = ("stop", "length", "abort", "error")
-# Known from the start, so that a first occurrence is an increase.
+# Present from the start, so that a first occurrence is an increase.
 _ABORTS = ("disconnect", "stall", "shutdown", "deadline", "error", "cancel")
 _REJECTIONS = (
     "queue_full", "queue_time", "queued_tokens", "deadline", "engine_dead", "shutting_down", "connections", "memory",
@@ -24,11 +25,11 @@ _DROPS = ("idle", "reserve")
 
 
 class RequestMetrics:
-    """Counters and histograms. One event loop uses them.
+    """Counters and histograms. They are used from one event loop.
 
     Args:
-        info: of the engine.
-        registry: where they are registered.
+        info: facts about the engine.
+        registry: the registry for them.
     """
 
     def __init__(self, info: EngineInfo, registry: CollectorRegistry):
@@ -57,7 +58,7 @@ class RequestMetrics:
         )
         self._queue = histogram(
             "octavo_request_queue_time_seconds",
-            "Seconds from a prompt's arrival to its first step, tokenising included.",
+            "Seconds from a prompt's arrival to its first step, including tokenising.",
             buckets=DURATION,
         )
         self._prefill = histogram(
@@ -76,7 +77,7 @@ class RequestMetrics:
         )
         self.event_loop_lag = histogram(
             "octavo_event_loop_lag_seconds",
-            "Seconds by which the server's event loop was late, looked at four times a second.",
+            "Seconds by which the server's event loop was late, measured four times a second.",
             buckets=EVENT_LOOP_LAG,
         )
         self._finished = Counter(
@@ -110,8 +111,8 @@ class RequestMetrics:
         )
         self._dropped = Counter(
             "octavo_connections_dropped",
-            "Connections closed for others: idle ones between requests, and those beyond max_connections that asked "
-            "for nothing.",
+            "Connections closed to make room for others: idle ones between requests, and those beyond "
+            "max_connections that sent no request.",
             labelnames=["kind"],
             registry=registry,
         )
@@ -119,13 +120,13 @@ class RequestMetrics:
             self._dropped.labels(kind)
         self._store_failures = Counter(
             "octavo_response_store_failures",
-            "Times that the store of responses could not keep, find or delete an answer.",
+            "Times that the response store could not store, find or delete an answer.",
             registry=registry,
         )
 
     @property
     def collectors(self) -> tuple[Collector, ...]:
-        """The metrics that vLLM has, too."""
+        """The metrics that vLLM also has."""
         return (
             self._first_token, self._inter_token, self._per_output_token, self._total, self._queue, self._prefill,
             self._decode, self._prompt_tokens, self._generation_tokens, self._finished,
@@ -134,7 +135,7 @@ class RequestMetrics:
     # ---------------------------------------------------------------- one prompt
 
     def watch(self, request_id: str, times: PromptTimes) -> None:
-        """Fill `times` from the engine's news about this request, until `unwatch`."""
+        """Fill `times` from the engine's updates about this request, until `unwatch`."""
         self._watched[request_id] = times
 
     def unwatch(self, request_id: str) -> None:
@@ -142,7 +143,7 @@ class RequestMetrics:
         self._watched.pop(request_id, None)
 
     def note(self, deltas: Sequence[RequestDelta]) -> None:
-        """The engine's news."""
+        """Record an update of the engine."""
         now = time.monotonic()
         for delta in deltas:
             times = self._watched.get(delta.request_id)
@@ -150,12 +151,12 @@ class RequestMetrics:
                 self._note(times, delta, now)
 
     def _note(self, times: PromptTimes, delta: RequestDelta, now: float) -> None:
-        """All that is done per token: a few microseconds."""
+        """The work per token: a few microseconds."""
         if times.sampled is None:
             times.note(delta)
         for choice in delta.choices:
             if not choice.token_ids or times.reasons[choice.index] is not None:
-                continue  # nothing new, or after the stop string that ended it here
+                continue  # nothing new, or after the stop string that ended the answer here
             last = times.latest[choice.index]
             if last >= 0.0:
                 self._inter_token.observe(now - last)
@@ -165,7 +166,7 @@ class RequestMetrics:
             times.latest[choice.index] = times.last_token = now
 
     def prompt_done(self, times: PromptTimes) -> None:
-        """All answers to a prompt are complete: those that were cut short would tell of the client."""
+        """All answers to a prompt are complete. Incomplete answers would reflect the client's behaviour."""
         if any(reason not in ("stop", "length") for reason in times.reasons):
             return
         self._total.observe(max(0.0, time.monotonic() - times.arrival))
@@ -191,7 +192,7 @@ class RequestMetrics:
                 histogram.observe(seconds)
         self._prompt_tokens.observe(times.num_prompt)
 
-    # ---------------------------------------------------------------- how requests end
+    # ---------------------------------------------------------------- the ends of requests
 
     def finished(self, reason: str, count: int = 1) -> None:
         """Count answers that have ended for that reason."""
@@ -207,7 +208,7 @@ class RequestMetrics:
         self._aborted.labels(reason).inc(count)
 
     def rejected(self, reason: str) -> None:
-        """A request was answered with 503 or 429 before anything was done for it."""
+        """A request was answered with 503 or 429 before any work was done for it."""
         self._rejected.labels(reason).inc()
 
     def store_failed(self) -> None:
@@ -215,5 +216,5 @@ class RequestMetrics:
         self._store_failures.inc()
 
     def connection_dropped(self, kind: str) -> None:
-        """A connection was closed for another one."""
+        """A connection was closed to make room for another one."""
         self._dropped.labels(kind).inc()

@@ -9,21 +9,21 @@ from engine import RequestDelta
 
 @dataclass(slots=True)
 class PromptTimes:
-    """One prompt's way through the service. All times are seconds of `time.monotonic()`, which the engine's
-    process shares.
+    """The times of one prompt in the service. All times are seconds of `time.monotonic()`, which the engine's process
+    shares.
 
-    A request that is preempted waits again; that wait belongs to the phase it interrupts.
+    A preempted request waits again; that wait belongs to the phase that it interrupts.
 
     Attributes:
-        arrival: when the HTTP request came.
+        arrival: when the HTTP request arrived.
         num_prompt: tokens of the prompt.
-        num_cached: those that the prefix cache held.
+        num_cached: prompt tokens found in the prefix cache.
         num_drafted, num_accepted: tokens that were drafted for its answers, and those of them that came.
-        scheduled: when a step first had room for it: the end of its queueing.
-        sampled: when the engine knew its first token: the end of its prefill.
-        first_token, last_token: when tokens came here; for beams, when they had become certain.
-        generated: tokens of each answer that the client gets.
-        reasons: why each answer ended; None while it has not.
+        scheduled: when a step first had room for it, which ends its queueing.
+        sampled: when the engine knew its first token, which ends its prefill.
+        first_token, last_token: when tokens arrived here; for beams, when they became certain.
+        generated: tokens of each answer for the client.
+        reasons: why each answer ended; None while it runs.
     """
 
     arrival: float
@@ -38,7 +38,7 @@ class PromptTimes:
     last_token: float | None = None
     generated: list[int] = field(init=False)
     reasons: list[str | None] = field(init=False)
-    latest: list[float] = field(init=False)  # each answer's last token; below 0: none yet
+    latest: list[float] = field(init=False)  # each answer's last token; negative if there is none yet
 
     def __post_init__(self) -> None:
         self.generated = [0] * self.num_answers
@@ -46,7 +46,7 @@ class PromptTimes:
         self.latest = [-1.0] * self.num_answers
 
     def note(self, delta: RequestDelta) -> None:
-        """Take over the times that the engine measured."""
+        """Copy the times that the engine measured."""
         self.num_cached = max(self.num_cached, delta.num_cached_tokens)
         self.num_drafted += delta.num_draft_tokens
         self.num_accepted += delta.num_accepted_draft_tokens
@@ -69,7 +69,7 @@ class PromptTimes:
 
     @property
     def decode_seconds(self) -> float | None:
-        """Seconds from the first token to the last one."""
+        """Seconds from the first token to the last."""
         start = self.first_token if self.sampled is None else self.sampled
         if start is None or self.last_token is None:
             return None

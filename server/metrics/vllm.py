@@ -1,4 +1,4 @@
-"""The same numbers under vLLM's names, for dashboards and routers that know those.
+"""The same numbers under vLLM's names, for dashboards and routers that expect them.
 
 The Gateway API inference extension and llm-d read the waiting and running requests, the use of the KV cache,
 cache_config_info and lora_requests_info; dashboards read the rest. Nothing is counted here.
@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-# Metrics that vLLM has, too, with the same meaning.
+# Metrics that vLLM also has, with the same meaning.
 SHARED_NAMES = frozenset(
     (
         "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info",
@@ -29,14 +29,15 @@ _OURS, _THEIRS = "octavo_", "vllm:"
 
 
 class VllmAliases(Collector):
-    """Repeats the metrics of other collectors under vLLM's names: its prefix, and its labels model_name and engine."""
+    """Repeats the metrics of other collectors under vLLM's names: with its prefix and its labels model_name and
+    engine."""
 
     def __init__(self, sources: Sequence[Collector], model_name: str):
         self._sources = sources
         self._labels = {"model_name": model_name, "engine": "0"}
 
     def collect(self) -> Iterator[Metric]:
-        """The aliases of the present metrics."""
+        """The aliases of the current metrics."""
         for source in self._sources:
             for metric in source.collect():
                 if metric.name.removeprefix(_OURS) in SHARED_NAMES:

@@ -1,5 +1,5 @@
-"""The memory that models may take together. Every byte is promised before a load begins, and given back when the
-engine's process has ended."""
+"""The memory that models may take together. Every byte is reserved before a load begins, and released when the engine's
+process has ended."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TooLargeError(OctavoError):
 
 @dataclass(eq=False, slots=True)
 class Promise:
-    """The memory of one engine.
+    """The memory reserved for one engine.
 
     Attributes:
         size: bytes.
@@ -26,10 +26,10 @@ class Promise:
 
 
 class Budget:
-    """Promises memory.
+    """Reserves memory.
 
     Args:
-        limit: bytes; None: not known yet.
+        limit: bytes; None if not known yet.
     """
 
     def __init__(self, limit: int | None):
@@ -38,7 +38,7 @@ class Budget:
 
     @property
     def taken(self) -> int:
-        """Bytes of all promises."""
+        """The bytes of all reservations."""
         return sum(promise.size for promise in self._promises)
 
     def check(self, name: str, size: int) -> None:
@@ -54,7 +54,7 @@ class Budget:
             )
 
     def promise(self, size: int) -> Promise | None:
-        """Promise so many bytes; None if they are not there."""
+        """Reserve this many bytes; None if they are not available."""
         if self.limit is not None and self.taken + size > self.limit:
             return None
         made = Promise(size)
@@ -62,5 +62,5 @@ class Budget:
         return made
 
     def give_back(self, promise: Promise) -> None:
-        """The engine of a promise is gone."""
+        """Release a reservation: its engine is gone."""
         self._promises.discard(promise)

@@ -17,9 +17,9 @@ from server.config.settings import ENGINE_FIELDS, ServerSettings, Settings, Sett
 from server.config.sources import read_yaml
 from server.config.wording import did_you_mean
 
-MEMORY_SHARE = 0.9  # of the free memory, where max_memory does not say it
-_CACHE_SHARE = 4  # a KV cache gets at most this part of max_memory ...
-_MOST_CACHE = 4 << 30  # ... and at most these bytes, where kv_cache_memory does not say it
+MEMORY_SHARE = 0.9  # of the free memory, if max_memory is not set
+_CACHE_SHARE = 4  # a KV cache gets at most this share of max_memory ...
+_MOST_CACHE = 4 << 30  # ... and at most these bytes, if kv_cache_memory is not set
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 # Settings of the service that may differ between its models.
 _OF_A_MODEL = frozenset(
@@ -39,9 +39,9 @@ class Declared:
     Attributes:
         name: its id to clients.
         engine: its engine's settings.
-        settings: those of the service, as they are for this model.
+        settings: the service's settings for this model.
         aliases: other names that select it.
-        pinned: it is loaded at the start, and stays.
+        pinned: whether it is loaded at the start, and stays.
         idle_time: seconds without a request after which it is unloaded; 0: never.
     """
 
@@ -57,11 +57,11 @@ def declare(base: SettingsBase, named: Sequence[str] = ()) -> tuple[Declared, ..
     """The models of a service with several, the default one first; none if it serves a single model.
 
     Args:
-        base: all settings, of which each model has those that its own entry does not set.
+        base: all settings, which apply to each model unless its entry overrides them.
         named: the arguments NAME=PATH, if there are any.
 
     Raises:
-        ConfigError: an entry is wrong, or a setting contradicts that there are several models.
+        ConfigError: an entry is wrong, or a setting cannot be used with several models.
     """
     if named and base.models is not None:
         raise ConfigError(f"models names {base.models}, but models are also given as arguments. Remove one of them.")
@@ -89,8 +89,8 @@ def memory_limit(settings: ServerSettings) -> int:
 
 
 def found_in(folder: str) -> dict[str, Path]:
-    """The checkpoints and GGUF files in a folder that is no checkpoint itself, by their names; none if there are fewer
-    than two."""
+    """The checkpoints and GGUF files by name, in a folder that is not itself a checkpoint; none if there are fewer than
+    two."""
     place = Path(folder).expanduser()
     if not place.is_dir() or (place / "config.json").is_file():
         return {}
@@ -124,7 +124,7 @@ def _of_arguments(named: Sequence[str]) -> dict[str, dict[str, Any]]:
             raise ConfigError(f"several models must each be given as NAME=PATH, got {word!r}.")
         name, path = pair
         if name in entries:
-            raise ConfigError(f"two models are called {name}. Give each another name.")
+            raise ConfigError(f"two models have the name {name}; names must be unique.")
         entries[name] = {"model": path}
     return entries
 
@@ -154,7 +154,8 @@ def _check_whole(base: SettingsBase) -> None:
 
 
 class _Given(Settings):  # type: ignore[misc, valid-type]
-    """Settings that come from keywords alone: variables have been read already, and count less than an entry."""
+    """Settings that come only from keywords: variables have been read already, and an entry takes precedence over
+    them."""
 
     @classmethod
     def settings_customise_sources(
@@ -187,7 +188,7 @@ def _declared(name: str, entry: dict[str, Any], base: SettingsBase) -> Declared:
 
 
 def _with_cache(engine: EngineConfig, limit: int) -> EngineConfig:
-    """With a size for the KV cache that does not depend on the memory that is free when the model is loaded."""
+    """With a size for the KV cache that does not depend on the free memory when the model is loaded."""
     if engine.kv_cache_memory is not None or engine.num_gpu_blocks_override is not None:
         return engine
     return replace(engine, kv_cache_memory=min(limit // _CACHE_SHARE, _MOST_CACHE))

@@ -1,5 +1,5 @@
-"""The engines of all models as one client, for the parts of a service that serve no model of their own: health, the
-front door and what is shared."""
+"""The engines of all models as one client, for the parts of a service that serve no single model: health, the front
+door and shared parts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from engine import CacheMap, EngineDeadError, EngineInfo, EngineStats
 from engine.process.client import EngineClient, Progress
 
-# Of no model: it has no tasks, and its sizes bound nothing.
+# For no model: it has no tasks, and its sizes limit nothing.
 _NO_MODEL = EngineInfo(
     model="", model_path="", dtype="", kv_cache_dtype="", device="", max_model_len=1 << 20, vocab_size=0, block_size=0,
     num_blocks=0, full_requests=0.0, max_num_seqs=1, max_num_beams=1, tasks=(), encoder_only=True,
@@ -17,10 +17,10 @@ _NO_MODEL = EngineInfo(
 
 
 class AllEngines(EngineClient):
-    """Takes no requests.
+    """Accepts no requests.
 
     Args:
-        clients: those of the loaded models at the moment.
+        clients: returns the clients of the currently loaded models.
         close: ends all models.
     """
 
@@ -52,7 +52,7 @@ class AllEngines(EngineClient):
 
     @property
     def is_alive(self) -> bool:
-        """The service can load models, whatever has become of each."""
+        """Whether the service can load models, whatever has become of each."""
         return True
 
     @property
@@ -62,7 +62,7 @@ class AllEngines(EngineClient):
         return max(busy, key=lambda progress: progress.seconds, default=Progress(idle=True, seconds=0.0))
 
     def give_up(self, cause: str) -> None:
-        """Each engine is watched by itself."""
+        """Each engine is watched separately."""
 
     async def close(self) -> None:
         """End all models."""

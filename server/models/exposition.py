@@ -15,7 +15,7 @@ from server.metrics.registry import Metrics
 from server.models.served import Served
 
 _STATES = ("unloaded", "loading", "loaded", "failed")
-# What the whole service has, and no model; the last one also exists for each model.
+# Metrics of the whole service rather than of a model; the last one also exists for each model.
 _OF_SERVICE = frozenset(
     {
         "octavo_connections", "octavo_connections_dropped", "octavo_event_loop_lag_seconds", "octavo_build_info",
@@ -27,7 +27,7 @@ _OF_PROCESS = ("process_", "python_")
 
 
 class ModelMetrics(Collector):
-    """All of them.
+    """The metrics of all models.
 
     Args:
         house: the registry of the service itself.
@@ -39,17 +39,17 @@ class ModelMetrics(Collector):
         self._served = served
 
     def registry(self) -> CollectorRegistry:
-        """A registry that has these alone."""
+        """A registry with only these metrics."""
         made = CollectorRegistry()
         made.register(self)
         return made
 
     def describe(self) -> list[Metric]:
-        """Nothing, so that registering collects nothing."""
+        """Returns nothing, so that registering collects nothing."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """The present values."""
+        """Collect the current values."""
         families = {metric.name: metric for metric in self._house.collect() if _is_of_service(metric.name)}
         for served in self._served:
             metrics = None if served.running is None else served.running.service.metrics
@@ -61,7 +61,9 @@ class ModelMetrics(Collector):
         yield from self._states()
 
     def _states(self) -> Iterator[Metric]:
-        state = GaugeMetricFamily("octavo_model_state", "1 for the state of a model.", labels=["model_name", "state"])
+        state = GaugeMetricFamily(
+            "octavo_model_state", "1 for the current state of a model.", labels=["model_name", "state"]
+        )
         memory = GaugeMetricFamily(
             "octavo_model_memory_bytes", "Memory that a loaded model may take, as predicted.", labels=["model_name"]
         )

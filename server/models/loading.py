@@ -32,13 +32,13 @@ def load_model(model: Declared, log_format: LogFormat, tell: Tell) -> Loaded:
     """Load a model; blocks until it can serve.
 
     Args:
-        log_format: of the engine's lines.
+        log_format: the format of the engine's log lines.
         tell: called with the percentage of the weights that are loaded.
 
     Raises:
         OctavoError: it cannot be loaded.
     """
-    config = replace(model.engine, show_progress=False)  # several bars would share a terminal's line
+    config = replace(model.engine, show_progress=False)  # several progress bars would share a terminal's line
     early: list[EarlyTokenizer | None] = []
     client = load(
         config, model.settings, log_format, Known, tell, lambda: early.append(read_early(config, model.settings))

@@ -21,7 +21,7 @@ class OneModel:
     """A service with a single model, which is always loaded.
 
     Args:
-        service: the whole of it.
+        service: the whole service.
     """
 
     def __init__(self, service: Service):
@@ -69,7 +69,7 @@ class OneModel:
         return self._known(name)
 
     async def unload(self, name: str) -> ModelStatus:
-        """Refused: without its model the service would be nothing.
+        """Refused: the service needs its only model.
 
         Raises:
             ApiError: 400; or 404, there is no such model.
@@ -79,14 +79,14 @@ class OneModel:
         raise ApiError(400, message, param="model", code="only_model")
 
     def keep(self, name: str, seconds: float | None) -> None:
-        """It stays anyway."""
+        """Does nothing: the model stays anyway."""
 
     def service_of(self, name: str) -> Service | None:
         """The service, if the name is the model's."""
         return None if self.find(name) is None else self._service
 
     def able(self, endpoint: str) -> list[str]:
-        """No other model."""
+        """Returns no other model."""
         return []
 
     def _known(self, name: str) -> ModelStatus:

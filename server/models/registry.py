@@ -70,11 +70,11 @@ class Registry:
 
     Args:
         models: at least one; the first is the default.
-        settings: of the service.
-        log_format: of the engines' lines.
+        settings: the service's settings.
+        log_format: the format of the engines' log lines.
 
     Attributes:
-        engines: of the loaded models, as one client.
+        engines: the loaded models' engines as one client.
     """
 
     def __init__(self, models: Sequence[Declared], settings: ServerSettings, log_format: LogFormat):
@@ -95,7 +95,7 @@ class Registry:
         self.engines = AllEngines(self._clients, self._close)
 
     def attach(self, house: Service) -> None:
-        """Take what all models share from the service of none."""
+        """Take over what all models share from the service without a model."""
         self._house = house
 
     @property
@@ -133,12 +133,12 @@ class Registry:
         if served.state != "loaded":
             await self._wait(request, served, body, use)
         self._keep(served, getattr(body, "keep_alive", None))
-        if served.running is None:  # given up a moment after it had loaded
+        if served.running is None:  # unloaded a moment after it had loaded
             raise _failed(served)
         return served.running.service
 
     def _keep(self, served: Served, seconds: object) -> None:
-        """As a request to Ollama's API asks: so long after it; below 0 or beyond all bounds: for ever."""
+        """Keep the model as Ollama's API asks: this long after the request; below 0 or beyond all bounds: forever."""
         if isinstance(seconds, int | float) and not served.model.pinned:
             served.idle_time = float(seconds) if 0 <= seconds < _FOREVER else None
 
@@ -218,7 +218,7 @@ class Registry:
         return f"requests run on {', '.join(busy)}" if busy else "it is still loading"
 
     async def _until_loaded(self, served: Served) -> None:
-        """Wait until a model is loaded; a load begins if none is under way.
+        """Wait until a model is loaded; starts a load if none is under way.
 
         Raises:
             ApiError: 503, it cannot be loaded.
@@ -326,10 +326,10 @@ class Registry:
         return found.memory
 
     async def _room(self, served: Served, size: int) -> Promise:
-        """Memory for a model, for which others may be unloaded.
+        """Reserve memory for a model, for which others may be unloaded.
 
         Raises:
-            TooLargeError: there can be none.
+            TooLargeError: there can never be enough.
             _UnwantedError: nobody waits for it any more.
         """
         self._budget.check(served.name, size)
@@ -358,7 +358,7 @@ class Registry:
             self._budget.check(f"{served.name} with the pinned {names}", held + size)
 
     async def _change(self) -> None:
-        """Wait until a model is used less, or gone."""
+        """Wait until a model is used less, or is unloaded."""
         self._changed.clear()
         await self._changed.wait()
 
@@ -369,12 +369,12 @@ class Registry:
 
     def _bring(self, served: Served) -> asyncio.Task[None]:
         if served.bringing is None:
-            # In an empty context: the id of the request that is first to wait is not in the log lines of the load.
+            # In an empty context, so that the log lines of the load do not have the id of the first waiting request.
             served.bringing = asyncio.create_task(self._load(served), context=contextvars.Context())
         return served.bringing
 
     async def _load(self, served: Served) -> None:
-        """Load a model. A failure becomes its state."""
+        """Load a model. If it fails, the failure becomes its state."""
         served.percent = None
         began = time.monotonic()
         try:
@@ -435,7 +435,7 @@ class Registry:
         )
 
     async def _fail_with(self, served: Served, client: EngineClient) -> None:
-        """When an engine is given up, its model has failed."""
+        """If an engine is given up, its model has failed."""
         cause = await client.wait_failed()
         running = served.running
         if running is None or running.client is not client:

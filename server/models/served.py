@@ -24,7 +24,7 @@ class Running:
     """A model that is loaded.
 
     Attributes:
-        promise: the memory that it may take.
+        promise: the reserved memory.
         watches: tasks that end with it.
         loaded_at: Unix seconds.
     """
@@ -45,11 +45,11 @@ class Served:
 
     Attributes:
         running: None while it is not loaded.
-        bringing: the task that loads it, if one does.
-        prediction: of its memory; None before it is known.
-        endpoints: as of its last load.
-        uses: requests that use it or wait for it.
-        waiting: those of them that wait.
+        bringing: the task that loads it, if there is one.
+        prediction: its predicted memory; None before it is known.
+        endpoints: the endpoints of its last load.
+        uses: number of requests that use it or wait for it.
+        waiting: number of those that wait.
         idle_time: seconds without a request after which it is unloaded; None: never.
     """
 
@@ -66,11 +66,11 @@ class Served:
         self._last_used = time.monotonic()
         self._failure = ""
         self._failures = 0  # in a row
-        self._again = 0.0  # when a request may lead to another load
+        self._again = 0.0  # when a request may start another load
 
     @property
     def name(self) -> str:
-        """Its id to clients."""
+        """Its id for clients."""
         return self.model.name
 
     @property
@@ -84,24 +84,24 @@ class Served:
 
     @property
     def failure(self) -> str:
-        """Why it has failed, or why its engine starts again; else ""."""
+        """Why it has failed, or why its engine is restarting; else ""."""
         if self.running is not None:
             return self.running.client.death or ""
         return self._failure
 
     @property
     def pause(self) -> float:
-        """Seconds until a request leads to another load, after one that has failed."""
+        """Seconds until a request starts another load, after a failed one."""
         return max(self._again - time.monotonic(), 0.0) if self._failure else 0.0
 
     @property
     def wanted(self) -> bool:
-        """A load has a purpose."""
+        """Whether a load is needed."""
         return self.uses > 0 or self.model.pinned
 
     @property
     def may_go(self) -> bool:
-        """It is loaded, and nothing uses it."""
+        """Whether it is loaded and nothing uses it."""
         return self.running is not None and not self.uses and self.running.client.progress.idle
 
     @property
@@ -111,7 +111,7 @@ class Served:
 
     @property
     def has_expired(self) -> bool:
-        """It has been idle for too long."""
+        """Whether it has been idle for too long."""
         return self.may_go and self.idle_time is not None and time.monotonic() >= self._last_used + self.idle_time
 
     def begin(self) -> None:
@@ -148,7 +148,7 @@ class Served:
         self._failures += 1
 
     def forgive(self) -> None:
-        """Forget a failure: the next request loads it again."""
+        """Forget a failure, so that the next request loads it again."""
         self._failure = ""
 
     def _reason(self) -> str:
@@ -157,7 +157,7 @@ class Served:
         return self.prediction.problem if self.prediction is not None and self.bringing is None else ""
 
     def status(self) -> ModelStatus:
-        """Its state, to be shown."""
+        """Its state in the form that is shown."""
         model, running, found = self.model, self.running, self.prediction
         known = found is not None and not found.problem and not found.unknown
         if running is not None:

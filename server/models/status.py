@@ -14,20 +14,21 @@ class ModelStatus:
 
     Attributes:
         name: its id to clients.
-        state: "failed" after a load that failed, or an engine that was given up; the next load may succeed.
+        state: "failed" after a failed load, or if its engine was given up; the next load may succeed.
         reason: the cause, if it has failed, or cannot be loaded; else "".
         aliases: other names that select it.
         source: the folder, GGUF file or hub id.
-        pinned: it is loaded at the start and never unloaded to save memory.
-        percent: of the weights that are loaded, while it loads; None before that is known.
-        memory: what it takes, or would take, weights, KV cache and process together; None before it is known.
-        size: of its weights alone; None before it is known.
+        pinned: whether it is loaded at the start and never unloaded to save memory.
+        percent: percentage of the weights that are loaded, while it loads; None before that is known.
+        memory: the memory that it takes, or would take: weights, KV cache and process together; None before it is
+            known.
+        size: bytes of its weights; None before it is known.
         tasks: what it can do; empty before it is known.
         endpoints: paths of the endpoints that it serves; empty before its first load.
         max_model_len: its longest context in tokens; None before it is known.
         loaded_at, last_used: None while it is not loaded.
         expires_at: when it will be unloaded if no request comes; None if it stays, or is not loaded.
-        running: requests that use it now.
+        running: number of requests that use it now.
     """
 
     name: str

@@ -1,4 +1,5 @@
-"""The use of a model by one request: from its choice to the last byte of the answer, and the wait for its load."""
+"""The use of a model by one request: from its choice to the last byte of the answer, including the wait for its
+load."""
 
 from __future__ import annotations
 
@@ -49,14 +50,14 @@ class UseGate:
 
 
 class Use:
-    """One request's."""
+    """One request's use of a model."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send):
         self._scope = scope
         self._receive = receive
         self._send = send
         self._used: Usable | None = None
-        self._early = False  # the answer has begun with comments
+        self._early = False  # whether the answer has begun with comments
         self._status = 200
         self._error: bytes | None = None  # the body of an error after that
 
@@ -87,10 +88,10 @@ class Use:
         Args:
             work: ends when the model serves.
             keepalive: seconds after which a stream gets a comment, again and again; 0: it gets none.
-            interrupted: told why, if nobody waits any more.
+            interrupted: returns the reason if nobody waits any more.
 
         Raises:
-            ApiError: that of `work`; the client has left; the service stops.
+            ApiError: the error of `work`; or the client has left, or the service stops.
         """
         wanted = Wanted(drain, interrupted)
         try:
@@ -135,7 +136,7 @@ class Use:
                 await self._send({"type": "http.response.body", "body": self._failure(self._error)})
 
     def _failure(self, body: bytes) -> bytes:
-        """The event of an error, as the endpoint's streams have it."""
+        """The event for an error, in the format of the endpoint's streams."""
         path, said = routed_path(self._scope), json.loads(body)
         if path.startswith(MESSAGES_PATH):
             said = message_error(self._status, said["error"]["message"])

@@ -1,1 +1,2 @@
-"""Several processes that answer HTTP beside one engine, and the one that starts them and counts for all."""
+"""Several processes that answer HTTP (fronts) beside one engine, and the process that starts them and keeps their
+shared counts."""

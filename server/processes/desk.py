@@ -1,5 +1,5 @@
-"""The counts for all fronts: one desk for each, over shared gates and keys' counts. If a front is gone, its desk gives
-back the places that it held."""
+"""The shared counts of all fronts: one desk per front, over common gates and counts of keys. When a front ends, its
+desk releases the slots that it held."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Counts:
     """The state that all desks share.
 
     Args:
-        make: the gates, given what is told why a request is refused.
-        keys: what API keys have running.
+        make: makes the gates from the function that receives reasons of refusals.
+        keys: counts the running requests of API keys.
     """
 
     def __init__(self, make: Callable[[Callable[[str], None]], Admissions], keys: KeyCounts):
@@ -64,18 +64,18 @@ class Desk:
     """One front's.
 
     Args:
-        counts: of all fronts.
+        counts: the counts of all fronts.
     """
 
     def __init__(self, counts: Counts):
         self._counts = counts
         self._places: dict[int, Ticket] = {}
-        self._keys: dict[int, str] = {}  # tenants of requests that are counted, by their numbers
-        self._ended: set[int] = set()  # of requests that are still to be counted
+        self._keys: dict[int, str] = {}  # tenants of counted requests, by number
+        self._ended: set[int] = set()  # tenants of requests that are still to be counted
         self._closed = False
 
     def answer(self, body: Body) -> Body | Awaitable[Body] | None:
-        """The answer to a message of the front, if it is one about counts."""
+        """The answer to a message of the front, if the message is about counts."""
         match body:
             case LookAt(gate, tenant):
                 return self._counts.tried(lambda: self._counts.gate(gate).check(tenant))
@@ -98,7 +98,7 @@ class Desk:
         return None
 
     def close(self) -> int:
-        """The front is gone: all that it held is free. How many prompts it had not finished."""
+        """The front has ended: release everything that it held. Returns the number of its unfinished prompts."""
         self._closed = True
         lost = sum(ticket.num_unfinished for ticket in self._places.values())
         for place in list(self._places):
@@ -120,7 +120,7 @@ class Desk:
         begun = await self._counts.keys.begin(asked.tenant, asked.concurrency, asked.per_minute)
         if begun.counted:
             self._keys[asked.number] = asked.tenant
-            if self._closed or asked.number in self._ended:  # while Redis was asked
+            if self._closed or asked.number in self._ended:  # while Redis was queried
                 self._end(asked.number)
         self._ended.discard(asked.number)
         window = begun.window

@@ -1,7 +1,7 @@
-"""A process that answers HTTP beside others: `python -m server.processes.front`, started by `server.processes.service`
-with a line to that one's desk as its standard input.
+"""A process that answers HTTP beside others: `python -m server.processes.front`, started by `server.processes.service`,
+with a connection to its desk as standard input.
 
-It ends when the line does. Signals are for the desk's process to obey.
+It ends when the connection closes. The desk's process handles signals.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ logger = logging.getLogger("octavo.server")
 
 
 class _Server(Server):
-    """One that leaves signals to the desk's process."""
+    """A server that leaves signals to the desk's process."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -69,13 +69,13 @@ class _Server(Server):
 
 
 class Front:
-    """The desk's messages, and the front's reactions."""
+    """Handles the desk's messages in the front."""
 
     def __init__(self) -> None:
         self._begin: asyncio.Future[Begin] = asyncio.get_running_loop().create_future()
         self._line: Line | None = None
         self._client: AttachedEngineClient | None = None
-        self._engine: EngineServes | EngineDied | None = None  # as it was last heard of
+        self._engine: EngineServes | EngineDied | None = None  # the last known state
         self._reload: KeyReload | None = None
         self._server: Server | None = None
         self._service: Service | None = None
@@ -97,10 +97,10 @@ class Front:
         self._line.close()
 
     def _prepare(self, begin: Begin, line: Line) -> Server:
-        """Everything before the first connection.
+        """Do everything that comes before the first connection.
 
         Raises:
-            OctavoError: a setting is wrong, or the tokenizer cannot be loaded.
+            OctavoError: a setting is invalid, or the tokenizer cannot be loaded.
         """
         settings = ServerSettings.model_validate_json(begin.settings)
         logs.configure(settings.log_level, begin.log_format, log_prompts=settings.log_prompts)
@@ -168,7 +168,7 @@ class Front:
         return None
 
     def _follow_engine(self) -> None:
-        if self._client is None:  # it will, once there is one
+        if self._client is None:  # it will, once there is an engine
             return
         match self._engine:
             case EngineServes(address, info, stats, num_restarts):
@@ -189,7 +189,7 @@ class Front:
 
     def _lost(self) -> None:
         if not self._done:
-            os._exit(1)  # the desk's process is gone, and with it the engine
+            os._exit(1)  # the desk's process has ended, and with it the engine
 
 
 async def _serve(connection: socket.socket) -> None:
@@ -197,7 +197,7 @@ async def _serve(connection: socket.socket) -> None:
 
 
 def main() -> None:
-    """Serve as the first message says."""
+    """Serve with the settings in the first message."""
     leave_signals_to_parent()
     connection = take_standard_input()
     with asyncio.Runner(loop_factory=loop_factory()) as runner:

@@ -1,5 +1,5 @@
-"""A line between a front and the desk: messages in their order, questions with answers. When one side ends, however
-that comes about, the other one reads it as the closing of the line."""
+"""A connection between a front and its desk: messages in order, and questions with answers. When one side ends, for
+whatever reason, the other side sees the connection close."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Self, cast
 
 from server.processes.messages import Body, Frame, decode, encode
 
-_HEADER = 4  # bytes of a message's length
+_HEADER = 4  # bytes of a message's length field
 
-# Takes a message; what answers it, or what will, or None.
+# Takes a message; returns its answer, an awaitable for it, or None.
 Answerer = Callable[[Body], Body | Awaitable[Body] | None]
 
 
 class Line(asyncio.Protocol):
-    """One side of a line. Use from one event loop.
+    """One side of a connection. Use it from one event loop.
 
     Args:
-        answer: called with each message that is no answer, in their order. It must not raise.
-        lost: called when the line is closed.
+        answer: called with each message that is not an answer, in order. It must not raise.
+        lost: called when the connection is closed.
     """
 
     def __init__(self, answer: Answerer, lost: Callable[[], None]):
@@ -35,21 +35,21 @@ class Line(asyncio.Protocol):
 
     @classmethod
     async def over(cls, connection: socket.socket, answer: Answerer, lost: Callable[[], None]) -> Self:
-        """A line over a connected socket, which it closes."""
+        """A connection over a connected socket, which it closes."""
         line = cls(answer, lost)
         connection.setblocking(False)
         await asyncio.get_running_loop().create_connection(lambda: line, sock=connection)
         return line
 
     def tell(self, body: Body) -> None:
-        """Send a message that needs no answer. If the line is closed, nothing happens."""
+        """Send a message that needs no answer. If the connection is closed, nothing happens."""
         self._send(Frame(0, False, body))
 
     async def ask(self, body: Body) -> Body:
         """The answer to a question.
 
         Raises:
-            ConnectionError: the line is closed.
+            ConnectionError: the connection is closed.
         """
         if self._transport is None:
             raise ConnectionError("the line is closed")
@@ -76,11 +76,11 @@ class Line(asyncio.Protocol):
     # ---------------------------------------------------------------- the protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The line is open."""
+        """The connection is open."""
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        """Take in all messages that are there as a whole."""
+        """Process all complete messages."""
         self._unread += data
         begin = 0
         while (body := begin + _HEADER) <= len(self._unread):
@@ -92,7 +92,7 @@ class Line(asyncio.Protocol):
         del self._unread[:begin]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The other side is gone."""
+        """The other side has ended."""
         self._transport = None
         for future in self._asked.values():
             if not future.done():

@@ -1,5 +1,5 @@
-"""The messages between a process that answers HTTP (a front) and the one that counts for all (the desk):
-MessagePack, typed, checked on arrival."""
+"""The messages between a process that answers HTTP (a front) and the process that keeps the shared counts (the desk):
+typed MessagePack, checked on arrival."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ class EngineDied(msgspec.Struct, tag=True):
 
 
 class Begin(msgspec.Struct, tag=True, kw_only=True):
-    """The first words to a front.
+    """The first message to a front.
 
     Attributes:
-        name: the front's among the engine's clients.
+        name: the front's name among the engine's clients.
         settings: `ServerSettings` as JSON.
-        engine_config: `EngineConfig`'s fields that say where the tokenizer is.
-        version, model_id, created: as all fronts show them.
+        engine_config: the fields of `EngineConfig` that locate the tokenizer.
+        version, model_id, created: the same for all fronts.
         listener: descriptor of the bound socket.
-        log_format: of its log lines.
-        max_memory: bytes that it may have, beyond what it has at its start; None: no limit.
-        place: the front's among all, from 0.
-        num_fronts: how many there are.
-        shares: file in which they show how many connections each has.
-        engine: whose requests it takes.
-        tell_facts: it is the one that logs what is served.
+        log_format: the format of its log lines.
+        max_memory: bytes that it may use in addition to its memory at start; None for no limit.
+        place: the front's index, from 0.
+        num_fronts: the number of fronts.
+        shares: the file with each front's number of connections.
+        engine: the engine that serves its requests.
+        tell_facts: whether this front logs the facts about the model.
     """
 
     name: bytes
@@ -70,7 +70,7 @@ class Begin(msgspec.Struct, tag=True, kw_only=True):
 
 
 class Stop(msgspec.Struct, tag=True):
-    """Serve no new requests, and end once the running ones have ended."""
+    """Refuse new requests, and end once the running ones have ended."""
 
 
 class ReloadKeys(msgspec.Struct, tag=True):
@@ -82,7 +82,7 @@ class Count(msgspec.Struct, tag=True):
 
 
 class CancelHere(msgspec.Struct, tag=True):
-    """Asks to end an answer that is streamed here; `Cancelled` answers."""
+    """Asks to end an answer that this front streams; the answer is `Cancelled`."""
 
     response_id: str
     tenant: str | None
@@ -96,7 +96,7 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class Failed(msgspec.Struct, tag=True):
-    """The front cannot start: a setting is wrong."""
+    """The front cannot start because a setting is invalid."""
 
     message: str
 
@@ -108,11 +108,11 @@ class GiveUp(msgspec.Struct, tag=True):
 
 
 class Counted(msgspec.Struct, tag=True):
-    """The present counts of a front.
+    """The current counts of a front.
 
     Attributes:
-        connections: of clients.
-        inputs_waiting: inputs that have not been handed to the engine.
+        connections: open client connections.
+        inputs_waiting: inputs that have not been submitted to the engine.
     """
 
     connections: int
@@ -120,20 +120,20 @@ class Counted(msgspec.Struct, tag=True):
 
 
 class Cancelled(msgspec.Struct, tag=True):
-    """The answer that was ended, as JSON; None: it is not there."""
+    """The ended answer, as JSON; None if this front does not have it."""
 
     answer: bytes | None
 
 
 class LookAt(msgspec.Struct, tag=True):
-    """`Gate.look`; `Done` or `Refused` answers."""
+    """`Gate.look`; the answer is `Done` or `Refused`."""
 
     gate: GateName
     tenant: str | None
 
 
 class Admit(msgspec.Struct, tag=True):
-    """`Gate.admit`; `Done` or `Refused` answers. The place has this number until `Release`."""
+    """`Gate.admit`; the answer is `Done` or `Refused`. The slots have this number until `Release`."""
 
     place: int
     gate: GateName
@@ -144,7 +144,7 @@ class Admit(msgspec.Struct, tag=True):
 
 
 class Measured(msgspec.Struct, tag=True):
-    """`Place.measured`; `Done` or `Refused` answers."""
+    """`Place.measured`; the answer is `Done` or `Refused`."""
 
     place: int
     tokens: list[int]
@@ -173,13 +173,13 @@ class Finished(msgspec.Struct, tag=True):
 
 
 class Release(msgspec.Struct, tag=True):
-    """A place is given back."""
+    """Slots are released."""
 
     place: int
 
 
 class BeginKey(msgspec.Struct, tag=True):
-    """`CountsKeys.begin`; `KeyBegun` answers. The count has this number until `EndKey`."""
+    """`CountsKeys.begin`; the answer is `KeyBegun`. The request has this number until `EndKey`."""
 
     number: int
     tenant: str
@@ -194,13 +194,13 @@ class EndKey(msgspec.Struct, tag=True):
 
 
 class Render(msgspec.Struct, tag=True):
-    """Asks for the exposition of all metrics; `Rendered` answers."""
+    """Asks for all metrics as text; the answer is `Rendered`."""
 
     accept: str | None
 
 
 class CancelElsewhere(msgspec.Struct, tag=True):
-    """Asks all other fronts to end an answer; `Cancelled` answers."""
+    """Asks all other fronts to end an answer; the answer is `Cancelled`."""
 
     response_id: str
     tenant: str | None
@@ -210,11 +210,11 @@ class CancelElsewhere(msgspec.Struct, tag=True):
 
 
 class Done(msgspec.Struct, tag=True):
-    """The desk's consent."""
+    """The desk agrees."""
 
 
 class Refused(msgspec.Struct, tag=True):
-    """An `ApiError`, and the reason for the metrics, if it is counted as a refusal."""
+    """An `ApiError`, and the reason for the metrics if it counts as a refusal."""
 
     status: int
     message: str
@@ -233,7 +233,7 @@ class KeyBegun(msgspec.Struct, tag=True):
 
 
 class Rendered(msgspec.Struct, tag=True):
-    """The exposition and its content type."""
+    """The metrics as text and the content type."""
 
     content: bytes
     content_type: str
@@ -251,8 +251,8 @@ class Frame(msgspec.Struct, array_like=True):
     """One message.
 
     Attributes:
-        number: of a question, repeated in its answer; 0: of what expects none.
-        answers: it is the answer.
+        number: the question's number, repeated in its answer; 0 for a message without an answer.
+        answers: whether this is the answer.
     """
 
     number: int

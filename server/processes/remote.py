@@ -1,4 +1,4 @@
-"""The common state of the fronts, seen from one: it asks the desk."""
+"""The shared state of the fronts, as one front sees it: it asks the desk."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class RemoteGate:
     """A gate whose counts the desk keeps.
 
     Args:
-        line: to it.
-        name: the gate's.
-        rejected: told why, for each refused request.
+        line: the connection to the desk.
+        name: the gate's name.
+        rejected: called with the reason for each refused request.
     """
 
     def __init__(self, line: Line, name: GateName, rejected: Callable[[str], None]):
@@ -56,7 +56,7 @@ class RemoteGate:
         self._rejected = rejected
 
     async def look(self, tenant: str | None = None) -> None:
-        """Raises ApiError: 503, there is no room."""
+        """Raises ApiError: 503 if there is no room."""
         await self.ask(LookAt(self._name, tenant))
 
     async def admit(
@@ -73,16 +73,16 @@ class RemoteGate:
         try:
             asked = Admit(place.number, self._name, prompts, tokens, tenant, deadline)
             await self.ask(asked, counts=not patient)
-        except BaseException:  # whose answer may come too late
+        except BaseException:  # its answer may come too late
             place.release()
             raise
         return place
 
     async def ask(self, question: Body, *, counts: bool = True) -> None:
-        """Ask the desk; a refusal is counted, unless `counts` is false.
+        """Ask the desk; a refusal is counted unless `counts` is false.
 
         Raises:
-            ApiError: the desk refuses it.
+            ApiError: the desk refuses the request.
         """
         answer = await self._line.ask(question)
         if isinstance(answer, Refused):
@@ -92,11 +92,11 @@ class RemoteGate:
 
 
 class RemotePlace:
-    """The slots of one request, at the desk.
+    """The slots of one request, kept at the desk.
 
     Attributes:
-        number: by which the desk knows it.
-        num_unfinished: prompts that have not ended in order, also after the release.
+        number: the request's number at the desk.
+        num_unfinished: prompts that have not ended normally, also after the release.
     """
 
     def __init__(self, gate: RemoteGate, line: Line, prompts: int):
@@ -116,13 +116,13 @@ class RemotePlace:
         self.release()
 
     def release(self) -> None:
-        """Give back everything that is still held; idempotent."""
+        """Release all slots still held; idempotent."""
         if not self._released:
             self._released = True
             self._line.tell(Release(self.number))
 
     async def measured(self, tokens: Sequence[int]) -> None:
-        """Raises ApiError: 503, these are too many."""
+        """Raises ApiError: 503 if there are too many tokens."""
         await self._gate.ask(Measured(self.number, list(tokens)))
 
     def started(self, index: int) -> None:
@@ -131,7 +131,7 @@ class RemotePlace:
             self._line.tell(Started(self.number, index))
 
     def progressed(self, index: int, tokens: int) -> None:
-        """Note that so many of a prompt's tokens wait no longer."""
+        """Record that this many of a prompt's tokens no longer wait."""
         if not self._released:
             self._line.tell(Progressed(self.number, index, tokens))
 
@@ -144,22 +144,22 @@ class RemotePlace:
 
 
 class RemoteKeys:
-    """API keys' requests, counted at the desk.
+    """Requests of API keys, counted at the desk.
 
     Args:
-        line: to it.
+        line: the connection to the desk.
     """
 
     def __init__(self, line: Line):
         self._line = line
-        self._counted: dict[str, list[int]] = {}  # numbers of requests that run, by tenant
+        self._counted: dict[str, list[int]] = {}  # numbers of running requests, by tenant
 
     async def begin(self, tenant: str, concurrency: int | None, per_minute: int | None) -> Begun:
-        """A request of a key has come."""
+        """A request of a key has arrived."""
         number = next(_numbers)
         try:
             answer = _of(KeyBegun, await self._line.ask(BeginKey(number, tenant, concurrency, per_minute)))
-        except BaseException:  # whose answer may come too late
+        except BaseException:  # its answer may come too late
             self._line.tell(EndKey(number))
             raise
         if answer.counted:
@@ -167,7 +167,7 @@ class RemoteKeys:
         return Begun(answer.running, None if answer.window is None else Window(*answer.window), answer.counted)
 
     def end(self, tenant: str) -> None:
-        """One that was counted has ended; which of a tenant's it is, makes no difference."""
+        """One of the tenant's counted requests has ended; it does not matter which."""
         numbers = self._counted[tenant]
         self._line.tell(EndKey(numbers.pop()))
         if not numbers:
@@ -178,7 +178,7 @@ class Steps:
     """Reports each step of the engine, from its statistics.
 
     Attributes:
-        stepped: told of each step's tokens, and of how many requests wait for the next.
+        stepped: called with each step's tokens and the number of requests that wait for the next step.
     """
 
     def __init__(self) -> None:
@@ -195,13 +195,13 @@ class Steps:
 
 
 def remote_commons(line: Line, metrics: RequestMetrics, steps: Steps, num_fronts: int) -> Commons:
-    """The commons of a front.
+    """The shared state, as seen from a front.
 
     Args:
-        line: to the desk.
-        metrics: where the front counts.
-        steps: of the engine, which the front's inputs follow.
-        num_fronts: how many there are; inputs in the engine are shared out among them.
+        line: the connection to the desk.
+        metrics: the front's metrics.
+        steps: the engine's steps, which determine when inputs are submitted.
+        num_fronts: the number of fronts; they share the engine's room for inputs.
     """
 
     def make_turns(info: EngineInfo) -> Turns:
@@ -218,7 +218,7 @@ def remote_commons(line: Line, metrics: RequestMetrics, steps: Steps, num_fronts
         return None if answer is None else json.loads(answer)
 
     async def close() -> None:
-        """The line is closed last."""
+        """The connection is closed last."""
 
     return Commons(
         metrics=metrics,
@@ -234,7 +234,7 @@ def remote_commons(line: Line, metrics: RequestMetrics, steps: Steps, num_fronts
 
 
 def follow_news(metrics: RequestMetrics, steps: Steps) -> Callable[[Sequence[RequestDelta], EngineStats], None]:
-    """The object that listens to the engine's news."""
+    """The object that observes the engine's updates."""
 
     def on_news(deltas: Sequence[RequestDelta], stats: EngineStats) -> None:
         steps.follow(stats)

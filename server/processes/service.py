@@ -1,5 +1,5 @@
-"""A service with several processes that answer HTTP: fronts, beside one engine. This process starts them on one socket,
-replaces those that end, and counts for all."""
+"""A service with several processes that answer HTTP (fronts), beside one engine. This process starts the fronts on one
+socket, replaces those that end, and keeps the shared counts."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ from server.workers.pool import WorkerPool
 
 logger = logging.getLogger("octavo.server")
 
-_PATIENCE = 1.0  # seconds that a front gets to say what it has, where all are asked
-_GRACE = 2.0  # seconds to end after its line is closed
+_PATIENCE = 1.0  # seconds for a front to report its counts
+_GRACE = 2.0  # seconds to end after its connection is closed
 _FIRST_DELAY, _MAX_DELAY = 0.5, 30.0  # seconds before a front that could not start is started again
 
 
@@ -78,12 +78,12 @@ def serve_several(
     listener: Listener,
     log_format: LogFormat,
 ) -> int:
-    """Load the model, and serve until a signal; the exit status.
+    """Load the model and serve until a signal; returns the exit status.
 
     Raises:
-        OctavoError: the model cannot be loaded, or a setting is wrong.
+        OctavoError: the model cannot be loaded, or a setting is invalid.
     """
-    read_api_keys(settings)  # what is wrong with them is said before the model loads
+    read_api_keys(settings)  # reports invalid keys before the model loads
     workers = WorkerPool()
     try:
         with answering_while_loading(listener.socket, settings, model_id) as tell:
@@ -127,11 +127,11 @@ class _Front:
     """One front, from its start to its end.
 
     Attributes:
-        place: among the fronts; one that is replaced has its successor's.
-        name: among the engine's clients.
-        line: None until it is connected and the first words are said, which come before all others.
+        place: the front's index; a replacement has the same index.
+        name: the front's name among the engine's clients.
+        line: the connection; None until it is open and the first message is sent, which comes before all others.
         ready: done once it listens.
-        counted: what it had when it was last asked.
+        counted: its last reported counts.
     """
 
     place: int
@@ -143,16 +143,16 @@ class _Front:
     counted: Counted = field(default_factory=lambda: Counted(0, 0))
 
     def listening(self) -> Line | None:
-        """Its line, once it answers: while it starts, a question would wait."""
+        """Its connection, once it answers; while it starts, a question would wait."""
         return self.line if self.ready.done() else None
 
 
 class _Service:
-    """The fronts, and the work that is done for all of them.
+    """The fronts and their shared work.
 
     Args:
-        begin: a front's first words, but for its name.
-        folder: where fronts count: what one has counted remains when it ends.
+        begin: a front's first message, except for its name.
+        folder: the folder of the fronts' metrics; a front's metrics remain when it ends.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class _Service:
         Shares.make(Path(begin.shares), begin.num_fronts)
         self._rates = RequestRates(settings.rate_limit_storage)
         self._counts = Counts(lambda refuse: Admissions.of(client, settings, refuse), KeyCounts(self._rates))
-        self._fronts: dict[int, _Front] = {}  # by their places
+        self._fronts: dict[int, _Front] = {}  # by index
         self._num_started = 0
         self._num_failures = 0  # starts in a row
         self._burials: set[asyncio.Task[None]] = set()
@@ -189,7 +189,9 @@ class _Service:
             "octavo_http_process_failures", "Processes answering HTTP that ended and were replaced.", registry=registry
         )
         self._lost_prompts = Counter(
-            "octavo_prompts_lost", "Prompts whose answers were lost with such a process.", registry=registry
+            "octavo_prompts_lost",
+            "Prompts whose answers were lost with a process that answered HTTP.",
+            registry=registry,
         )
         registry.register(ProcessUse(self._processes))
 
@@ -197,13 +199,13 @@ class _Service:
         fronts = {f"http-{front.place}": front.process.pid for front in self._fronts.values()}
         return {"desk": os.getpid(), "engine": self._client.pid, **dict(sorted(fronts.items()))}
 
-    # ---------------------------------------------------------------- from start to end
+    # ---------------------------------------------------------------- start and end
 
     async def run(self) -> str | None:
-        """Serve until a signal, or until nothing can be served any more; why, in that case.
+        """Serve until a signal, or until nothing can be served any more; returns the reason in that case.
 
         Raises:
-            OctavoError: a setting is wrong, or no front can start.
+            OctavoError: a setting is invalid, or no front can start.
         """
         loop = asyncio.get_running_loop()
         self._over = loop.create_future()
@@ -242,9 +244,9 @@ class _Service:
         if self._drain.draining:
             for front in self._fronts.values():
                 front.process.kill()
-            end_at_second_signal(self._listener)  # neither the engine's step nor a client is waited for
+            end_at_second_signal(self._listener)  # do not wait for the engine's step or for a client
         self._drain.begin()
-        self._tell_all(Stop())  # one that starts does not serve first
+        self._tell_all(Stop())  # a front that is starting must not serve first
         self._end(None)
 
     def _hang_up(self) -> None:
@@ -265,7 +267,7 @@ class _Service:
         limit = self._settings.shutdown_timeout
         logger.info("Stopping. Running requests get up to %g seconds. A second signal stops immediately.", limit)
         self._drain.begin()
-        self._listener.socket.close()  # else what connects to a socket that no front reads would wait
+        self._listener.socket.close()  # otherwise connections to a socket without readers would wait
         self._tell_all(Stop())
         late = time.monotonic() + limit + 3 * LAST_WORDS + _GRACE
         while self._fronts and time.monotonic() < late:
@@ -288,7 +290,7 @@ class _Service:
         """Start a front, and wait until it listens.
 
         Raises:
-            OctavoError: it cannot.
+            OctavoError: it cannot start.
         """
         self._num_started += 1
         ours, theirs = socket.socketpair()
@@ -323,12 +325,12 @@ class _Service:
         )
 
     def _environment(self) -> dict[str, str]:
-        # The same modules as here, however they were found. Its metrics are in files, which others can read.
+        # The same modules as here, however they were found. Its metrics are in files that other processes can read.
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         return os.environ | {"PYTHONPATH": path, "PROMETHEUS_MULTIPROC_DIR": str(self._folder)}
 
     def _gone(self, front: _Front) -> None:
-        """Its line is closed: nothing of it counts any more, and its requests end."""
+        """Its connection is closed: its counts are dropped and its requests end."""
         if self._fronts.get(front.place) is front:
             del self._fronts[front.place]
         Shares(Path(self._begin.shares), front.place).show(0)
@@ -372,7 +374,7 @@ class _Service:
                 logger.info("A new HTTP process has replaced it.")
                 return
 
-    # ---------------------------------------------------------------- what fronts ask
+    # ---------------------------------------------------------------- requests from fronts
 
     def _answer(self, front: _Front, body: Body) -> Body | Awaitable[Body] | None:
         match body:
@@ -414,7 +416,7 @@ class _Service:
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """Wait for a process to end, and end it if it does not."""
+    """Wait for a process to end; kill it if it does not."""
     try:
         return process.wait(_GRACE)
     except subprocess.TimeoutExpired:

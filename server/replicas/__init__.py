@@ -1,4 +1,5 @@
-"""The service as replicas of a Ray Serve deployment (`octavo[ray]`): Serve carries it, instead of a server of its own.
+"""The service as replicas of a Ray Serve deployment (`octavo[ray]`): Serve answers HTTP instead of this project's own
+server.
 
-Serve runs `application` and calls `router` and `scaling`. These three modules need Ray. The rest does not.
+Serve runs `application` and calls `router` and `scaling`. These three modules need Ray. The others do not.
 """

@@ -20,16 +20,16 @@ _ROUTERS = {
     "prefix": f"{router.__name__}:{router.PrefixRouter.__name__}",
     "power-of-two": "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter",
 }
-_GRACE = 5.0  # seconds beyond the service's own to close the engine
+_GRACE = 5.0  # seconds to close the engine, in addition to the service's own shutdown time
 
 
 @serve.ingress()
 class Octavo:
-    """A replica. Serve starts it, asks it, and ends it.
+    """A replica. Serve starts this object, calls it, and ends it.
 
     Args:
         config: the engine's settings.
-        settings: the service's, as JSON.
+        settings: the service's settings, as JSON.
     """
 
     async def __init__(self, config: EngineConfig, settings: str):  # type: ignore[misc]  # Serve awaits it
@@ -39,7 +39,7 @@ class Octavo:
         return self._replica.app
 
     async def check_health(self) -> None:
-        """Called by Serve every few seconds; one that raises three times is replaced."""
+        """Serve calls this every few seconds, and replaces a replica that raises three times."""
         self._replica.check()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
@@ -47,16 +47,16 @@ class Octavo:
         return {scaling.WAITING: self._replica.num_waiting()}
 
     def __del__(self) -> None:
-        if hasattr(self, "_replica"):  # else it has not loaded
+        if hasattr(self, "_replica"):  # otherwise it has not loaded
             self._replica.stop()
 
 
 def build(arguments: Mapping[str, Any]) -> serve.Application:
-    """The application, from the arguments of `serve run` or of a config file for `serve deploy`: settings by their
-    names, and `DeploymentOptions`. OCTAVO_* variables count, and are stronger.
+    """The application, from the arguments of `serve run` or of a config file for `serve deploy`: settings by name, and
+    `DeploymentOptions`. OCTAVO_* variables apply and override the arguments.
 
     Raises:
-        ConfigError: one of them is unknown or wrong, or not to be had under Serve.
+        ConfigError: an argument is unknown, invalid, or not available under Serve.
     """
     settings, options = read_arguments(arguments)
     config = settings.engine
@@ -66,7 +66,7 @@ def build(arguments: Mapping[str, Any]) -> serve.Application:
     deployment = serve.deployment(
         Octavo,
         name="Octavo",
-        # Far more than the service takes: it knows best what is too much, and refuses at once (503).
+        # Far more than the service accepts: the service knows its own limits, and refuses at once (503).
         max_ongoing_requests=2 * (config.most_seqs + settings.max_num_queued_reqs) + 16,
         autoscaling_config=AutoscalingConfig(
             min_replicas=options.min_replicas,

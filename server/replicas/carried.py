@@ -1,4 +1,4 @@
-"""Corrections for differences between Serve and a server of our own, made before the app."""
+"""Middleware for differences between Serve and our own server."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.door.request_id import HEADER
 
-_PATIENCE = 5.0  # seconds to end what is unwanted, which takes a step of the engine
+_PATIENCE = 5.0  # seconds to end unwanted work, which takes a step of the engine
 
 
 class CarriedByServe:
-    """Middleware, the outermost. Where a client leaves, Serve cancels the request's task: the app is told so as servers
-    do, by `http.disconnect`, and ends its work and counts it, instead of being torn apart. The request's id, which
-    Serve adds to each answer, is not there twice.
+    """The outermost middleware. If a client disconnects, Serve cancels the request's task. This middleware instead
+    sends the app `http.disconnect`, as servers do, so that the app can end and count its work. It also removes the
+    request id that Serve adds to each response, because the app sends its own.
 
     Args:
-        app: what answers.
+        app: the app behind it.
     """
 
     def __init__(self, app: ASGIApp):
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the app answer."""
+        """Pass the request to the app."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -41,7 +41,7 @@ class CarriedByServe:
 
 
 def _heard(receive: Receive, left: asyncio.Event) -> Receive:
-    """`receive`, which also says that the client has left when `left` is set."""
+    """`receive`, which also reports a disconnect when `left` is set."""
 
     async def hear() -> Message:
         message = asyncio.ensure_future(receive())

@@ -1,4 +1,4 @@
-"""The arguments of the application: what is for the service, and what is for Serve."""
+"""Divides the application's arguments into settings of the service and options of Serve."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine import ConfigError
 from server.config.settings import Settings, SettingsBase
 from server.config.wording import did_you_mean
 
-# Settings of what carries the service, which is Serve here, and where the same is said to Serve.
+# Settings of the HTTP server, which is Serve here, and the equivalent in Serve.
 _SERVES_OWN = {
     "host": "Set http_options: host",
     "port": "Set http_options: port",
@@ -36,21 +36,21 @@ logger = logging.getLogger("octavo.server")
 
 
 class DeploymentOptions(BaseModel):
-    """Options of the deployment, beside the service's settings.
+    """Options of the deployment, in addition to the service's settings.
 
     Attributes:
-        min_replicas: so many at least.
-        max_replicas: so many at most.
-        target_ongoing_requests: of a replica (default: three quarters of max_num_seqs).
+        min_replicas: minimum number of replicas.
+        max_replicas: maximum number of replicas.
+        target_ongoing_requests: requests per replica (default: three quarters of max_num_seqs).
         look_back_period_s: seconds over which load is averaged.
-        upscale_delay_s: seconds that more replicas are wanted before there are more.
-        downscale_delay_s: seconds that fewer are wanted before there are fewer.
-        health_check_period_s: seconds between two looks at a replica's health.
-        num_cpus: cores of a replica, and threads of its engine.
+        upscale_delay_s: seconds of higher load before replicas are added.
+        downscale_delay_s: seconds of lower load before replicas are removed.
+        health_check_period_s: seconds between two health checks of a replica.
+        num_cpus: CPUs of a replica, and threads of its engine.
         num_gpus: GPUs of a replica.
-        request_router: prefix, or power-of-two, which is Serve's own.
-        keys_version: any text; deployed with another one, replicas give way to new ones, which read the file of keys as
-            it is then.
+        request_router: prefix, or Serve's own power-of-two.
+        keys_version: any text; deploying another one replaces the replicas by new ones, which read the current key
+            file.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -69,10 +69,10 @@ class DeploymentOptions(BaseModel):
 
 
 def read_arguments(arguments: Mapping[str, Any]) -> tuple[SettingsBase, DeploymentOptions]:
-    """The service's settings, with those of variables, and the deployment's options.
+    """The service's settings, including those from variables, and the deployment's options.
 
     Raises:
-        ConfigError: one is unknown or wrong, or not to be had under Serve.
+        ConfigError: an argument is unknown, invalid, or not available under Serve.
     """
     given = {name.replace("-", "_"): value for name, value in arguments.items()}
     known = [*Settings.model_fields.keys() - {"config"}, *DeploymentOptions.model_fields]

@@ -1,7 +1,7 @@
-"""A router's memory of which replicas have seen the beginning of a prompt.
+"""A router's memory of the replicas that have seen the beginning of a prompt.
 
-A prompt is known by the bytes of the request's body from the first field on that holds one: neither parsed nor made
-into tokens, so that a look costs microseconds, whatever a client sends.
+A prompt is identified by the bytes of the request's body, from the first field that contains a prompt. They are neither
+parsed nor tokenised, so a look-up costs microseconds, whatever a client sends.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from collections.abc import Collection, Sequence
 from hashlib import blake2b
 
 PIECE = 128  # bytes; about 30 tokens of English, two pages
-LONGEST = 256 * PIECE  # bytes of a prompt that are looked at
-# Claude Code's first system block, which the prompt leaves out (server.answering.message_input). It differs from
-# conversation to conversation, and so would every digest after it.
+LONGEST = 256 * PIECE  # bytes of a prompt that are compared
+# Claude Code's first system block, which the prompt leaves out (server.answering.message_input). It differs between
+# conversations, and so would every digest after it.
 _BILLING = re.compile(rb'"x-anthropic-billing-header:(?:[^"\\]|\\.)*"')
 _FIELDS = re.compile(rb'"(?:system|instructions|tools|messages|prompt|input)"\s*:')
 
 
 def chain(body: bytes, tenant: bytes = b"") -> list[bytes]:
-    """A digest of each beginning of the prompt: of its first piece, of its first two, and so on; whole pieces alone.
+    """A digest for each beginning of the prompt: its first piece, its first two, and so on; only whole pieces count.
 
     Args:
         body: the beginning of a JSON body.
-        tenant: the tenant of the prompt. Equal prompts of two tenants share no hashes.
+        tenant: the tenant of the prompt. Equal prompts of two tenants share no digests.
     """
     field = _FIELDS.search(body)
     if field is None:
@@ -38,10 +38,10 @@ def chain(body: bytes, tenant: bytes = b"") -> list[bytes]:
 
 
 class Prefixes:
-    """The beginnings that replicas have seen. The oldest are forgotten, as caches forget them.
+    """The beginnings of prompts that replicas have seen. The oldest are dropped, as in the caches.
 
     Args:
-        limit: so many beginnings are remembered; each takes some 300 bytes.
+        limit: maximum remembered beginnings; each takes some 300 bytes.
     """
 
     def __init__(self, limit: int):
@@ -52,7 +52,7 @@ class Prefixes:
         return len(self._holders)
 
     def deepest(self, chain: Sequence[bytes], replicas: Collection[str]) -> tuple[int, set[str]]:
-        """The largest number of the prompt's pieces that one of these replicas has seen, and the replicas that have
+        """The largest number of pieces of the prompt that one of these replicas has seen, and the replicas that have
         seen as many."""
         depth, found = 0, set[str]()
         for digest in chain:
@@ -64,14 +64,14 @@ class Prefixes:
 
     def add(self, chain: Sequence[bytes], replica: str) -> None:
         """The replica has seen the prompt."""
-        for digest in reversed(chain):  # the shortest last: it is forgotten after what goes on from it
+        for digest in reversed(chain):  # the shortest last, so that it is dropped after its continuations
             self._holders.setdefault(digest, set()).add(replica)
             self._holders.move_to_end(digest)
         while len(self._holders) > self._limit:
             self._holders.popitem(last=False)
 
     def forget(self, replica: str) -> None:
-        """The replica is gone."""
+        """The replica has ended."""
         for digest in [digest for digest, holders in self._holders.items() if replica in holders]:
             holders = self._holders[digest]
             holders.discard(replica)

@@ -1,4 +1,4 @@
-"""The work of a replica besides answering: it loads, watches its engine, and reports its health."""
+"""The work of a replica besides answering: loading, watching its engine, and reporting its health."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class UnhealthyError(Exception):
 
 
 class Replica:
-    """A service that another process's server carries.
+    """A service whose HTTP server is another process.
 
     Args:
-        made: the service. Its client is driven by the running event loop from now on.
-        settings: of the service.
+        made: the service. The running event loop drives its client from now on.
+        settings: the service's settings.
 
     Attributes:
         app: what answers.
@@ -51,10 +51,10 @@ class Replica:
 
     @classmethod
     async def load(cls, config: EngineConfig, settings: ServerSettings) -> Replica:
-        """One that can serve.
+        """A replica that is ready to serve.
 
         Raises:
-            OctavoError: the model cannot be loaded, or a setting is wrong.
+            OctavoError: the model cannot be loaded, or a setting is invalid.
         """
         log_format = logs.choose_format(settings.log_format)
         logs.configure(settings.log_level, log_format, log_prompts=settings.log_prompts)
@@ -63,17 +63,17 @@ class Replica:
         config = config.with_kv_topic(default_topic(model_id, None, os.environ))
         api_keys = KeyRing(read_api_keys(settings))
         version = metadata.version("octavo")
-        # In a thread: Serve looks whether the event loop moves.
+        # In a thread, because Serve checks whether the event loop responds.
         made = await asyncio.to_thread(assemble, config, settings, model_id, version, log_format, api_keys)
         gc.collect()
-        gc.freeze()  # as a server of our own does: a collection that looked through it would hold up every stream
+        gc.freeze()  # as our own server does: a garbage collection over these objects would delay every stream
         return cls(made, settings)
 
     def check(self) -> None:
-        """Look whether all is well.
+        """Check the replica's health.
 
         Raises:
-            UnhealthyError: the engine has been given up, or has work and makes no progress.
+            UnhealthyError: the engine was abandoned, or has work and makes no progress.
         """
         if self._failure is not None:
             raise UnhealthyError(f"the engine keeps failing: {self._failure}")
@@ -85,12 +85,12 @@ class Replica:
             )
 
     def num_waiting(self) -> int:
-        """Requests that wait for rows or pages, or for their turn to go to the engine."""
+        """Requests that wait for rows or pages, or for their turn at the engine."""
         waiting = self._service.turns.num_waiting
         return waiting + self._client.stats().num_waiting if self._client.is_alive else waiting
 
     def stop(self) -> None:
-        """Watch the engine no longer; the app's lifespan closes it."""
+        """Stop watching the engine; the app's lifespan closes it."""
         for watch in self._watches:
             watch.cancel()
 

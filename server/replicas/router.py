@@ -1,9 +1,9 @@
-"""Serve's router that sends a prompt where its beginning is cached. Serve pickles this module by value, and runs it in
-its proxies.
+"""Serve's router that sends a prompt to a replica that has cached its beginning. Serve pickles this module by value and
+runs it in its proxies.
 
-Serve shows a router only the head of an HTTP request. The body lies in the same process, in the queue that the proxy
-fills for the replica; Serve has no interface to it. If another version of Serve keeps the body elsewhere, requests are
-routed by their session (X-Session-ID) or, without one, to the less busy of two replicas.
+Serve passes a router only the headers of an HTTP request. The body is in the same process, in the queue that the proxy
+fills for the replica; Serve has no public interface to it. If another version of Serve keeps the body elsewhere,
+requests are routed by their session (X-Session-ID) or, without one, to the less busy of two replicas.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from ray.serve.request_router import LocalityMixin, MultiplexMixin, PendingReque
 
 from server.replicas.prefixes import LONGEST, Prefixes, chain
 
-LIMIT = 200_000  # beginnings that are remembered: 6 million tokens
-_SHARE = 0.3  # a prompt of which less is known goes where there is less to do
-_WAIT, _LOOK = 0.01, 0.0005  # seconds that a body may take to come, and between two looks for it
+LIMIT = 200_000  # maximum remembered beginnings: 6 million tokens
+_SHARE = 0.3  # a prompt of which less is known goes to a less busy replica
+_WAIT, _LOOK = 0.01, 0.0005  # seconds to wait for a body, and between two checks for it
 _CREDENTIALS = (b"authorization", b"x-api-key")
-_CHAIN = "octavo_chain"  # of a request, kept with it
+_CHAIN = "octavo_chain"  # attribute of a request
 
 logger = logging.getLogger("ray.serve")
 
 
 class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[misc]
-    """Sends a prompt to a replica that has seen most of it, unless that has too much to do."""
+    """Sends a prompt to the replica that has seen most of it, unless that replica is too busy."""
 
     def initialize_state(self, slack: int = 8, tenants: bool = True) -> None:
         """Called by Serve with the router's arguments.
 
         Args:
-            slack: a replica may have so many requests more than the least busy one and still get one that it knows.
-            tenants: prompts of different API keys share nothing (prefix_cache_scope).
+            slack: how many requests more than the least busy replica a matching replica may have.
+            tenants: whether prompts of different API keys share nothing (prefix_cache_scope).
         """
         self._slack = slack
         self._tenants = tenants
@@ -47,7 +47,7 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignor
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Lists of replicas, the best list first. Serve takes the less busy replica of the first list with a free
+        """Lists of replicas, the best list first. Serve uses the less busy replica of the first list that has a free
         one."""
         fallback: list[list[RunningReplica]] = await PowerOfTwoChoicesRequestRouter.choose_replicas(
             self, candidate_replicas, pending_request
@@ -73,14 +73,14 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignor
         self._prefixes.forget(replica_id.unique_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Called by Serve when there are others than before."""
+        """Called by Serve when the replicas have changed."""
         before = {replica_id.unique_id for replica_id in self._replicas}
         super().update_replicas(replicas)
         for name in before - {replica_id.unique_id for replica_id in self._replicas}:
             self._prefixes.forget(name)
 
     def _load(self, replica: RunningReplica) -> int:
-        """Requests that it has, as far as is known here."""
+        """The replica's number of requests, as far as this proxy knows."""
         return self._replica_queue_len_cache.get(replica.replica_id) or 0
 
     async def _chain_of(self, request: PendingRequest) -> list[bytes]:
@@ -93,7 +93,7 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignor
     async def _look(self, request: PendingRequest) -> list[bytes]:
         if not request.metadata.is_http_request or not request.args or not isinstance(request.args[0], bytes):
             return []
-        scope = pickle.loads(request.args[0]).asgi_scope  # of this process's own making
+        scope = pickle.loads(request.args[0]).asgi_scope  # made by this process itself
         if scope.get("method") != "POST":
             return []
         headers = dict(scope["headers"])
@@ -107,7 +107,7 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignor
 
 
 async def _beginning(request_id: str, headers: dict[bytes, bytes]) -> bytes:
-    """The part of the body that has come, which must stay: up to `LONGEST` bytes, after `_WAIT` at most."""
+    """The part of the body that has arrived, without consuming it: up to `LONGEST` bytes, after at most `_WAIT`."""
     queue = _queue(request_id)
     if queue is None:
         return b""

@@ -66,7 +66,7 @@ def _text(content: str) -> Response:
 
 
 def _inside(folder: Path, path: str) -> Path | None:
-    """The resolved path, if it and all files that are read there lie in the folder, wherever links lead."""
+    """The resolved path, if it and all files to be read there are inside the folder, even through links."""
     try:
         whole, found = folder.resolve(strict=True), (folder / path).resolve(strict=True)
         files = [found, *found.iterdir()] if found.is_dir() else [found]

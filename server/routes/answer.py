@@ -24,7 +24,7 @@ from server.api.reading import StrictJsonRoute
 from server.context import ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
 
-MAX_CHARACTERS = 2**20  # of a question or a context: a tokenizer takes seconds for more
+MAX_CHARACTERS = 2**20  # maximum characters of a question or a context: a tokenizer takes seconds for more
 
 router = APIRouter(route_class=StrictJsonRoute)
 
@@ -51,7 +51,7 @@ def _paired(body: AnswerRequest) -> list[tuple[str, str]]:
     """Each question with its context.
 
     Raises:
-        ApiError: the numbers do not go together, or a text is too long.
+        ApiError: the numbers do not match, or a text is too long.
     """
     questions, contexts = body.question, body.context
     count = max(len(questions), len(contexts))
@@ -75,8 +75,8 @@ class _AnswerRun(PoolingRun):
     body: AnswerRequest
     asked: list[tuple[str, str]] = field(kw_only=True)
     answer_terms: AnswerTerms = field(kw_only=True)
-    window: tuple[int, int] = field(kw_only=True)  # tokens of a window, and those that two share
-    windows: list[bytes] = field(default_factory=list)  # those of each context, packed
+    window: tuple[int, int] = field(kw_only=True)  # tokens of a window, and tokens that two windows share
+    windows: list[bytes] = field(default_factory=list)  # the encoding of each context, packed
 
     def size(self) -> int:
         size, overlap = self.window

@@ -26,9 +26,7 @@ from server.errors import ERROR_RESPONSES, ApiError
 
 router = APIRouter()
 
-_PROMPT_END = (
-    16_384  # characters of a prompt that are read: more than half of a decoder's context, however it is written
-)
+_PROMPT_END = 16_384  # maximum characters of a prompt: more than half of a decoder's context in any language
 
 
 def _document(form: type[SpeechForm]) -> dict[str, Any]:

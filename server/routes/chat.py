@@ -49,10 +49,10 @@ async def create_chat_completion(
 
 @dataclass(slots=True)
 class ChatRun(ConversationRun[ChatChoice]):
-    """A conversation, answered in OpenAI's shape."""
+    """A conversation answered in OpenAI's shape."""
 
     id_prefix = "chatcmpl-"
-    told: PromptFields = field(default_factory=PromptFields)  # of the prompt
+    told: PromptFields = field(default_factory=PromptFields)  # tokens of the prompt
 
     def join(self, pieces: list[ChatPiece]) -> list[ChatChoice]:
         self.told = pieces[0].prompt

@@ -36,7 +36,7 @@ from server.errors import ERROR_RESPONSES, ApiError
 
 router = APIRouter(route_class=StrictJsonRoute)
 
-_NEEDS_TEXT = ("first", "average", "max")  # ways to join tokens that go by words
+_NEEDS_TEXT = ("first", "average", "max")  # aggregations that work on words
 
 
 @router.post("/classify", include_in_schema=False)
@@ -59,7 +59,7 @@ async def create_classification(
 
 @dataclass(slots=True)
 class _ClassifyRun(PoolingRun):
-    """`encodings` has those of texts, packed, where `keeps_encodings` says so."""
+    """`encodings` has the packed encodings of texts if `keeps_encodings` is set."""
 
     id_prefix = "classify"
     keeps_encodings: ClassVar[bool] = False
@@ -77,7 +77,7 @@ class _ClassifyRun(PoolingRun):
         if images:
             info = self.service.client.info
             if len(images) < len(self.body.input):
-                message = f"{self.service.model_id} classifies images alone; send no texts among them."
+                message = f"{self.service.model_id} only classifies images; send no texts among them."
                 raise ApiError(400, message, param="input", code="unsupported_input")
             return [image_input(image, params, info) for image in images.values()]
         if isinstance(self.body.input[0], list):
@@ -152,7 +152,7 @@ class _TokenRun(_ClassifyRun):
         }
 
     def _of_ids(self, given: Sequence[int]) -> Encoding:
-        """An input that came as ids: places in it are those of tokens, and what frames it belongs to no text."""
+        """An input that came as ids: positions count tokens, and special tokens belong to no text."""
         tokenizer = self.service.tokenizer
         added = frozenset[int]() if tokenizer is None else tokenizer.frame_ids
         side = "right" if tokenizer is None else tokenizer.truncation_side

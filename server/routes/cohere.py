@@ -1,4 +1,4 @@
-"""POST /v2/embed, in Cohere's shape (its API's version 2)."""
+"""POST /v2/embed, in Cohere's shape (version 2 of its API)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from server.routes.text_embeddings import own_fields
 
 router = APIRouter(route_class=StrictJsonRoute)
 
-_PROMPTS = {"search_query": "query", "search_document": "document"}  # the others have the names of their prompts
+_PROMPTS = {"search_query": "query", "search_document": "document"}  # the others equal their prompts' names
 
 
 @router.post("/v2/embed", include_in_schema=False)
 async def embed(body: Annotated[CohereEmbedRequest, Body()], request: Request, service: ServiceDep) -> Response:
-    """Vectors of texts or images, in the forms that are asked for."""
+    """Return vectors of texts or images in the requested formats."""
     arrival = time.monotonic()
     service.check_model(body.model)
     require(service, "/v1/embeddings")
@@ -64,7 +64,7 @@ async def embed(body: Annotated[CohereEmbedRequest, Body()], request: Request, s
 
 
 def _given(body: CohereEmbedRequest) -> list[Any]:
-    """The inputs as /v1/embeddings has them.
+    """The inputs in the form of /v1/embeddings.
 
     Raises:
         ApiError: there are texts and images, or neither.
@@ -79,17 +79,17 @@ def _given(body: CohereEmbedRequest) -> list[Any]:
 
 
 def _prompt_name(body: CohereEmbedRequest, info: EngineInfo) -> str | None:
-    """The prompt that the inputs' kind asks for; None, for the default one, where the model has none for it."""
+    """The prompt for this kind of input; None, which means the default, if the model has none for it."""
     name = None if body.input_type is None else _PROMPTS.get(body.input_type, body.input_type)
     return name if name in info.prompts else None
 
 
 def _cut(body: CohereEmbedRequest, service: Service) -> int | None:
-    """To how many tokens texts are cut; as at Cohere they are unless truncate is NONE.
+    """The number of tokens to cut texts to; as at Cohere, they are cut unless truncate is NONE.
 
     Raises:
-        ApiError: they are to be cut where the tokenizer does not.
-        InvalidRequestError: max_tokens is more than the model takes.
+        ApiError: texts are to be cut at a side where the tokenizer does not cut.
+        InvalidRequestError: max_tokens exceeds the model's limit.
     """
     if body.truncate == "NONE":
         return None
@@ -109,9 +109,9 @@ class _CohereRun(MatrixRun):
     """One such request.
 
     Attributes:
-        kinds: in which forms vectors are sent.
-        most: tokens of a text, more of which are refused.
-        asked_texts: the texts, none where there are images.
+        kinds: the requested formats of the vectors.
+        most: maximum tokens of a text; longer ones are refused.
+        asked_texts: the texts; empty if there are images.
     """
 
     id_prefix = "embed"

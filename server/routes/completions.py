@@ -55,7 +55,7 @@ async def create_completion(
 
 @dataclass(slots=True)
 class CompletionRun(TextRun):
-    """Prompts as they came, and their answers."""
+    """The prompts of a body and their answers."""
 
     id_prefix = "cmpl-"
     body: CompletionRequest
@@ -64,10 +64,10 @@ class CompletionRun(TextRun):
 
     @classmethod
     def of(cls, body: CompletionRequest, service: Service, arrival: float) -> CompletionRun:
-        """The run of a body.
+        """The run that answers a body.
 
         Raises:
-            ApiError, InvalidRequestError: fields contradict each other, are out of range or not supported.
+            ApiError, InvalidRequestError: fields contradict each other, are out of range or are not supported.
         """
         infilling = Infilling.need(service, "suffix") if body.suffix else None
         shape = shape_of(body, service, echo=bool(body.echo))
@@ -109,7 +109,9 @@ class CompletionRun(TextRun):
 
     async def _around(self, infilling: Infilling, prompt: str | list[int]) -> Prompt:
         if not isinstance(prompt, str):
-            raise ApiError(400, "suffix goes with prompts that are texts.", param="suffix", code="invalid_value")
+            raise ApiError(
+                400, "suffix is only allowed with prompts that are texts.", param="suffix", code="invalid_value"
+            )
         room = Room.of_prompt(self.service.client.info, "prompt")
         return await infilling.prompt_in_thread(prompt, self.body.suffix or "", room)
 

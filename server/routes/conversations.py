@@ -1,4 +1,4 @@
-"""/v1/conversations: conversations that the server keeps."""
+"""/v1/conversations: conversations stored on the server."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def _conversations(service: HouseDep) -> Conversations:
     """The server's conversations.
 
     Raises:
-        ApiError: it keeps none.
+        ApiError: the server stores none.
     """
     return store_of(service, "conversations").conversations
 
@@ -159,7 +159,7 @@ async def get_item(
 async def delete_item(
     conversation_id: Id, item_id: ItemId, request: Request, service: HouseDep, conversations: ConversationsDep
 ) -> ConversationObject:
-    """Delete one item; the conversation is answered."""
+    """Delete one item; returns the conversation."""
     left = await asked(service, conversations.delete_item(conversation_id, tenant_of(request), item_id))
     return _shown(left or _missing(conversation_id, item_id))
 
@@ -173,7 +173,7 @@ def _read(body: ConversationFields | NewItems, response: Response, service: Serv
 
 
 def _max_size(service: Service) -> int:
-    """Bytes that a conversation may have, because a later request reads all of it."""
+    """Maximum bytes of a conversation, because a later request reads all of it."""
     return parse_bytes(service.settings.max_body_size, "max_body_size")
 
 

@@ -1,4 +1,4 @@
-"""POST /v1/decisions, OpenAI's, and /v1/systemone, vLLM's: questions about one input, answered by probabilities."""
+"""POST /v1/decisions (OpenAI's) and /v1/systemone (vLLM's): questions about one input, answered with probabilities."""
 
 from __future__ import annotations
 
@@ -185,10 +185,10 @@ async def create_structured_decision(
 
 
 def _spec(where: str, spec: QuestionSpec) -> Question:
-    """A question in vLLM's shape as the model reads it.
+    """A question in vLLM's shape, in the form that the model reads.
 
     Raises:
-        ApiError: says what is wrong with it.
+        ApiError: says what is wrong with the question.
     """
     if spec.model_extra:
         _fail(where, f"{where}: unknown field(s) {', '.join(sorted(spec.model_extra))}.")
@@ -196,7 +196,7 @@ def _spec(where: str, spec: QuestionSpec) -> Question:
     criteria = spec.criteria
     if spec.type == "choice":
         if not isinstance(criteria, dict) or not criteria:
-            _fail(where, f"{where}: criteria must be an object from options to a description or null.")
+            _fail(where, f"{where}: criteria must be an object that maps each option to a description or null.")
         if len(criteria) > len(LETTERS):
             _fail(where, f"{where}: at most {len(LETTERS)} options are possible, got {len(criteria)}.")
         lines = tuple(described(name, text and str(text)) for name, text in criteria.items())

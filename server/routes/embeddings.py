@@ -48,7 +48,7 @@ async def create_embeddings(
     body.refuse_unsupported()
     info = service.client.info
     params = PoolingParams(task="embed", pooling=body.pooling, normalize=body.normalizes(), dimensions=body.dimensions)
-    resolve_pooling(params, info, prompt_len=1)  # what is impossible is said before any work
+    resolve_pooling(params, info, prompt_len=1)  # report impossible fields before any work
     run = _EmbeddingRun(
         service,
         body,
@@ -64,7 +64,7 @@ async def create_embeddings(
 
 
 def check_prompt_name(body: MatrixBody, run: MatrixRun) -> None:
-    """Refuse the name of a prompt for inputs that none stands before.
+    """Refuse a prompt's name if no input can have a prompt.
 
     Raises:
         ApiError: there are no texts.
@@ -106,7 +106,7 @@ async def create_pooling(
 
 
 def _check_together(body: PoolingRequest, tasks: Sequence[PoolingParams], info: EngineInfo) -> None:
-    """Refuse tasks that are no different kinds of vectors.
+    """Refuse tasks that are not different kinds of vectors.
 
     Raises:
         ApiError: says what is wrong.
@@ -128,10 +128,10 @@ def _params(body: PoolingRequest, info: EngineInfo, asked: str | None) -> Poolin
     """The parameters of each input.
 
     Args:
-        asked: the task; None: the model's first.
+        asked: the task; None for the model's first.
 
     Raises:
-        ApiError: the model cannot do it, or a field goes with another task.
+        ApiError: the model does not support the task, or a field belongs to another task.
     """
     known: list[Task] = [task for task in MATRIX_TASKS if task in info.tasks]
     task = next((task for task in known if asked in (None, task)), None)
@@ -160,7 +160,7 @@ def _params(body: PoolingRequest, info: EngineInfo, asked: str | None) -> Poolin
     return PoolingParams(task=task, use_activation=body.use_activation)
 
 
-# Tasks before which a prompt stands.
+# Tasks whose texts may have a prompt.
 PROMPTED: tuple[Task, ...] = ("embed", "token_embed", "sparse_embed")
 
 
@@ -177,7 +177,7 @@ class _TaskRun(MatrixRun):
 
 @dataclass(slots=True)
 class _TasksRun(_TaskRun):
-    """Several kinds of vectors of each input. The engine reads an input for each; `usage` counts it once."""
+    """Several kinds of vectors for each input. The engine reads an input once for each; `usage` counts it once."""
 
     def size(self) -> int:
         return MatrixRun.size(self) * len(self.tasks)

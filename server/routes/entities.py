@@ -1,4 +1,4 @@
-"""POST /v1/entities, for models that find entities by labels that come with the request."""
+"""POST /v1/entities, for models that find entities by labels in the request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from server.api.reading import StrictJsonRoute
 from server.context import ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
 
-MAX_CHARACTERS = 2**20  # of a text: a tokenizer takes seconds for more
+MAX_CHARACTERS = 2**20  # maximum characters of a text: a tokenizer takes seconds for more
 
 router = APIRouter(route_class=StrictJsonRoute)
 
@@ -52,7 +52,7 @@ class _EntitiesRun(PoolingRun):
     id_prefix = "entities"
     body: EntitiesRequest
     entity_terms: EntityTerms = field(kw_only=True)
-    readings: list[bytes] = field(default_factory=list)  # that of each text, packed
+    readings: list[bytes] = field(default_factory=list)  # the encoding of each text, packed
 
     def size(self) -> int:
         limit = self.service.client.info.max_model_len

@@ -22,7 +22,7 @@ from server.api.reading import StrictJsonRoute
 from server.context import ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
 
-MAX_FILLED = 2**20  # tokens of all sequences in one answer: each names a token, and holds the whole input around it
+MAX_FILLED = 2**20  # maximum tokens of all sequences in one answer: each token comes with the whole input
 
 router = APIRouter(route_class=StrictJsonRoute)
 
@@ -56,7 +56,7 @@ class _FillMaskRun(PoolingRun):
 
     async def inputs(self) -> list[PoolingInput]:
         given, service = self.body.input, self.service
-        await read_images(service, given)  # no model here reads them: says so if there are any
+        await read_images(service, given)  # no model here takes boxes: report any
         self.sources = await read_inputs(service, given, truncate=self.truncate, boxes=self.body.bbox)
         places = await asyncio.to_thread(self._places)
         top_k = self.body.top_k or DEFAULT_TOP_K
@@ -70,7 +70,7 @@ class _FillMaskRun(PoolingRun):
         return replace(Encoding.of_ids(source.token_ids), truncated=len(source.token_ids) == self.truncate)
 
     def _places(self) -> list[list[int]]:
-        """The places of each input's masks; with several inputs, a refusal names the input."""
+        """The positions of each input's masks; with several inputs, an error names the input."""
         tokenizer, places = need_tokenizer(self.service, "input"), []
         for index, source in enumerate(self.sources):
             try:

@@ -1,4 +1,4 @@
-"""vLLM's routes that split a request in two: /render makes token ids, /inference/v1/generate continues them."""
+"""vLLM's routes that divide a request in two: /render makes token ids, /inference/v1/generate continues them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from server.routes.completions import CompletionRun
 router = APIRouter(route_class=StrictJsonRoute)
 rendering = APIRouter(route_class=StrictJsonRoute)
 
-# Fields about the form of the answer that /inference/v1/generate does not have.
+# Fields about the form of the answer that /inference/v1/generate lacks.
 _NOT_RENDERED = ("return_tokens_as_token_ids", "timings", "timings_per_token")
 
 
@@ -154,12 +154,12 @@ def _refuse_echo(echo: bool | None) -> None:
 
 
 def _given_names(body: BaseModel, names: Iterable[str]) -> list[str]:
-    """The fields of them that ask for something."""
+    """Their fields that are set to something other than the neutral value."""
     return [name for name in names if getattr(body, name) not in (None, False)]
 
 
 def _with_default(params: SamplingParams, service: Service, length: int) -> SamplingParams:
-    """The parameters with the default of /v1/completions for max_tokens, which /inference/v1/generate does not have."""
+    """The parameters with the default max_tokens of /v1/completions, which /inference/v1/generate lacks."""
     info: Any = service.client.info
     if params.max_tokens is not None or chat_max_tokens(params, info, length) is None:
         return params

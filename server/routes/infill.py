@@ -1,4 +1,4 @@
-"""POST /infill, in llama.cpp's shape, for models that fill in the middle of a text."""
+"""POST /infill, in llama.cpp's shape, for fill-in-the-middle models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from server.errors import ERROR_RESPONSES, ApiError
 
 router = APIRouter(route_class=StrictJsonRoute)
 
-# Fields for which the answer has no place.
+# Fields that have no counterpart in the answer.
 _NO_EFFECT = (
     "logprobs", "prompt_logprobs", "logprob_token_ids", "return_tokens_as_token_ids", "truncate_prompt_tokens",
     "timings_per_token",
@@ -49,7 +49,7 @@ _NO_EFFECT = (
 async def infill(
     body: Annotated[InfillRequest, Body(openapi_examples=examples.INFILL)], request: Request, service: ServiceDep
 ) -> Response:
-    """The text between a prefix and a suffix, at once or as a stream."""
+    """Return the text between a prefix and a suffix, at once or as a stream."""
     arrival = time.monotonic()
     service.check_model(body.model)
     require(service, "/infill")

@@ -14,13 +14,13 @@ from server.door.head import HEAD
 from server.errors import ApiError
 from server.live import LiveFeed
 
-# A stream without an end is nothing that a description of the API's calls can be tried with.
+# The interactive API documentation cannot try a stream without an end.
 router = APIRouter(include_in_schema=False)
 
 
 @router.get(LIVE_PATH)
 async def watch(request: Request, service: HouseDep) -> Response:
-    """The feed, until the client leaves or the service stops."""
+    """Stream the feed until the client leaves or the service stops."""
     if not service.settings.enable_cache_map:
         message = "The live feed is switched off on this server (--no-enable-cache-map)."
         raise ApiError(404, message, code="switched_off")
@@ -37,4 +37,4 @@ async def _events(live: LiveFeed) -> AsyncGenerator[str, None]:
 
 
 def _ignore(reason: str) -> None:
-    """Ignore why a watcher has left."""
+    """Ignore the reason why a watcher left."""

@@ -44,10 +44,10 @@ async def create_message(
 
 
 def run_of(body: MessageRequest, service: Service, arrival: float) -> MessageRun:
-    """The run of a request.
+    """The run that answers a request.
 
     Raises:
-        ApiError, InvalidRequestError: something in the body is wrong, or not supported.
+        ApiError, InvalidRequestError: the body contains an invalid or unsupported field.
     """
     service.check_model(body.model)
     require(service, MESSAGES_PATH)

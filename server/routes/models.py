@@ -61,7 +61,7 @@ def message_model(service: Service, name: str) -> MessageModel:
 
 
 def whole(answer: MessageModel | MessageModelList) -> Response:
-    """The body with its nulls, which Anthropic's clients look for."""
+    """The body with its nulls, which Anthropic's clients expect."""
     return Response(answer.model_dump_json(), media_type="application/json")
 
 
@@ -90,7 +90,7 @@ async def list_models(service: ServiceDep, version: Version = None) -> ModelList
     return ModelList(data=[card_of(service, adapter) for adapter in served])
 
 
-# A path, because hub ids hold slashes.
+# A path, because hub ids contain slashes.
 @router.get("/models/{model_id:path}", response_model=Model, response_model_exclude_none=True, include_in_schema=False)
 @router.get(
     "/v1/models/{model_id:path}",

@@ -106,7 +106,8 @@ async def generate(
 
 
 def _loaded(body: OllamaAnswerBody, form: Form, service: Service) -> Response:
-    """The answer to a request without a prompt, by which clients load and unload models. A single model stays."""
+    """The answer to a request without a prompt, with which clients load and unload models. A single model stays
+    loaded."""
     unloads = body.keep_alive == 0
     headers = ignored_header(["keep_alive"]) if unloads and service.models is None else {}
     line = form.ended("unload" if unloads else "load")

@@ -29,13 +29,13 @@ from server.routes.ollama import ERRORS
 
 router = APIRouter()
 listing = APIRouter()  # of the only model and its adapters
-home = APIRouter()  # where no page is at /
+home = APIRouter()  # if no page is at /
 bodies = APIRouter(route_class=UntypedJsonRoute)
 
 OLLAMA = "0.13.0"
-"""The version whose API this is: clients refuse servers that are older than what they need."""
+"""The version of the API: clients refuse servers that are older than they need."""
 NEVER = "9999-12-31T23:59:59Z"
-_STORES = "This server stores no models, so that it cannot {action} any. Start it with the models that it is to serve."
+_STORES = "This server stores no models, so it cannot {action} any. Start it with the models to serve."
 
 
 @router.get("/api/version", responses=ERRORS, summary="Ollama's version")
@@ -109,7 +109,7 @@ async def pull(
         find_model(service, name)
     except ApiError:
         names = ", ".join(map(shown, served_names(service)))
-        message = f"The model {shown(name)} is not served, and this server downloads none. It serves {names}."
+        message = f"The model {shown(name)} is not served, and this server does not download models. It serves {names}."
         raise ApiError(404, message, param="model", code="model_not_found") from None
     if body.stream is False:
         return Response('{"status":"success"}', media_type="application/json")

@@ -1,4 +1,4 @@
-"""Ollama's lists of models, of a service with several. They load none."""
+"""Ollama's lists of models, for a service with several. They load no model."""
 
 from __future__ import annotations
 

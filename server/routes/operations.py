@@ -1,4 +1,4 @@
-"""GET /health, /metrics and the other endpoints about the service: for operators."""
+"""GET /health, /metrics and other endpoints about the service, for operators."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def tokenizer_info(service: ServiceDep) -> TokenizerInfo:
     summary="Metrics for Prometheus",
 )
 async def metrics(request: Request, service: HouseDep) -> Response:
-    """Prometheus text exposition."""
+    """Return all metrics in Prometheus' text format."""
     content, content_type = await service.commons.render(request.headers.get("accept"))
     return Response(content, headers={"Content-Type": content_type})
 

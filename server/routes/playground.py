@@ -1,4 +1,5 @@
-"""GET / and its parts: a page that talks to this server and shows it at work. Plain files, as the package has them."""
+"""GET / and its files: a page that talks to this server and shows it at work. The files are served unchanged from the
+package."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _TYPES = {
     ".svg": "image/svg+xml",
 }
 _HEADERS = {
-    # Asked again each time, which costs a 304: a new version of the server never meets an old script.
+    # Browsers revalidate the files each time, at the cost of a 304, so that a new version of the server never meets an
+    # old script.
     "Cache-Control": "no-cache",
     **HEADERS,
 }
@@ -33,9 +35,9 @@ class Asset:
     """A file of the page.
 
     Attributes:
-        content: its bytes.
-        media_type: what they are.
-        etag: changes with them.
+        content: the bytes of the file.
+        media_type: their media type.
+        etag: changes with the content.
     """
 
     content: bytes
@@ -44,14 +46,14 @@ class Asset:
 
     @classmethod
     def read(cls, path: Path, changed: Mapping[bytes, bytes] | None = None) -> Asset:
-        """The file at a path, with some of its text replaced. Its ending determines the media type."""
+        """Read the file at a path, with some of its text replaced. The file's ending determines the media type."""
         content = path.read_bytes()
         for old, new in (changed or {}).items():
             content = content.replace(old, new)
         return cls(content, _TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:32]}"')
 
     def answer(self, request: Request) -> Response:
-        """The file, or 304 for a client that has it."""
+        """The file, or 304 if the client already has it."""
         headers = {**_HEADERS, "ETag": self.etag}
         known = request.headers.get("if-none-match", "")
         if known.strip() == "*" or self.etag in (tag.strip().removeprefix("W/") for tag in known.split(",")):
@@ -60,24 +62,24 @@ class Asset:
 
 
 def asset_names() -> Iterator[str]:
-    """The files that the page is made of, those of other people's libraries (vendor/) included."""
+    """The files of the page, including third-party libraries (vendor/)."""
     files = (*FOLDER.iterdir(), *(FOLDER / "vendor").iterdir())
     yield from sorted(path.relative_to(FOLDER).as_posix() for path in files if path.suffix in _TYPES)
 
 
 def open_paths() -> frozenset[str]:
-    """The paths of the page and its parts. They need no key: a browser cannot send one before it has the page, and
-    there is nothing in them that the package does not hold."""
+    """The paths of the page and its files. They need no key: a browser cannot send one before it has the page, and the
+    files are the same for everyone."""
     return frozenset({"/", *(PREFIX + name for name in asset_names())})
 
 
 def make_router(*, feed: bool, key: bool) -> APIRouter:
-    """The routes of the page and of each of its parts, whose files are read now.
+    """The routes of the page and of each of its files, which are read now.
 
     Args:
-        feed: there is a live feed. The page is told, and does not ask for what would be refused: a browser's console
-            shows each refusal as an error.
-        key: requests need a key; the page is told so, too.
+        feed: whether there is a live feed. The page gets this information, so that it requests nothing that would be
+            refused; a browser's console shows each refusal as an error.
+        key: whether requests need a key; the page gets this information too.
     """
     router = APIRouter(include_in_schema=False)
     for name in asset_names():
@@ -88,7 +90,7 @@ def make_router(*, feed: bool, key: bool) -> APIRouter:
 
 
 def _told(*, feed: bool, key: bool) -> dict[bytes, bytes]:
-    """The page with the facts of a server that differ from the file."""
+    """The page with facts about this server inserted."""
     changed = {}
     if not feed:
         changed[b'data-feed="on"'] = b'data-feed="off"'

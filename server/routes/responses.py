@@ -57,10 +57,10 @@ async def create_response(
 
 
 async def run_of(body: ResponseRequest, request: Request, service: Service, arrival: float) -> ResponseRun:
-    """The run of a request.
+    """The run that answers a request.
 
     Raises:
-        ApiError, InvalidRequestError: something in the body is wrong, or not supported.
+        ApiError, InvalidRequestError: the body contains an invalid or unsupported field.
     """
     ignored = Ignored(sees=service.chat_images is not None)
     items, chat, tools = await _read(body, request, service, ignored)
@@ -85,7 +85,7 @@ async def count_input_tokens(
 
 @stored.post(f"{_ENDPOINT}/compact", include_in_schema=False)
 async def compact() -> None:
-    """Refuse compaction, which POST to /v1/responses/{response_id} would refuse as a wrong method."""
+    """Refuse compaction; without this route, POST /v1/responses/{response_id} would refuse it as a wrong method."""
     message = (
         "This server does not compact conversations. Ask the model for a summary, or send truncation: auto with "
         "/v1/responses."
@@ -96,7 +96,7 @@ async def compact() -> None:
 async def _read(
     body: ResponseRequest, request: Request, service: Service, ignored: Ignored
 ) -> tuple[list[Item], ChatCompletionRequest, ResponseTools]:
-    """The items that a body brings, and the chat request with its tools that asks for the same."""
+    """The input items of a body, and the equivalent chat request with its tools."""
     service.check_model(body.model)
     require(service, _ENDPOINT)
     history: list[Item] = []
@@ -124,7 +124,7 @@ async def get_response(
     service: HouseDep,
     stream: Annotated[bool, Query(description="The events of an answer that was made in the background.")] = False,
     starting_after: Annotated[
-        int, Query(ge=-1, le=MAX_EVENT, description="With stream: begin behind the event of this number.")
+        int, Query(ge=-1, le=MAX_EVENT, description="With stream: start after the event with this number.")
     ] = -1,
 ) -> Response:
     """Return a stored response, or the stream of a background response from any event on."""
@@ -199,7 +199,7 @@ async def list_input_items(
 
 
 async def _cancelled(service: Service, id_: str, tenant: str | None) -> dict[str, Any] | None:
-    """An answer that was being made, ended; None if there is none."""
+    """An answer that was being generated, now ended; None if there is none."""
     running = service.running_responses.get(id_)
     if running is not None and running.terms.tenant == tenant:
         return running.cancel()
@@ -215,7 +215,7 @@ async def _history(service: Service, id_: str, tenant: str | None) -> list[Item]
     except HistoryError as problem:
         message = f"{name} {shown(id_)} cannot be continued: {problem}."
         if problem.missing is None:
-            message += " Send what is needed of it as input."
+            message += " Send the needed parts of it as input."
             raise ApiError(400, message, param=name, code="context_length_exceeded") from None
         code = "response_not_completed" if problem.running else "previous_response_not_found"
         raise ApiError(400, message, param=name, code=code) from None
@@ -228,7 +228,7 @@ async def _conversation(service: Service, id_: str, tenant: str | None) -> list[
     try:
         items = await asked(service, conversations.history(id_, tenant, MAX_MESSAGES, most))
     except TooLargeError as problem:
-        message = f"conversation {shown(id_)} cannot be gone on with: {problem}. Delete items, or begin another."
+        message = f"conversation {shown(id_)} cannot be continued: {problem}. Delete items, or start another."
         fail("conversation", message, code="context_length_exceeded")
     if items is None:
         raise ApiError(404, f"There is no conversation {shown(id_)}.", param="conversation", code="not_found")

@@ -1,4 +1,4 @@
-"""POST /v1/score and /v1/rerank, with the other paths at which vLLM, Jina and Cohere have them."""
+"""POST /v1/score and /v1/rerank, also at the other paths that vLLM, Jina and Cohere use."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ async def create_score(
 async def create_either_rerank(
     body: Annotated[EitherRerankRequest, Body()], request: Request, service: ServiceDep
 ) -> Response:
-    """Serve /v1/rerank for documents, and text-embeddings-inference's endpoint of this path for texts."""
+    """Serve /v1/rerank for documents, and text-embeddings-inference's endpoint for texts."""
     if body.texts is None:
         known = body.model_dump(exclude_unset=True)
         if body.documents is None:
-            message = "documents is required, or texts."
+            message = "documents or texts is required."
             raise ApiError(400, message, param="documents", code="missing_required_parameter")
         return await create_rerank(RerankRequest.model_validate(known), request, service)
     arrival = time.monotonic()
@@ -135,7 +135,7 @@ class _RerankRun(ScoringRun):
     def render(self, answers: Sequence[Pooled]) -> bytes:
         body = self.body
         scores = self.scores(answers)
-        order = sorted(range(len(scores)), key=lambda index: -scores[index])  # equal ones stay as they came
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])  # equal scores keep the request's order
         shown = body.return_documents is not False
         results: list[dict[str, Any]] = []
         for index in order[: body.top_n or None]:

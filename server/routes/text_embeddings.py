@@ -1,5 +1,5 @@
-"""text-embeddings-inference's endpoints (its version 1.8), as thin layers over those of this server: POST /embed,
-/embed_sparse, /embed_all, /predict and /similarity, and GET /info. Its /rerank is among those of `scoring`."""
+"""The endpoints of text-embeddings-inference (version 1.8), as thin layers over those of this server: POST /embed,
+/embed_sparse, /embed_all, /predict and /similarity, and GET /info. Its /rerank is in `scoring`."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ facts = APIRouter()
 
 
 def cut_of(truncate: bool | None, direction: str | None, service: Service) -> int | None:
-    """To how many tokens texts are cut; None if they are not.
+    """The number of tokens to cut texts to; None if they are not cut.
 
     Raises:
-        ApiError: they are to be cut at another side than the tokenizer cuts.
+        ApiError: they are to be cut at a side where the tokenizer does not cut.
     """
     if not truncate:
         return None
@@ -55,9 +55,9 @@ def cut_of(truncate: bool | None, direction: str | None, service: Service) -> in
 
 
 def own_fields(body: NumbersBody) -> dict[str, Any]:
-    """The fields of a foreign body that ours have, too."""
+    """The fields of a foreign body that our own body also has."""
     names = ("model", "cache_salt", "priority", "request_timeout")
-    unknown = dict.fromkeys(body.ignored_fields())  # they are named in the answer's header
+    unknown = dict.fromkeys(body.ignored_fields())  # the answer's header names them
     return {**unknown, **{name: getattr(body, name) for name in names}}
 
 

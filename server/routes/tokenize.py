@@ -35,7 +35,7 @@ router = APIRouter(route_class=StrictJsonRoute)
 
 
 class _Countable(Room):
-    """The room for texts that are only tokenised: their length is no mistake, so they need not fit into the model."""
+    """The limit for texts that are only tokenised: any length is valid, so they need not fit into the model."""
 
     def refusal(self, length: str, tokens: int = 0) -> ApiError:
         message = (
@@ -46,7 +46,7 @@ class _Countable(Room):
 
     @classmethod
     def of(cls, service: Service, param: str) -> _Countable:
-        """The room of one request."""
+        """The limit for one request."""
         return cls(max(Room.of_prompt(service.client.info).tokens, MAX_TOKENIZED), param)
 
 

@@ -75,7 +75,7 @@ async def translate(
 
 
 def _tokenizer(service: Service) -> Tokenizer:
-    assert service.tokenizer is not None  # `require` asks for one
+    assert service.tokenizer is not None  # `require` demands one
     return service.tokenizer
 
 
@@ -83,7 +83,7 @@ def _decoder(body: TranslateRequest, texts: Sequence[str], service: Service) -> 
     """The fields of encoder and decoder for the languages.
 
     Raises:
-        ApiError, InvalidRequestError: the model does not translate between these.
+        ApiError, InvalidRequestError: the model cannot translate between these languages.
     """
     languages = _tokenizer(service).languages
     if languages.pair is not None and not languages.ids:
@@ -97,7 +97,7 @@ def _decoder(body: TranslateRequest, texts: Sequence[str], service: Service) -> 
     languages.id(body.target, "target")
     if languages.marked_side == "target":
         if body.source != "auto":
-            languages.id(body.source, "source")  # checked; the model finds out by itself
+            languages.id(body.source, "source")  # checked; the model detects it itself
     elif body.source == "auto":
         message = "source: the model does not detect languages. Send a code from GET /languages."
         raise ApiError(400, message, param="source", code="unsupported_parameter")
@@ -108,7 +108,7 @@ def _decoder(body: TranslateRequest, texts: Sequence[str], service: Service) -> 
 
 
 def _completion(body: TranslateRequest, texts: list[str], service: Service) -> CompletionRequest:
-    """The same as a request for completions: the most probable ones, as long as the model makes them."""
+    """The equivalent completion request: the most probable translations, as long as the model makes them."""
     info, count = service.client.info, 1 + (body.alternatives or 0)
     most = min(service.settings.max_n, info.max_num_beams)
     if count > most:
@@ -119,7 +119,7 @@ def _completion(body: TranslateRequest, texts: list[str], service: Service) -> C
         raise ApiError(400, message, param="alternatives", code="invalid_value")
     how: dict[str, Any] = {}
     if info.default_max_new_tokens is None and info.default_max_length is None:
-        how["max_tokens"] = info.max_model_len - 1  # the decoder's start token takes one
+        how["max_tokens"] = info.max_model_len - 1  # the decoder's start token takes one token
     if count > 1:
         how |= {"n": count, "num_beams": max(count, info.default_num_beams)}
     elif info.default_num_beams == 1:
@@ -155,5 +155,6 @@ class _TranslationRun(CompletionRun):
 
 
 def _further(texts: Sequence[str]) -> list[str]:
-    """The texts that differ from the first one and from each other, in order: different tokens may be the same text."""
+    """The texts that differ from the first one and from each other, in order: different tokens may give the same
+    text."""
     return [text for text in dict.fromkeys(texts) if text not in ("", texts[0])]

@@ -1,1 +1,1 @@
-"""OpenTelemetry traces. Without `otlp_traces_endpoint` nothing here is imported but `start`."""
+"""OpenTelemetry traces. Without `otlp_traces_endpoint`, only `start` is imported."""

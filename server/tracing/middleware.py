@@ -1,4 +1,4 @@
-"""The layer that gives requests to the model their spans."""
+"""The middleware that makes spans for requests to the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from server.door.auth import routed_path
 from server.tracing.otlp import Tracing
 from server.tracing.request import RequestTrace
 
-# Exact ones: what clients think up must not become names of spans.
+# Exact paths, so that clients cannot invent names of spans.
 TRACED = frozenset(
     {
         "/v1/completions", "/completions", "/v1/chat/completions", "/chat/completions", "/v1/responses", "/v1/messages",
@@ -27,13 +27,13 @@ _CONTEXT = (b"traceparent", b"tracestate")
 
 
 class TracingMiddleware:
-    """Traces requests to the model; all else passes. `scope["state"]["trace"]` is then the request's trace, and its
-    lines in the log have a trace_id.
+    """Traces requests to the model, and passes all others. `scope["state"]["trace"]` is then the request's trace, and
+    its log lines have a trace_id.
 
-    It stands behind the door: what is refused there can neither fill the collector nor choose the ids of traces.
+    It is behind the authentication, so refused requests can neither fill the collector nor choose trace ids.
 
     Args:
-        tracing: takes the spans.
+        tracing: receives the spans.
     """
 
     def __init__(self, app: ASGIApp, tracing: Tracing):
@@ -59,7 +59,7 @@ class TracingMiddleware:
         try:
             await self._app(scope, receive, watched)
         except Exception:
-            status = status or 500  # what the layers outside of this one answer
+            status = status or 500  # answers of the layers outside of this one
             raise
         finally:
             trace.end(status)

@@ -11,22 +11,22 @@ from opentelemetry.trace import Span, Status, StatusCode, format_trace_id
 from server.answering.observation import RequestRecord
 from server.tracing.otlp import Tracing
 
-MAX_REASONS = 128  # of a request with more answers, the first ones' are told
-# Operations that OpenTelemetry's conventions for generative AI have names for; others go by their path's end.
+MAX_REASONS = 128  # of many answers, only this many are reported
+# Operations named in OpenTelemetry's conventions for generative AI; others are named by the end of their path.
 _OPERATIONS = {"completions": "text_completion", "chat/completions": "chat"}
 
 
 class RequestTrace:
-    """A request's span from its arrival to its last byte. Nothing that a client wrote goes into it.
+    """A request's span, from its arrival to its last byte. It contains no text from a client.
 
     Args:
-        path: of the route.
+        path: the route's path.
         headers: as in `Tracing.begin`.
         scheme: http or https.
     """
 
     def __init__(self, tracing: Tracing, path: str, headers: Mapping[str, list[str]], scheme: str):
-        # One difference for all times of the request: a clock that is set meanwhile cannot disorder its spans.
+        # One offset for all times of the request, so that setting the clock meanwhile cannot disorder its spans.
         self._offset = time.time_ns() - time.monotonic_ns()
         self._tracing = tracing
         self._span: Span = tracing.begin(f"POST {path}", headers, self._now())
@@ -47,7 +47,7 @@ class RequestTrace:
         self._failed = False
 
     def tell(self, record: RequestRecord, outcome: str, facts: Mapping[str, Any]) -> None:
-        """The request's record is complete: phases become child spans, and what it cost attributes."""
+        """The request's record is complete: its phases become child spans, and its usage becomes attributes."""
         if not self._span.is_recording():
             return
         for name, (start, end) in record.phases().items():
@@ -81,7 +81,7 @@ class RequestTrace:
         """The last byte is sent, or there will be none.
 
         Args:
-            status: of the answer, None if there was none.
+            status: status of the answer; None if there was none.
         """
         if status is not None:
             self._span.set_attribute("http.response.status_code", status)

@@ -1,4 +1,4 @@
-"""Whether requests are traced. OpenTelemetry is imported only if they are."""
+"""Decides whether requests are traced. OpenTelemetry is imported only if they are."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def start_tracing(settings: ServerSettings, version: str) -> Tracing | None:
-    """The object that traces requests, or None if `otlp_traces_endpoint` is not set.
+    """The object that traces requests; None if `otlp_traces_endpoint` is not set.
 
     Raises:
-        ConfigError: the packages are not installed, or one of OpenTelemetry's own variables has no valid value.
+        ConfigError: the packages are not installed, or one of OpenTelemetry's own variables is invalid.
     """
     if settings.otlp_traces_endpoint is None:
         return None

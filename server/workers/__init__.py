@@ -1,1 +1,1 @@
-"""Processes for work that may run away: they can be killed, and what they take is their own."""
+"""Processes for work that may run out of control: they can be killed, and their memory is separate."""

@@ -1,7 +1,7 @@
-"""`python -m server.workers.child`: a process that forks workers, and the loop of a worker.
+"""`python -m server.workers.child`: a process that forks workers, and the main loop of a worker.
 
-It has no threads and holds nothing but the libraries that jobs need, so a fork of it is safe, takes a millisecond, and
-shares nearly all of its memory.
+It has no threads and loads only the libraries that jobs need, so a fork of it is safe, takes a millisecond, and shares
+nearly all of its memory.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ _JOBS: dict[str, tuple[type[Any], Callable[[Any], Any]]] = {
     "sound": (SoundPart, decode),
     "tokenize": (Text, tokenize),
 }
-# Jobs that give way to what computes answers, by how much; their workers end with them, since none can take it back.
+# Jobs with a lower priority than computing answers, and by how much; their workers end with them, because they cannot
+# raise it again.
 _NICE = {"grammar": 5}
-# Jobs after which the worker has changed its libraries.
+# Jobs after which the worker's libraries have changed.
 _ONCE = frozenset({"config"})
 
 
 def main() -> None:
-    """Fork a worker for each socket that comes over standard input; end with it."""
+    """Fork a worker for each socket that arrives over standard input; end when it closes."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # the service decides when workers end
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets children that ended
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps children that have ended
     load_decoders()
     load_renderer()
     with contextlib.suppress(InvalidRequestError):  # llguidance is not installed
@@ -64,7 +65,7 @@ def main() -> None:
                 control.close()
                 os.close(0)
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-                with contextlib.suppress(ConnectionError):  # the service hung up before it read what was sent
+                with contextlib.suppress(ConnectionError):  # the service hung up before it read the result
                     _work(line)
                 os._exit(0)
 
@@ -76,13 +77,13 @@ def _size() -> int:
 
 
 def _bound_memory(most: int) -> None:
-    """The process's own limit stays above, so that the next job may have another."""
+    """The hard limit stays, so that the next job may have another limit."""
     _, own = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (most if own == resource.RLIM_INFINITY else min(most, own), own))
 
 
 def _work(line: socket.socket) -> None:
-    """Do jobs until the service hangs up. A job that is late is ended by the kernel, whatever it is at."""
+    """Run jobs until the service hangs up. The kernel ends a late job, whatever it is doing."""
     begun = _size()
     _bound_memory(begun + MEMORY)
     line.sendall(LENGTH.pack(os.getpid()))  # ready

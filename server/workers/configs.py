@@ -1,5 +1,5 @@
-"""The config of a model, for the engine: the job of a worker, which has `transformers`, so that neither the engine nor
-the process that answers HTTP needs it."""
+"""Reads a model's config for the engine. This is a worker's job, because a worker has `transformers`, so that neither
+the engine nor the process that answers HTTP needs it."""
 
 from __future__ import annotations
 

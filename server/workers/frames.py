@@ -1,4 +1,4 @@
-"""The messages between the service and its workers: MessagePack with its length before it."""
+"""The messages between the service and its workers: MessagePack, preceded by its length."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import struct
 import msgspec
 
 LENGTH = struct.Struct("!I")
-MEMORY = 512 * 1024 * 1024  # bytes that a worker may have beyond what it begins with, unless a job says another number
+MEMORY = 512 * 1024 * 1024  # default bytes of a worker's job, in addition to its memory at start
 
 
 class Job(msgspec.Struct, array_like=True):
     """Work for a worker.
 
     Attributes:
-        name: which function.
-        seconds: after which the worker is killed.
+        name: the name of the function.
+        seconds: time after which the worker is killed.
         payload: the function's argument, encoded.
-        memory: bytes that it may take.
+        memory: maximum bytes.
     """
 
     name: str
@@ -30,10 +30,10 @@ class Outcome(msgspec.Struct, array_like=True):
     """The result of a job.
 
     Attributes:
-        result: what the function returned, encoded; nothing if it failed.
-        refused: why it refused its argument (its ValueError), if it did.
-        out_of_memory: it needed more memory than a worker may have.
-        is_last: the worker ends with it.
+        result: the function's result, encoded; empty if it failed.
+        refused: the message if it refused its argument (its ValueError).
+        out_of_memory: whether it needed more memory than a worker may have.
+        is_last: whether the worker ends with it.
     """
 
     result: msgspec.Raw = msgspec.Raw(b"\xc0")
@@ -43,6 +43,6 @@ class Outcome(msgspec.Struct, array_like=True):
 
 
 def framed(message: Job | Outcome) -> bytes:
-    """A message as it is sent."""
+    """A message in the form that is sent."""
     content = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(content)) + content

@@ -1,4 +1,4 @@
-"""The job of a worker that compiles the format of an answer once, to see whether that can be done in time."""
+"""The job of a worker that compiles an answer's format once, to check that it can be done in time."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from engine.text.grammars import Trial
 
 
 def try_grammar(params: StructuredOutputsParams) -> None:
-    """Compile it, and begin an answer.
+    """Compile the format, and begin an answer.
 
     Raises:
-        ValueError: it cannot be used; why.
+        ValueError: it cannot be used; gives the reason.
     """
     load_trial().check(params)
 
 
 @functools.cache
 def load_trial() -> Trial:
-    """The library that compiles grammars. It takes longer to load than most grammars to compile."""
+    """Load the library that compiles grammars. It takes longer to load than most grammars to compile."""
     return Trial()

@@ -1,5 +1,5 @@
-"""Images that clients send to what the model reads: the job of a worker, since a small file may hold a large image, and
-decoders are the code that hostile files aim at."""
+"""Decodes clients' images into the model's input. This is a worker's job, because a small file may contain a large
+image, and decoders are the code that hostile files attack."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from engine.images import Cropping, Preprocessing, crop, decode, preprocess, rea
 
 
 def load_decoders() -> None:
-    """Load them before a worker is forked."""
+    """Load the decoders before a worker is forked."""
     import PIL.Image
 
     PIL.Image.init()
-    PIL.Image.MAX_IMAGE_PIXELS = None  # a picture's own limit is looked at before its pixels are decoded
+    PIL.Image.MAX_IMAGE_PIXELS = None  # the image's own limit is checked before its pixels are decoded
 
 
 class Picture(msgspec.Struct, array_like=True):
@@ -22,8 +22,8 @@ class Picture(msgspec.Struct, array_like=True):
 
     Attributes:
         content: a data: URL, or base64.
-        steps: of the model's preprocessor.
-        max_bytes, max_pixels: what it may have.
+        steps: the steps of the model's preprocessor.
+        max_bytes, max_pixels: its limits.
     """
 
     content: str
@@ -48,7 +48,7 @@ class Pixels(msgspec.Struct, array_like=True):
 
 
 def read_picture(picture: Picture) -> Pixels:
-    """The pixels as the model reads them, or the reason why the image cannot be read."""
+    """The pixels in the form that the model reads, or the reason why the image cannot be read."""
     try:
         image = decode(
             read_text(picture.content, max_bytes=picture.max_bytes),

@@ -1,4 +1,4 @@
-"""Workers as the event loop sees them: jobs with limits of time and memory."""
+"""Workers for use in the event loop: jobs with limits of time and memory."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from server.workers.frames import LENGTH, MEMORY, Job, Outcome, framed
 
 logger = logging.getLogger("octavo.server")
 
-_PATIENCE = 30.0  # seconds beyond a job's own, for a process to start and for a busy machine
-# What a worker's process needs of the environment; keys and tokens of the service are not among it.
+_PATIENCE = 30.0  # seconds in addition to a job's own, for the start of a process and for a busy machine
+# Environment variables that a worker's process needs; the service's keys and tokens are not included.
 _KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "HF_HOME")
 
 T = TypeVar("T")
@@ -33,12 +33,12 @@ class RefusedError(Exception):
 
 
 class WorkerLostError(Exception):
-    """The job needed more memory than a worker may have, or its process was killed from outside."""
+    """The job needed more memory than a worker may have, or its process was killed."""
 
 
 class WorkerStuckError(ApiError):
-    """A worker's process neither answered nor ended with its time limit: it is stopped (SIGSTOP, a debugger), or the
-    machine stands still. That is not the client's fault."""
+    """A worker's process neither answered nor ended within its time limit: it is suspended (SIGSTOP, a debugger), or
+    the machine is stuck. The client is not at fault."""
 
     def __init__(self) -> None:
         message = "A worker process of the server did not answer, and was replaced. Try again."
@@ -46,7 +46,7 @@ class WorkerStuckError(ApiError):
 
 
 def _is_stopped(pid: int) -> bool:
-    """A process is stopped by a signal, or by a debugger."""
+    """Whether a process is suspended by a signal or a debugger."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(") ")[2][:1] in "Tt"
     except OSError:
@@ -54,7 +54,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 class _Worker:
-    """A worker's process and the line to it."""
+    """A worker's process and the connection to it."""
 
     def __init__(self, line: socket.socket):
         self._line = line
@@ -62,13 +62,13 @@ class _Worker:
         line.setblocking(False)
 
     async def ready(self) -> bool:
-        """Wait until it can work; whether it ever can."""
+        """Wait until it can work; returns whether it can."""
         head = await self._receive(LENGTH.size)
         self._pid = 0 if head is None else LENGTH.unpack(head)[0]
         return head is not None
 
     async def exchange(self, job: bytes) -> Outcome | None:
-        """A job's outcome, or None if the process is gone."""
+        """A job's outcome, or None if the process has ended."""
         try:
             await asyncio.get_running_loop().sock_sendall(self._line, job)
             head = await self._receive(LENGTH.size)
@@ -88,15 +88,15 @@ class _Worker:
 
     @property
     def is_stopped(self) -> bool:
-        """It would not begin a job now."""
+        """Whether it is suspended and would not begin a job now."""
         return _is_stopped(self._pid)
 
     def close(self) -> None:
-        """Hang up: it ends after the job that it is at."""
+        """Hang up: it ends after its current job."""
         self._line.close()
 
     def kill(self) -> None:
-        """End it in the middle of a job."""
+        """Kill it in the middle of a job."""
         with contextlib.suppress(OSError):
             try:
                 gone = not self._line.recv(1, socket.MSG_PEEK)
@@ -108,7 +108,7 @@ class _Worker:
 
 
 class WorkerPool:
-    """Workers that are forked as jobs need them, and kept. It bounds no number: callers do.
+    """Workers that are forked when jobs need them, and kept. It does not limit their number; callers do.
 
     It may be used from one event loop after another, not from several at once.
     """
@@ -119,7 +119,7 @@ class WorkerPool:
         self._idle: list[_Worker] = []
 
     def start(self) -> None:
-        """Start the process that forks workers, unless it runs; it takes a second, which nothing waits for."""
+        """Start the process that forks workers, unless it runs. This takes a second, for which nothing waits."""
         if self._forker is not None and self._forker.poll() is None:
             if not _is_stopped(self._forker.pid):
                 return
@@ -141,7 +141,7 @@ class WorkerPool:
             worker.close()
         self._idle.clear()
         if self._control is not None:
-            self._control.close()  # which ends the forker
+            self._control.close()  # this ends the forking process
         if self._forker is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._forker.wait(1.0)
@@ -154,17 +154,17 @@ class WorkerPool:
         """The result of a job.
 
         Args:
-            name: which job of `server.workers.child`.
+            name: a job of `server.workers.child`.
             payload: its argument.
             kind: the type of its result.
-            seconds: that it may take.
-            memory: bytes that it may take.
+            seconds: the time limit.
+            memory: maximum bytes.
 
         Raises:
-            RefusedError: the job's own words.
-            TimeoutError: it took longer.
+            RefusedError: the job refused its argument; has the job's message.
+            TimeoutError: it took too long.
             WorkerLostError: it took too much memory.
-            WorkerStuckError: its process is stopped.
+            WorkerStuckError: its process is suspended.
         """
         job = framed(Job(name, seconds, msgspec.Raw(msgspec.msgpack.encode(payload)), memory))
         while self._idle:
@@ -175,7 +175,7 @@ class WorkerPool:
             outcome = await self._outcome(worker, job, seconds)
             if outcome is not None:
                 return _result(outcome, kind)
-            # It may have been killed while it was idle. A new one tells.
+            # It may have been killed while it was idle. A new worker will show.
         outcome = await self._outcome(await self._fork(), job, seconds)
         if outcome is None:
             raise WorkerLostError
@@ -202,7 +202,7 @@ class WorkerPool:
         return worker
 
     async def _outcome(self, worker: _Worker, job: bytes, seconds: float) -> Outcome | None:
-        """A job's outcome; None if the worker is gone before its time was up. The worker is kept if it can be."""
+        """A job's outcome; None if the worker ended before its time limit. The worker is kept if possible."""
         began = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(seconds + _PATIENCE):
@@ -234,5 +234,5 @@ def _result(outcome: Outcome, kind: type[T]) -> T:
 
 @functools.cache
 def shared_workers() -> WorkerPool:
-    """The pool of this process, like the event loop's pool of threads."""
+    """The process's shared pool, like the event loop's thread pool."""
     return WorkerPool()

@@ -1,4 +1,4 @@
-"""Files of sound as samples: the job of a worker."""
+"""Decodes sound files into samples; the job of a worker."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class SoundPart(msgspec.Struct, array_like=True):
 
     Attributes:
         data: the file.
-        rate: samples a second of the result.
-        start, count: the first sample of the result, and how many.
-        most_seconds: of a longer file nothing is decoded.
+        rate: samples per second of the result.
+        start, count: the first sample of the result, and the number of samples.
+        most_seconds: a longer file is not decoded.
     """
 
     data: bytes
@@ -32,8 +32,8 @@ class DecodedPart(msgspec.Struct, array_like=True):
     """A part of a file's sound.
 
     Attributes:
-        samples: float32 in this machine's byte order, mono; fewer than asked for where the file ends.
-        seconds: how long the whole file is.
+        samples: float32 in this machine's byte order, mono; fewer than requested at the end of the file.
+        seconds: the length of the whole file.
     """
 
     samples: bytes
@@ -44,7 +44,7 @@ def decode(part: SoundPart) -> DecodedPart:
     """Samples of a file.
 
     Raises:
-        ValueError: it is no sound in a format that is read here, or broken; says so.
+        ValueError: the file is not sound in a supported format, or is damaged; says which.
     """
     with _unheard():
         samples, seconds = decode_part(
@@ -55,7 +55,7 @@ def decode(part: SoundPart) -> DecodedPart:
 
 @contextmanager
 def _unheard() -> Iterator[None]:
-    """Discard what is written to stderr meanwhile: libsndfile's decoder of MP3 writes lines for every broken frame."""
+    """Discard output to stderr meanwhile, because libsndfile's MP3 decoder writes lines for every damaged frame."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 2)

@@ -1,4 +1,4 @@
-"""Conversations rendered by their chat templates: the job of a worker."""
+"""Renders conversations with their chat templates; the job of a worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.text.conversations import Messages, render_conversation
 from engine.text.fitting import Roles, fitted, probe, shows_all, with_tool_prompt
 from engine.text.writing import HERMES, Writing
 
-_MOST_SAID = 1000  # characters of what a template says about its failure
+_MOST_SAID = 1000  # maximum characters of a template's error message
 _PROBE_TOOL = {
     "type": "function",
     "function": {
@@ -24,7 +24,8 @@ _PROBE_TOOL = {
     },
 }
 _MOST_PROBES = 256
-# What templates show, as far as it was asked: (template, roles, with tools). A service has one or two templates.
+# Whether templates show all messages, as far as this was tested: (template, roles, with tools). A service has one or
+# two templates.
 _probed: dict[tuple[str, Roles, bool], bool] = {}
 
 
@@ -34,15 +35,15 @@ class Conversation(msgspec.Struct, array_like=True):
     Attributes:
         template: a Jinja template.
         messages: {"role": ..., "content": ...} each; arguments of tool calls are JSON as text.
-        special: names that the template may use: the tokenizer's special tokens.
-        variables: further ones, a client's.
+        special: special tokens of the tokenizer, by the names that the template uses.
+        variables: further variables from the client.
         add_generation_prompt: end with the beginning of the assistant's answer.
-        longest: characters of the text; of a longer one only the length is told.
-        tools: as OpenAI's, or None.
-        documents: or None.
+        longest: maximum characters of the text; for a longer one only the length is returned.
+        tools: tools in OpenAI's form, or None.
+        documents: documents, or None.
         continue_final_message: end with the last message's text, without its closing tokens.
-        writing: how the model writes calls, where that is known.
-        prompted: the template knows no tools: a system message is to tell of them.
+        writing: the model's call format, if known.
+        prompted: the template does not support tools, so a system message describes them.
         image_mark, image_text: as `engine.text.pictures.with_parts` takes them.
     """
 
@@ -62,7 +63,7 @@ class Conversation(msgspec.Struct, array_like=True):
 
 
 class Rendered(msgspec.Struct, array_like=True):
-    """The text, or None if it is too long; and how many characters it has."""
+    """The text, or None if it is too long, and its number of characters."""
 
     text: str | None
     length: int
@@ -72,7 +73,7 @@ def render(conversation: Conversation) -> Rendered:
     """Messages to the text of a prompt.
 
     Raises:
-        ValueError: the template refuses these messages, or fails on them; its words.
+        ValueError: the template refuses these messages or fails; has its message.
     """
     writing = conversation.writing or HERMES
     if conversation.prompted and conversation.tools:
@@ -84,7 +85,7 @@ def render(conversation: Conversation) -> Rendered:
 
 
 def _shows(conversation: Conversation, roles: Roles) -> bool:
-    """Whether the template shows all messages of these roles; see `fitting`."""
+    """Whether the template shows all messages with these roles; see `fitting`."""
     key = conversation.template, roles, conversation.tools is not None
     if key not in _probed:
         tools = [_PROBE_TOOL] if conversation.tools is not None else None

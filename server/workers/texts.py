@@ -1,4 +1,5 @@
-"""Long texts to token ids: the job of a worker, since a tokenizer may take 200 bytes of memory for a character."""
+"""Turns long texts into token ids. This is a worker's job, because a tokenizer may take 200 bytes of memory per
+character."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ class Text(msgspec.Struct, array_like=True):
 
     Attributes:
         tokenizer: the path of a tokenizer.json.
-        special: the tokenizer adds its special tokens.
+        special: whether the tokenizer adds its special tokens.
     """
 
     tokenizer: str

@@ -1,1 +1,2 @@
-"""The computation of attention: the interface in `base`, one module per backend in its room, chosen by `selection`."""
+"""The computation of attention: the interface in `base`, one module per backend in its own package, and the choice in
+`selection`."""

@@ -1,4 +1,4 @@
-"""Checks that queries, keys, lengths and tables agree, whichever backend gets them."""
+"""Checks that queries, keys, lengths and tables match, for any backend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.backends.attention.base import AttentionMetadata, Bias, ContentBias,
 def check_shapes(
     q: Tensor, kv: Paged | Ragged, metadata: AttentionMetadata, bias: Bias | None, sinks: Tensor | None = None
 ) -> None:
-    """Raises ValueError, with the figures, where q [T, heads, head_dim], keys, values and what is added disagree."""
+    """Raises ValueError with the numbers if q [T, heads, head_dim], keys, values and biases do not match."""
     heads, head_dim = q.shape[1:]
     kv_heads = kv.keys.shape[-2]
     if heads % kv_heads or kv.keys.shape[-1] != head_dim or kv.keys.shape != kv.values.shape:
@@ -35,7 +35,7 @@ def check_shapes(
 
 
 def check_lengths(metadata: AttentionMetadata, kv: Paged | Ragged, causal: bool) -> None:
-    """Raises ValueError where lengths contradict each other or the block tables."""
+    """Raises ValueError if lengths contradict each other or the block tables."""
     lens = np.asarray(metadata.query_lens, dtype=np.int64)
     context = np.asarray(metadata.context_lens, dtype=np.int64)
     if lens.shape != context.shape:

@@ -28,7 +28,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """A query at position p sees keys from the last multiple of `size` on that is not after p."""
+    """A query at position p sees the keys from the last multiple of `size` up to p."""
 
     size: int
 
@@ -42,7 +42,7 @@ class DistanceBias:
 
     Attributes:
         table: [heads, N] bias by distance.
-        zero: column of distance 0; distances beyond either end take the end's value.
+        zero: the column for distance 0; distances beyond either end use the end's value.
     """
 
     table: Tensor
@@ -51,10 +51,10 @@ class DistanceBias:
 
 @dataclass(frozen=True, slots=True)
 class PositionBias:
-    """A bias per head that depends only on the key's own position (ALiBi with rounded products).
+    """A bias per head that depends only on the key's position (ALiBi with rounded products).
 
     Attributes:
-        table: [heads, N] bias by position; positions beyond the last take its value.
+        table: [heads, N] bias by position; positions beyond the last use its value.
     """
 
     table: Tensor
@@ -62,17 +62,17 @@ class PositionBias:
 
 @dataclass(frozen=True, slots=True)
 class ContentBias:
-    """Terms of the scores that depend on distance and on what stands there (arXiv:2006.03654, 3.1).
+    """Score terms that depend on the distance and on content (arXiv:2006.03654, 3.1).
 
     The score of a query and a key at distance d = key position - query position becomes
-    scale * (query . key + query . keys[c] + key . queries[c]), where c = columns[d + zero]. Only for heads that
-    share no keys.
+    scale * (query . key + query . keys[c] + key . queries[c]), where c = columns[d + zero]. Only for heads that do not
+    share keys.
 
     Attributes:
-        keys: [heads, N, head_dim] what queries are multiplied with, None for no such term.
-        queries: [heads, N, head_dim] what keys are multiplied with, None for no such term.
-        columns: [distances] int64 which of the N vectors belongs to a distance.
-        zero: entry of distance 0; distances beyond either end take the end's.
+        keys: [heads, N, head_dim] vectors to multiply queries with; None for no such term.
+        queries: [heads, N, head_dim] vectors to multiply keys with; None for no such term.
+        columns: [distances] int64, the index of the vector (of N) for each distance.
+        zero: the entry for distance 0; distances beyond either end use the end's.
     """
 
     keys: Tensor | None
@@ -90,13 +90,14 @@ class Paged:
 
     Attributes:
         keys, values: [num_blocks, block_size, kv_heads, head_dim], in a format of `engine.backends.attention.formats`,
-            which need not be that of the queries. Block 0 belongs to no sequence. Both may be one tensor, whose
-            vectors are keys and values at once.
-        block_tables: [R, max blocks] int32. Pages that no query of a row sees may be 0: they must not be read.
-        key_scales, value_scales: [num_blocks, block_size, kv_heads] of int8 and fp8 pages; None for all others.
-        key_centre: [kv_heads, head_dim] float32 that was subtracted from keys before they were quantised, and that
-            readers add; None for nothing. It adds the same to all scores of a query, so that a backend may leave
-            it out where no softcap follows, and where there are no sinks.
+            which may differ from the queries' format. Block 0 belongs to no sequence. Both may be the same tensor,
+            whose vectors are keys and values at once.
+        block_tables: [R, max blocks] int32. Entries of pages that no query of a row sees may be 0; such pages must not
+            be read.
+        key_scales, value_scales: [num_blocks, block_size, kv_heads] for int8 and fp8 pages; otherwise None.
+        key_centre: [kv_heads, head_dim] float32, subtracted from keys before quantisation and added again by readers;
+            None for none. It adds the same to all scores of a query, so a backend may ignore it if there is neither a
+            softcap nor a sink.
     """
 
     keys: Tensor
@@ -109,8 +110,8 @@ class Paged:
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store new tokens, in the pages' format.
 
-        Numbers that are not finite, or that the format cannot hold, are read back as NaN: in int8 and fp8 their
-        whole vector is; only pages in the format of the new tokens take everything as it is.
+        Numbers that are not finite, or that the format cannot represent, are read back as NaN; in int8 and fp8, their
+        whole vector is. Only pages in the format of the new tokens take every number unchanged.
 
         Args:
             slots: [T] int64, block * block_size + offset of each token.
@@ -151,19 +152,19 @@ class AttentionMetadata:
     """The shape of one ragged batch, on the host and on the device; built once per step.
 
     Attributes:
-        query_lens: R queries per row (host).
-        context_lens: R keys per row (host), the row's own new tokens included. The last query of a
-            row stands at position context_len - 1 when causal.
+        query_lens: number of queries of each of the R rows (host).
+        context_lens: number of keys of each of the R rows (host), including its new tokens. If causal, the last query
+            of a row is at position context_len - 1.
         query_start: [R + 1] int32 (device).
         context: [R] int32 (device).
-        cache: a backend's own per-step work (tiles, masks), keyed by the backend.
-        max_context: no row has more keys; None: the longest of `context_lens`. Where a step is recorded once and
-            started again with other lengths (`engine.execution.cuda_graphs`), only the device knows those.
-        max_queries: all rows together have no more queries, and how they share them only the device knows
-            (`engine.execution.prompt_graphs`); None: `query_lens` says it.
-        two_way: of each row, whether its causal queries see all later keys of it, too (host): the tokens of an image
-            that see each other. None: none do.
-        overlapping: a kernel may begin while the one before it ends (`engine.model.kernels.RowForm`).
+        cache: a backend's results that are computed once per step (tiles, masks), keyed by the backend.
+        max_context: the maximum number of keys of a row; None: the largest of `context_lens`. If a step is recorded
+            once and replayed with other lengths (`engine.execution.cuda_graphs`), only the device knows the lengths.
+        max_queries: the maximum number of queries of all rows together, if only the device knows how they are divided
+            among rows (`engine.execution.prompt_graphs`); None: `query_lens` says it.
+        two_way: for each row, whether its causal queries also see all later keys of the row (host), like the tokens of
+            an image that see each other; None: for no row.
+        overlapping: whether a kernel may begin before the previous one ends (`engine.model.kernels.RowForm`).
     """
 
     query_lens: list[int]
@@ -178,7 +179,7 @@ class AttentionMetadata:
 
     @property
     def longest(self) -> int:
-        """Most keys of a row."""
+        """Maximum number of keys of a row."""
         return max(self.context_lens, default=0) if self.max_context is None else self.max_context
 
     @staticmethod
@@ -201,7 +202,7 @@ class AttentionMetadata:
         device: torch.device,
         two_way: tuple[bool, ...] | None = None,
     ) -> AttentionMetadata:
-        """Metadata of a plan's rows, whose arrays it may share: [R + 1] first query of each row, [R] keys."""
+        """Metadata for a plan's rows, whose arrays it may share: [R + 1] first query of each row, [R] keys."""
         return AttentionMetadata(
             query_lens=(query_start[1:] - query_start[:-1]).tolist(),
             context_lens=context_lens.tolist(),
@@ -233,15 +234,15 @@ class AttentionPart(Protocol):
 
     @property
     def query_bias(self) -> bool:
-        """Whether each query brings what is added to its scores: torch computes those, and no graph can record it."""
+        """Whether each query adds its own numbers to its scores: torch computes those, and no graph can record them."""
 
 
 class AttentionBackend(ABC):
     """One way to compute attention.
 
     Attributes:
-        recordable: lengths and tables are read on the device, and how far they reach is `max_context`'s to say: what
-            was started can be started again with others in their place (`engine.execution.cuda_graphs`).
+        recordable: whether lengths and tables are read only on the device, within `max_context`, so that a recorded
+            step can be replayed with others in their place (`engine.execution.cuda_graphs`).
     """
 
     name: str
@@ -249,7 +250,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     def made_for(cls, device: torch.device) -> bool:
-        """Whether a device is of a kind that this backend was made for; if not, the log need not say why it cannot."""
+        """Whether the backend was made for this kind of device; if not, the log need not say why it is not used."""
         return True
 
     @classmethod
@@ -259,7 +260,7 @@ class AttentionBackend(ABC):
         """The reasons why this backend cannot compute `part` on `device`, one per entry; empty if it can.
 
         Args:
-            cache_dtype: format of the pages; None where K and V come without a cache.
+            cache_dtype: format of the pages; None for K and V without a cache.
         """
         return []
 
@@ -280,5 +281,5 @@ class AttentionBackend(ABC):
         """Attention of q [T, heads, head_dim] over each row's own keys; returns [T, heads, head_dim].
 
         heads is a multiple of kv_heads; head h reads key head h // (heads // kv_heads). sinks: [heads] float32, one
-        more score of each query, which belongs to no value.
+        more score for each query, without a value.
         """

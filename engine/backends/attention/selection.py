@@ -1,4 +1,4 @@
-"""The choice of the backend that computes attention, made once at start."""
+"""The choice of the attention backend, made once at start."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ logger = logging.getLogger("octavo.attention")
 def select(
     device: torch.device | str, parts: Iterable[AttentionPart] = (), cache_dtype: torch.dtype | None = None
 ) -> AttentionBackend:
-    """The first backend that can compute all of a model's attention parts on a device, over pages of a format
-    (None: without pages).
+    """The first backend that can compute all of a model's attention parts on a device, with pages of a format (None:
+    without pages).
 
-    The choice, and why faster backends were passed over, is logged here and nowhere later.
+    The choice, and the reasons against faster backends, are logged here and nowhere else.
 
     Raises:
-        ConfigError: no backend can, with each one's reasons.
+        ConfigError: no backend can; lists the reasons of each.
     """
     device = torch.device(device)
     parts = list(parts)
@@ -36,12 +36,12 @@ def select(
     for backend in BACKENDS:
         if not backend.made_for(device):
             continue
-        # Layers share parts, so reasons repeat: each is said once, in the order in which it first came up.
+        # Layers share parts, so reasons repeat; each is given once, in order of first occurrence.
         found = (reason for part in parts for reason in backend.unsupported(part, device, cache_dtype))
         reasons = list(dict.fromkeys(found))
         if not reasons:
             passed = f"; not usable: {'; '.join(refusals)}" if refusals else ""
-            level = logging.INFO if passed else logging.DEBUG  # the usual one is no news
+            level = logging.INFO if passed else logging.DEBUG  # the usual choice is not logged
             logger.log(level, "Attention backend on %s: %s%s", device, backend.name, passed)
             return backend()
         refusals.append(f"{backend.name} ({', '.join(reasons)})")

@@ -9,7 +9,7 @@ from engine.backends.native.arguments import rows_of, vector_of
 from engine.backends.native.loading import kernels
 
 _ACTIVATE = kernels("activate", "ppp iiiii")
-# The places of these names are the numbers of src/activations.cpp.
+# The indices of these names are the numbers in src/activations.cpp.
 FUNCTIONS = {
     name: number
     for number, name in enumerate(
@@ -19,15 +19,15 @@ FUNCTIONS = {
 
 
 def activate(x: Tensor, function: str, bias: Tensor | None = None) -> Tensor:
-    """function(x + bias) of rows x [T, width], float32 or bfloat16, which may lie apart; bias [width]."""
+    """function(x + bias) of rows x [T, width], float32 or bfloat16, which may have gaps between them; bias [width]."""
     return _activate(x, function, bias, 0)
 
 
 def gate(x: Tensor, function: str, bias: Tensor | None = None) -> Tensor:
-    """function(a) * b of rows x + bias = [a | b] of [T, 2 * width] to [T, width].
+    """Compute function(a) * b, [T, width], where x + bias, [T, 2 * width], is [a | b].
 
     Raises:
-        ValueError: a row cannot be halved.
+        ValueError: a row has an odd width.
     """
     if x.shape[-1] % 2:
         raise ValueError(f"a gated row must have an even width, got {x.shape[-1]}")

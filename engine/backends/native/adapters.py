@@ -1,4 +1,4 @@
-"""The low-rank additions of adapters to a product, as the library reads them (`src/adapters.h`)."""
+"""The low-rank additions of adapters to a product, in the form that the library reads (`src/adapters.h`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.backends.native.memory import Arena
 from engine.backends.native.structures import structure
 
-_PANEL = 64  # outputs side by side, of src/adapters.h
+_PANEL = 64  # outputs per panel in src/adapters.h
 
 _LowRank = structure("LowRank", "pointer down up | int down_wide up_wide rank first outputs")
 _Slot = structure("AdapterSlot", "pointer parts | int count")
@@ -39,16 +39,17 @@ class _Part:
 class AdapterTable:
     """The additions to one product, by slot.
 
-    An adapter to several matrices that are one product here has many zeros in `up`: ranks whose changes reach the same
-    outputs are kept together, and the zeros are left out. What bfloat16 holds exactly is kept in it, else in float32.
+    For an adapter to several matrices that are one product here, `up` has many zeros. Ranks that affect the same
+    outputs are stored together, and the zeros are left out. Values are stored in bfloat16 if it represents them
+    exactly, else in float32.
 
     Args:
-        slots: the first of them is that of tokens without an adapter.
-        inputs, outputs: of the product.
-        rank: most ranks of an adapter.
+        slots: the slots; the first one is for tokens without an adapter.
+        inputs, outputs: the product's sizes.
+        rank: maximum rank of an adapter.
 
     Attributes:
-        address: of the structures that the library reads.
+        address: the address of the structures that the library reads.
     """
 
     def __init__(self, slots: int, inputs: int, outputs: int, rank: int):
@@ -59,10 +60,10 @@ class AdapterTable:
         self.address = ctypes.addressof(self._slots)
 
     def put(self, slot: int, down: Tensor, up: Tensor, arena: Arena) -> None:
-        """Fill a slot with down [rank, in] and up [out, rank], between steps.
+        """Fill a slot with down [rank, in] and up [out, rank], between two steps.
 
         Args:
-            arena: of the adapter, whose products are put in the order in which steps read them.
+            arena: the adapter's memory; its products are put there in the order in which steps read them.
         """
         blocks = list(_blocks(up))
         downs = [_kept(down[ranks], arena) for ranks, _, _ in blocks]
@@ -81,7 +82,7 @@ class AdapterTable:
         self._parts[slot], self._kept[slot] = [], None
 
     def matrices(self, slot: int) -> tuple[Tensor, Tensor] | None:
-        """The float32 matrices of a slot again, without ranks that change nothing; None if it is empty."""
+        """The float32 matrices of a slot, without ranks that change nothing; None if it is empty."""
         parts = self._parts[slot]
         if not parts:
             return None
@@ -96,10 +97,10 @@ class AdapterTable:
 
 
 def find_runs(slots: Tensor) -> Tensor | None:
-    """[runs, 3] the first of each run of tokens with an adapter, their number and their slot; None if there are none.
+    """[runs, 3] the first token, the length and the slot of each run of tokens with an adapter; None if there are none.
 
     Args:
-        slots: [T] int64 of each token, 0 for none.
+        slots: [T] int64 slot of each token, 0 for none.
     """
     values = slots.numpy()
     firsts = np.flatnonzero(np.diff(values, prepend=-1))
@@ -108,7 +109,7 @@ def find_runs(slots: Tensor) -> Tensor | None:
 
 
 def _blocks(up: Tensor) -> Iterator[tuple[slice, int, int]]:
-    """Ranks that follow each other and reach the same outputs, with the first of these and the end of the last."""
+    """Groups of successive ranks that affect the same outputs, with the first and the end of these outputs."""
     reached = (up != 0).T.to(torch.uint8)  # [rank, out]
     firsts = reached.argmax(1).tolist()
     ends = (up.shape[0] - reached.flip(1).argmax(1)).tolist()
@@ -132,7 +133,7 @@ def _panels(up: Tensor) -> Tensor:
 
 
 def _kept(values: Tensor, arena: Arena) -> Tensor:
-    """A copy in the smallest format that holds the values."""
+    """A copy in the smallest format that represents the values."""
     small = values.to(torch.bfloat16)
     if torch.equal(small.float(), values.float()):
         values = small

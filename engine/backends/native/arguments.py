@@ -1,4 +1,4 @@
-"""The description of tensors for kernels, and the checks before it."""
+"""Descriptions of tensors for kernels, and the checks before them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ FORMATS = (torch.float32, torch.bfloat16)
 
 
 class Rows(NamedTuple):
-    """The rows of a tensor as memory has them: outer times inner rows of `size` numbers that lie side by side.
+    """The rows of a tensor as they are in memory: outer times inner rows of `size` contiguous numbers.
 
     Attributes:
-        tensor: what has to live as long as the address is used.
+        tensor: the tensor, which must live as long as the address is used.
         outer_stride, inner_stride: numbers from one row to the next.
     """
 
@@ -28,10 +28,10 @@ class Rows(NamedTuple):
 
 
 def rows_of(x: Tensor) -> Rows:
-    """The rows of x [..., size], copied only where they lie too irregularly.
+    """The rows of x [..., size], copied only if their layout is too irregular.
 
     Raises:
-        ValueError: it is not on a CPU, not float32 or bfloat16, or has no dimension.
+        ValueError: x is not on a CPU, not float32 or bfloat16, or has no dimension.
     """
     if x.dtype not in FORMATS or not x.is_cpu or not x.dim():
         raise ValueError(f"kernels need rows of float32 or bfloat16 on a CPU, got {_said(x)}")
@@ -47,10 +47,10 @@ def rows_of(x: Tensor) -> Rows:
 
 
 def vector_of(vector: Tensor | None, size: int, dtype: torch.dtype) -> int | None:
-    """The address of a parameter [size], None for none.
+    """The address of a parameter [size]; None for none.
 
     Raises:
-        ValueError: it has another shape or format, or does not lie side by side.
+        ValueError: it has another shape or format, or is not contiguous.
     """
     if vector is None:
         return None
@@ -60,18 +60,18 @@ def vector_of(vector: Tensor | None, size: int, dtype: torch.dtype) -> int | Non
 
 
 def same_shape(y: Tensor, x: Tensor) -> Tensor:
-    """y, side by side.
+    """y, made contiguous.
 
     Raises:
-        ValueError: its shape or format is not x's.
+        ValueError: its shape or format differs from x's.
     """
     if y.shape != x.shape or y.dtype != x.dtype or not y.is_cpu:
-        raise ValueError(f"{_said(y)} does not go with {_said(x)}")
+        raise ValueError(f"{_said(y)} does not match {_said(x)}")
     return y.contiguous()
 
 
 def empty_like(x: Tensor) -> Tensor:
-    """Memory for as many numbers as x has, side by side."""
+    """Contiguous memory for as many numbers as x has."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 

@@ -1,4 +1,4 @@
-"""Attention on a CPU by the native library: a running softmax over chunks of keys, straight from the pages.
+"""Attention on a CPU by the native library: a running softmax over chunks of keys, read directly from the pages.
 
 The kernel is `engine/backends/native/src/attention_batch.cpp`.
 """
@@ -36,7 +36,7 @@ from engine.host.cpus import core_cache
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _QUERIES = (torch.float32, torch.bfloat16, torch.float16)
 _UNBIASED, _BY_DISTANCE, _BY_POSITION, _BY_CONTENT = range(4)
-# Where each thread's memory begins at a multiple of.
+# Alignment of each thread's memory.
 _ALIGNMENT = 64
 
 _SIZES = native.Kernel("attention_sizes", "p")
@@ -56,7 +56,7 @@ _Call: Any = structure(
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """The parts that the layers of a step share: a call that lacks only their tensors, its address, and its data."""
+    """The parts that the layers of a step share: a call without their tensors, its address, and its data."""
 
     call: Any
     address: int
@@ -64,17 +64,17 @@ class _Prepared:
 
 
 class NativeAttention(AttentionBackend):
-    """Tiles of queries walk chunks of keys with a running softmax, all heads that share keys together.
+    """Tiles of queries process chunks of keys with a running softmax, all heads that share keys together.
 
-    Sums are in float32. Where queries are bfloat16, pages bfloat16 or int8, and the CPU multiplies bfloat16, the
-    weights of a query are rounded to that format before they meet the values, and are summed as they were rounded;
-    everywhere else products are in float32.
+    Sums are in float32. If queries are bfloat16, pages bfloat16 or int8, and the CPU multiplies bfloat16, the attention
+    weights are rounded to bfloat16 before they are multiplied with the values, and the rounded weights are summed.
+    Otherwise products are in float32.
 
-    A query's result is the same to the bit whatever else is in the batch, however its prompt was chunked, a single
-    query at a time included, and however many threads share the work. Another instruction set may give other bits.
+    A query's result is the same to the bit whatever else is in the batch, however its prompt was chunked (even into
+    single queries), and however many threads share the work. Another instruction set may give other bits.
 
-    Positions that no query of a row sees are never read, so NaN or inf left in a page by another sequence cannot
-    reach it.
+    Positions that no query of a row sees are never read, so NaN or inf that another sequence left in a page cannot
+    affect it.
     """
 
     name = "native"
@@ -90,17 +90,17 @@ class NativeAttention(AttentionBackend):
     def unsupported(
         cls, part: AttentionPart, device: torch.device, cache_dtype: torch.dtype | None = None
     ) -> list[str]:
-        """Computes every part over every format of the cache but fp8, on the CPU; with a content bias not over int8,
-        and not for heads that share keys."""
+        """Computes every part over every format of the cache except fp8, on the CPU; a content bias not over int8, and
+        not for heads that share keys."""
         if device.type != "cpu":
             return [f"{cls.name} attention runs on cpu; the device is {device.type}"]
         reasons = []
         if part.content_bias and part.heads != part.kv_heads:
-            reasons.append(f"{cls.name} attention has no content bias for heads that share keys")
+            reasons.append(f"{cls.name} attention does not support a content bias for heads that share keys")
         if part.content_bias and cache_dtype == torch.int8:
-            reasons.append(f"{cls.name} attention has no content bias over int8 pages")
+            reasons.append(f"{cls.name} attention does not support a content bias over int8 pages")
         if cache_dtype is not None and cache_dtype not in _FORMATS:
-            reasons.append(f"{cls.name} attention reads no {format_name(cache_dtype)} pages")
+            reasons.append(f"{cls.name} attention does not read {format_name(cache_dtype)} pages")
         if not reasons and not native.available():
             reasons.append("there is no native library")
         return reasons
@@ -122,12 +122,12 @@ class NativeAttention(AttentionBackend):
         """Attention of q [T, heads, head_dim] over each row's own keys; returns [T, heads, head_dim].
 
         Scores are scale * q k, then softcap * tanh(. / softcap), then + bias: transformers' order.
-        Queries stand at the last positions of their row when causal, at its first ones otherwise.
-        Tokens past the sum of the query lengths, and queries that see no key, give zeros.
+        If causal, queries are at the last positions of their row, otherwise at the first ones. Tokens past the sum of
+        the query lengths, and queries that see no key, get zeros.
 
         Raises:
             ValueError: shapes, formats or lengths contradict each other.
-            IndexError: a row's pages or tokens lie outside the keys.
+            IndexError: a row's pages or tokens are outside the keys.
         """
         content = isinstance(bias, ContentBias)
         if content and kv.keys.dtype == torch.int8:
@@ -158,7 +158,7 @@ class NativeAttention(AttentionBackend):
         del added, sinks  # they had to live until now
         if call.outside:
             call.outside = 0
-            raise IndexError(f"a row's keys lie outside the {call.slots} that there are")
+            raise IndexError(f"a row's keys lie outside the {call.slots} slots")
         return out
 
     def describe(
@@ -176,10 +176,10 @@ class NativeAttention(AttentionBackend):
         `engine.backends.native.program`: the address of a structure that lives as long as the metadata.
 
         Args:
-            content: a `ContentBias` is added.
+            content: whether a `ContentBias` is added.
 
         Raises:
-            ValueError: as `attend`.
+            ValueError: see `attend`.
         """
         return self._prepare(torch.empty((), dtype=dtype).expand(shape), kv, metadata, causal, window, content).address
 
@@ -192,7 +192,7 @@ class NativeAttention(AttentionBackend):
         window: Sight | None,
         content: bool,
     ) -> _Prepared:
-        """The call of this batch: checked and made by the first layer of a step, completed by each."""
+        """The call for this batch: checked and made by the first layer of a step, completed by each layer."""
         keys, values = kv.keys, kv.values
         where = kv.block_tables if isinstance(kv, Paged) else kv.starts
         formats = (q.dtype, keys.dtype, values.dtype, isinstance(kv, Paged) and kv.key_scales is not None)
@@ -234,13 +234,13 @@ class NativeAttention(AttentionBackend):
         )
         _SIZES.call(ctypes.addressof(call))
         room = self._room(call)
-        # `where` is kept, too: its address stays taken, and so remains a sound key.
+        # `where` is kept too, so that its address stays taken and remains a valid key.
         prepared = _Prepared(call, ctypes.addressof(call), (where, laid, start, context, two_way, *room))
         metadata.cache[key] = prepared
         return prepared
 
     def _room(self, call: Any) -> tuple[Tensor, ...]:
-        """Gives a call memory to work in, which calls of one thread share: they come one after the other."""
+        """Give a call working memory, which calls of one thread share, because they run one after the other."""
         wanted: tuple[int, ...] = (
             call.threads * call.workspace_bytes + _ALIGNMENT,
             call.threads * call.shared_floats,
@@ -261,7 +261,7 @@ class NativeAttention(AttentionBackend):
 
 
 def _check_formats(q: Tensor, kv: Paged | Ragged) -> None:
-    """Raises ValueError where there is no kernel for the formats of queries, keys and values."""
+    """Raises ValueError if there is no kernel for the formats of queries, keys and values."""
     kind = kv.keys.dtype
     if q.dtype not in _QUERIES or kind not in _FORMATS or kind != kv.values.dtype:
         raise ValueError(f"no kernel for queries of {q.dtype}, keys of {kind}, values of {kv.values.dtype}")
@@ -271,14 +271,14 @@ def _check_formats(q: Tensor, kv: Paged | Ragged) -> None:
 
 
 def _slots(x: Tensor) -> Tensor:
-    """Keys or values as [slots, kv_heads, head_dim]; of pages, never a copy."""
+    """Keys or values as [slots, kv_heads, head_dim]; pages are never copied."""
     if x.dim() == 4:
         return x.view(-1, *x.shape[2:])
     return x if x.stride(2) == 1 else x.contiguous()
 
 
 def describe_bias(bias: Bias | None, dtype: torch.dtype) -> AddedBias:
-    """The description of a bias of scores for kernels, for keys of a format."""
+    """The description of a bias for kernels, for keys of this format."""
     kept: tuple[Tensor, ...] = ()
     fields: dict[str, int | None] = dict.fromkeys(
         ("bias", "distance_keys", "distance_queries", "distance_columns", "bias_columns", "bias_zero", "distances"), 0

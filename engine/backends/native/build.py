@@ -1,14 +1,14 @@
-"""Makes the library of kernels: finds a compiler, compiles every source for an instruction set, links.
+"""Builds the library of kernels: finds a compiler, compiles every source for an instruction set, links.
 
-With the standard library alone, so that a machine which only builds needs nothing else:
+It uses only the standard library, so that a machine that only builds needs nothing else:
 
     python -m octavo.engine.backends.native.build      all instruction sets of this kind of machine, beside the package
     python engine/backends/native/build.py             the same, where nothing is installed
     ... DIRECTORY                                      there
     ... --this-cpu DIRECTORY          only the best that this CPU has, under the name that it has in the cache
 
-One library has the code of one instruction set, and is linked against nothing but C's own libraries (see
-`src/threads.h` for how it finds torch's threads).
+A library contains the code of one instruction set, and is linked only against C's own libraries (see `src/threads.h`
+for how it finds torch's threads).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PREBUILT = Path(__file__).parent / "prebuilt"
 
 _FLAGS = (
     "-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics",
-    # What a number becomes is written in the source: nothing is fused or reordered behind it.
+    # The source determines every number: the compiler must not fuse or reorder operations.
     "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
     # Packed memory is written as one type and read as another.
     "-fno-strict-aliasing",
@@ -44,13 +44,13 @@ _SECONDS = 600
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """Flags that make code for it, and what Linux calls the features that this code needs."""
+    """Compiler flags for an instruction set, and Linux's names of the required CPU features."""
 
     flags: tuple[str, ...]
     features: frozenset[str]
 
 
-# Named one by one, since not all compilers agree on the names of levels (x86-64-v3).
+# Named one by one, because not all compilers agree on the names of levels (x86-64-v3).
 _AVX2 = InstructionSet(
     ("-mavx", "-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mmovbe", "-mpopcnt"),
     frozenset({"avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe", "popcnt"}),
@@ -68,7 +68,7 @@ _AVX512 = InstructionSet((*_AVX512_VNNI.flags, "-mavx512bf16"), _AVX512_VNNI.fea
 _INSTRUCTION_SETS = {
     "x86_64": {
         "avx512": _AVX512,
-        "avx512-vnni": _AVX512_VNNI,  # Cascade Lake and Ice Lake; and guests that bfloat16 is hidden from
+        "avx512-vnni": _AVX512_VNNI,  # Cascade Lake, Ice Lake, and virtual machines that hide bfloat16
         "avx2": _AVX2,
         "portable": InstructionSet((), frozenset()),
     },
@@ -80,22 +80,22 @@ _FOR_TESTS = {EMULATED_TILES: InstructionSet((*_AVX512_VNNI.flags, "-DOCTAVO_TIL
 
 
 class BuildError(Exception):
-    """The library could not be made; the message is the compiler's."""
+    """The library could not be built; the message is the compiler's."""
 
 
 def machine() -> str:
-    """The machine's name, one for each kind."""
+    """The name of this kind of machine."""
     name = platform.machine().lower()
     return {"amd64": "x86_64", "arm64": "aarch64"}.get(name, name)
 
 
 def instruction_sets() -> dict[str, InstructionSet]:
-    """The instruction sets that a library can be made for on this kind of machine, best first."""
+    """The instruction sets that a library can be built for on this kind of machine, best first."""
     return _INSTRUCTION_SETS.get(machine(), _PORTABLE)
 
 
 def supported_sets(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
-    """The instruction sets of this CPU, as far as the system says, best first."""
+    """The instruction sets of this CPU, as reported by the system, best first."""
     features: set[str] = set()
     with contextlib.suppress(OSError):
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -112,14 +112,14 @@ def _flags_of(name: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """A compiler's command and what it says of itself."""
+    """A compiler's command and its version text."""
 
     command: tuple[str, ...]
     version: str
 
 
 def find_compiler() -> Compiler | None:
-    """The compiler that CXX names, or the first of c++, g++ and clang++ that answers."""
+    """The compiler that CXX names, or the first of c++, g++ and clang++ that works."""
     if sys.platform == "win32":
         return None
     named = os.environ.get("CXX", "").strip()
@@ -134,7 +134,7 @@ def find_compiler() -> Compiler | None:
 
 
 def file_name(name: str, compiler: Compiler | None = None) -> str:
-    """The library's name, which changes with its sources, flags and machine, and with the compiler if one is given."""
+    """The library's file name, which depends on its sources, flags and machine, and on the compiler if one is given."""
     digest = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
         if path.suffix in {".cpp", ".h"}:
@@ -148,10 +148,10 @@ def file_name(name: str, compiler: Compiler | None = None) -> str:
 
 
 def build(name: str, compiler: Compiler, target: Path) -> None:
-    """Make the library of one instruction set; `target` is there whole or not at all.
+    """Build the library for one instruction set; `target` is complete or does not exist.
 
     Raises:
-        BuildError: the compiler refuses, or the folder cannot be written to.
+        BuildError: the compiler fails, or the folder is not writable.
     """
     flags = (*compiler.command, *_FLAGS, *_flags_of(name))
     link = _LINK_FLAGS_MACOS if sys.platform == "darwin" else _LINK_FLAGS
@@ -183,7 +183,7 @@ def _run(command: list[str]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Build for all instruction sets of this kind of machine, or for this CPU; 0 if all could be made."""
+    """Build for all instruction sets of this kind of machine, or for this CPU; returns 0 if all were built."""
     this_cpu = arguments[:1] == ["--this-cpu"]
     folders = arguments[this_cpu:]
     if len(folders) > 1 or (this_cpu and not folders) or any(argument.startswith("-") for argument in folders):

@@ -33,13 +33,13 @@ class PageCopier:
         """Copy pages [C, 2] (source, destination); all sources are read before anything is written.
 
         Raises:
-            IndexError: there is no such page.
+            IndexError: a page does not exist.
         """
         if not len(copies) or not self._tensors:
             return
         if copies.min() < 0 or copies.max() >= len(self._tensors[0]):
             raise IndexError(f"pages {copies.min()} to {copies.max()} of {len(self._tensors[0])} cannot be copied")
-        if np.isin(copies[:, 1], copies[:, 0]).any():  # rare: what is a source is overwritten
+        if np.isin(copies[:, 1], copies[:, 0]).any():  # rare: a source is also a destination
             source, target = torch.from_numpy(copies).long().unbind(1)
             for tensor in self._tensors:
                 tensor[target] = tensor[source]

@@ -1,7 +1,7 @@
-"""A stack's program, run by the CPU's library: operations that follow each other are one call.
+"""Runs a stack's program with the CPU's library: successive operations are one call.
 
-A small model's step is over before Python has called all of its kernels. So the operations are written down once as
-those of `engine.backends.native.program`. What has no kernel is computed by torch, on the same buffers, between two
+Calling each kernel from Python would take longer than a small model's step. So the operations are translated once into
+those of `engine.backends.native.program`. torch computes operations without a kernel, on the same buffers, between two
 calls.
 """
 
@@ -59,7 +59,7 @@ class _Call:
     """The common part of attentions that can be described to the kernel together.
 
     Attributes:
-        layer: one of the layers whose pages they read; None where keys lie beside the queries.
+        layer: one of the layers whose pages they read; None if keys are beside the queries.
     """
 
     layer: int | None
@@ -88,7 +88,7 @@ def unsupported(operation: Operation, dtype: torch.dtype) -> str | None:
         ):
             return None
         case Multiply():
-            return None if _packed(operation) is not None else "a matrix is not laid out for kernels of our own"
+            return None if _packed(operation) is not None else "a matrix is not laid out for our kernels"
         case PrepareHeads() | StoreEncoded():
             longest = operation.part.head_dim > LONGEST_HEAD
             return f"a head of {operation.part.head_dim} features has no kernel" if longest else None
@@ -105,7 +105,7 @@ def unsupported(operation: Operation, dtype: torch.dtype) -> str | None:
             return "experts with biases have no kernel"
         case MixExperts():
             known = all(packed is not None for packed in _experts(operation.module))
-            return None if known else "experts' matrices are not laid out for kernels of our own"
+            return None if known else "experts' matrices are not laid out for our kernels"
         case Activate():
             return None if operation.function in FUNCTIONS else f"{operation.function} has no kernel"
         case _:
@@ -113,9 +113,10 @@ def unsupported(operation: Operation, dtype: torch.dtype) -> str | None:
 
 
 def refusal(program: Program, dtype: torch.dtype) -> str | None:
-    """The reason why the library serves a program badly or not at all; None if it serves it.
+    """The reason why the library runs a program badly or not at all; None if it runs it well.
 
-    Matrices and pages are laid out for one or the other, so torch keeps programs in which it computes those.
+    Matrices and pages are laid out for either the library or torch, so torch runs programs in which it must compute
+    those.
     """
     for operation in program.operations:
         if isinstance(operation, Multiply | PrepareHeads | StoreEncoded | Attend):
@@ -126,7 +127,7 @@ def refusal(program: Program, dtype: torch.dtype) -> str | None:
 
 
 def _by_length(inputs: Inputs) -> tuple[Inputs, Tensor]:
-    """An encoder's inputs in the order of their length, and [Tp] the places that their tokens had."""
+    """An encoder's inputs in the order of their length, and the original indices [Tp] of their tokens."""
     rows = inputs.metadata
     order = sorted(range(len(rows.query_lens)), key=rows.query_lens.__getitem__)
     starts = rows.query_start.tolist()
@@ -145,10 +146,10 @@ def _by_length(inputs: Inputs) -> tuple[Inputs, Tensor]:
 
 
 class NativeExecutor:
-    """Runs a program that `refusal` does not refuse; weights have been laid out, and stay as they are.
+    """Runs a program that `refusal` accepts; the weights are already laid out and do not change.
 
     Args:
-        dtype: of the rows.
+        dtype: format of the rows.
     """
 
     def __init__(self, program: Program, tables: Tables, dtype: torch.dtype):
@@ -159,17 +160,17 @@ class NativeExecutor:
         for width in program.widths:
             self.native.buffer(width)
         self.native.give(program.stream)
-        # The result is memory of its own: the program's is overwritten by the next step.
+        # The result is a copy, because the next step overwrites the program's memory.
         self.native.give(program.result)
         self._pages: dict[tuple[int, bool], Pages] = {}  # by layer, with the centre of keys or without
         self._states: dict[int, StateMemory] = {}  # by layer, among those with a state
-        self._bound: dict[tuple[int, bool], Tensor] = {}  # the keys of those that the library knows
+        self._bound: dict[tuple[int, bool], Tensor] = {}  # the keys of the calls that the library knows
         self._calls: list[_Call] = []
         self._own: dict[tuple[str, int], Rows] = {}
         self._backend: NativeAttention | None = None
         self._thin: Rows | None = None  # of the last product with adapters
         multiplied = (_packed(operation) for operation in program.operations if isinstance(operation, Multiply))
-        # Short rows and long ones are multiplied apart.
+        # Short and long rows are multiplied separately.
         self._sorts = any(packed is not None and packed.kind == "amx_float32" for packed in multiplied)
         first_of_all, *operations = program.operations
         assert isinstance(first_of_all, Embed | Take)
@@ -189,13 +190,14 @@ class NativeExecutor:
             if len(self.native) > first:
                 self._stages.append((first, len(self.native)))
         if missing:
-            logger.info("Without kernels of their own, torch computes these parts: %s", ", ".join(missing))
+            logger.info("torch computes these parts, for which there are no kernels: %s", ", ".join(missing))
 
     def run(self, inputs: Inputs) -> Tensor:
         """Hidden states [Tp, features].
 
         Raises:
-            IndexError: a row's pages or a token's slot lie outside the cache, or its angles outside the tables.
+            IndexError: a row's pages or a token's slot are outside the cache, or its position outside the tables of
+                angles.
         """
         if inputs.needs_torch:
             return self._torch.run(inputs)
@@ -239,7 +241,7 @@ class NativeExecutor:
         return out
 
     def _bind(self, inputs: Inputs) -> None:
-        """Tell the library where pages are, if they have moved."""
+        """Tell the library where the pages are, if they have moved."""
         for key, pages in self._pages.items():
             layer, centred = key
             assert inputs.caches is not None
@@ -257,7 +259,7 @@ class NativeExecutor:
                 memory.bind(slots)
 
     def _describe(self, call: _Call, x: Tensor, inputs: Inputs) -> int:
-        """The address of what attentions of a kind share in this pass."""
+        """The address of the data that attentions of a kind share in this pass."""
         assert self._backend is not None
         rows = inputs.metadata
         kv: Paged | Ragged
@@ -275,7 +277,7 @@ class NativeExecutor:
             shape, x.dtype, kv, rows, causal=call.causal, window=call.window, content=call.content
         )
 
-    # ---- what the library is told once
+    # ---- translating the program, once
 
     def _emit(self, operation: Operation) -> None:
         match operation:
@@ -315,7 +317,7 @@ class NativeExecutor:
                 memory = self._states.setdefault(layer, StateMemory())
                 self.native.convolve(x, out, memory, weight=module.weight, bias=module.bias, gated=True)
             case AddAdapters() | AllReduce():
-                pass  # nothing to add where no adapters are taken, and on one device
+                pass  # nothing to add without adapters, and on one device
 
     def _prepare_heads(self, operation: PrepareHeads) -> None:
         part = operation.part
@@ -331,7 +333,7 @@ class NativeExecutor:
         self._rotate(operation, rotary, pages)
 
     def _rotate(self, operation: PrepareHeads, rotary: Rotary | None, pages: Pages | None) -> None:
-        """Turn the heads, and write them to pages, as far as there are positions and pages."""
+        """Rotate the heads and write them to pages, if there are positions and pages."""
         part = operation.part
         if rotary is None and pages is None:
             return
@@ -416,7 +418,7 @@ class NativeExecutor:
         )
 
     def _room(self, name: str, width: int) -> Rows:
-        """Rows that are no others' business."""
+        """Rows for private use."""
         if (name, width) not in self._own:
             self._own[name, width] = self.native.buffer(width)
         return self._own[name, width]
@@ -447,7 +449,7 @@ class NativeExecutor:
 
 
 class _Buffers:
-    """The library's rows as torch reads and writes them."""
+    """The library's rows, as torch reads and writes them."""
 
     def __init__(self, program: programs.Program):
         self._program = program
@@ -464,7 +466,7 @@ def _alike(one: _Call, other: _Call) -> bool:
 
 
 def _experts(module: ExpertsFeedForward) -> list[Packed | None]:
-    """The router's matrix and those of all experts; None for one that is not laid out, or that nothing can serve."""
+    """The router's matrix and the matrices of all experts; None if one is not laid out or cannot be used."""
     known = module.activation in FUNCTIONS and module.part.count <= MOST_EXPERTS and module.up.bias is None
     if not known or module.up.packed is None or module.down.packed is None:
         return [None]

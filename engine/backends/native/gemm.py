@@ -1,13 +1,13 @@
-"""Products with weights that were laid out once, of any number of rows: y = x @ weight.T + bias on a CPU.
+"""Products with weights that were packed once, for any number of rows: y = x @ weight.T + bias on a CPU.
 
 Weights are float32, bfloat16, int8 with a scale for each GROUP inputs of an output, 4 bits with a scale and a minimum
-for each, int8 with a scale for each output ("int8_fast"), or the blocks of a GGUF file in their own bits. Sums are
-float32; with quantised weights, activations are quantised too, with a scale for each group, and summed as integers.
-Where groups of int8 weights are `rotate`d, those of activations are, too. A row of y is the same to the bit whatever
-other rows there are, and however many threads.
+for each GROUP inputs, int8 with a scale for each output ("int8_fast"), or blocks of a GGUF file in their own format.
+Sums are float32. With quantised weights, activations are quantised too, with a scale for each group, and the products
+are summed as integers. If groups of int8 weights are `rotate`d, those of activations are too. The bits of a row
+of y do not depend on the other rows or on the number of threads.
 
-Intel's matrix tiles multiply plain weights where a caller asks for it, and many rows by int8 and 4 bits where they are
-faster than vectors here, which is measured once and changes no bit.
+Intel's matrix tiles multiply plain weights if the caller asks for it. They multiply many rows by int8 and 4 bits if
+they are faster than vectors on this machine, which is measured once and does not change results.
 
     packed = pack(weight, bias)                        # float32, bfloat16, by vectors or by Intel's matrix tiles
     packed = pack_int8(weight, bias)                   # or of what quantise_int8 made, which can be kept on disk
@@ -40,19 +40,19 @@ logger = logging.getLogger("octavo.native")
 BlockKind = Literal[
     "q4_0", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4", "int4_128"
 ]  # fmt: skip
-"""GGUF's formats whose blocks are multiplied in their own bits, where Q4_1 and Q8_0 have the bits of int4 and int8; and
-int4 with a scale and a minimum for each 128 inputs, as AWQ and GPTQ have them."""
+"""GGUF formats that are multiplied in their own format (Q4_1 and Q8_0 equal int4 and int8), and int4 with a scale and a
+minimum for each 128 inputs, as in AWQ and GPTQ."""
 Kind = Literal[
     "float32", "bfloat16", "int8", "int8_rotated", "int8_fast", "int4",
     "amx_float32", "amx_bfloat16", "amx_int8", "amx_int8_rotated", "amx_int4",
     "q4_0", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4", "int4_128", "parts",
 ]  # fmt: skip
 Form = Literal["plain", "portable", "rotated"]
-"""How weights are quantised: in groups as they lie; so, and with scales that have the bits of bfloat16, in which other
-programs keep them; or in groups that are `rotate`d before."""
+"""The form of quantisation: groups in order; the same with scales that bfloat16 can represent, as other programs store
+them; or groups that are `rotate`d first."""
 
 GROUP = 32
-"""Inputs that share a scale."""
+"""The number of inputs that share a scale."""
 
 PART_ROWS = 64
 """A multiple of this many outputs fills whole panels on any CPU."""
@@ -77,9 +77,9 @@ _QUANTISE = {
     for bits in ("int8_plain", "int8_portable", "int8_rotated", "int8_fast", "int4_plain", "int4_portable")
     for dtype, suffix in _SUFFIXES.items()
 }
-_AMX_INPUTS = 32  # of a tile
-_TRIED_SIZE, _TRIED_ROWS, _TRIED_MATRICES, _TRIES = 2048, 16, 3, 5  # of products that are measured
-_UNIT = 4  # integers that an instruction multiplies and adds up
+_AMX_INPUTS = 32  # rows of a tile
+_TRIED_SIZE, _TRIED_ROWS, _TRIED_MATRICES, _TRIES = 2048, 16, 3, 5  # sizes of the products that are measured
+_UNIT = 4  # integers that one instruction multiplies and adds
 _ALIGNED = 64
 _THREADS = os.cpu_count() or 1
 _weights = Arena()
@@ -87,17 +87,17 @@ _weights = Arena()
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """A quantised weight [outputs, inputs], as it may be kept: the same on every machine.
+    """A quantised weight [outputs, inputs] in a form that is the same on every machine and can be stored.
 
     Attributes:
-        values: int8 [outputs, inputs], of rotated groups [outputs, groups * GROUP]; or, of 4 bits, uint8
-            [outputs, groups, GROUP / 2] with two `levels` in a byte: i in the lower half, i + 4 in the upper one, four
-            bytes for every eight.
-        scales: of int8 float16 [outputs, groups], or float32 [outputs]; of rotated groups uint8 [outputs, 4 + groups],
-            the bytes of a float32 and how many times that each scale is; of 4 bits float16 [outputs, groups, 2], a
-            scale and a minimum: a weight is level * scale + minimum.
-        inputs: how long a row is.
-        rotated: integers and scales are those of `rotate`d groups.
+        values: int8 [outputs, inputs], for rotated groups [outputs, groups * GROUP]; for 4 bits, uint8 [outputs,
+            groups, GROUP / 2] with two `levels` in a byte: i in the lower half, i + 4 in the upper one, four bytes for
+            every eight.
+        scales: for int8, float16 [outputs, groups] or float32 [outputs]; for rotated groups, uint8 [outputs, 4 +
+            groups]: the bytes of a float32, and each scale as a multiple of it; for 4 bits, float16 [outputs, groups,
+            2], a scale and a minimum: a weight is level * scale + minimum.
+        inputs: the length of a row.
+        rotated: whether integers and scales are those of `rotate`d groups.
     """
 
     values: Tensor
@@ -106,15 +106,15 @@ class Quantised:
     rotated: bool = False
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The parts; rows of each are rows of the weight."""
+        """The tensors; each row of them is a row of the weight."""
         return self.values, self.scales
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Quantised:
-        """A copy in which `change` has replaced each tensor."""
+        """A copy with `change` applied to each tensor."""
         return replace(self, values=change(self.values), scales=change(self.scales))
 
     def dense(self) -> Tensor:
-        """The weight that this stands for, float32 [outputs, inputs]."""
+        """The weight that it represents, float32 [outputs, inputs]."""
         if self.scales.dim() == 1:
             return self.values.float() * self.scales[:, None]
         scales = self.factors()
@@ -133,34 +133,35 @@ class Quantised:
         return self.scales[:, 4:].float() * self.counted()
 
     def counted(self) -> Tensor:
-        """The unit of rotated groups' scales, float32 [outputs, 1]."""
+        """The unit of the scales of rotated groups, float32 [outputs, 1]."""
         return self.scales[:, :4].flatten().clone().view(torch.float32)[:, None]  # aligned
 
     @property
     def has_minima(self) -> bool:
-        """It has 4 bits."""
+        """Whether it has 4 bits."""
         return self.values.dtype == torch.uint8
 
     def integers(self) -> Tensor:
-        """Where groups have scales, [outputs, groups, GROUP]: what these multiply; of int8 0 past a row's end."""
+        """For grouped scales, the integers [outputs, groups, GROUP] that they multiply; for int8, 0 past a row's
+        end."""
         if self.has_minima:
             return self.levels()
         return F.pad(self.values, (0, -self.values.shape[1] % GROUP)).view(len(self.values), -1, GROUP)
 
     def levels(self) -> Tensor:
-        """The 4-bit values, uint8 [outputs, groups, GROUP] from 0 to 15; values past a row's end stand for nothing."""
+        """The 4-bit values, uint8 [outputs, groups, GROUP] from 0 to 15; values past a row's end have no meaning."""
         pairs = self.values.view(*self.values.shape[:2], -1, 1, _UNIT)
         return torch.cat((pairs & 15, pairs >> 4), -2).flatten(-3)
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A weight [outputs, inputs] as a GGUF file has it (`engine.model.gguf.blocks` reads it); or int4_128, in blocks of
-    64 bytes as `Quantised` has them, a scale and a minimum.
+    """A weight [outputs, inputs] as stored in a GGUF file (`engine.model.gguf.blocks` reads it); or int4_128, in blocks
+    of 64 bytes in the order of `Quantised`, a scale and a minimum.
 
     Attributes:
         values: uint8 [outputs, bytes of a row], blocks one after the other.
-        inputs: how long a row is.
+        inputs: the length of a row.
     """
 
     kind: BlockKind
@@ -172,13 +173,13 @@ class Blocks:
         return (self.values,)
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Blocks:
-        """A copy in which `change` has replaced each tensor."""
+        """A copy with `change` applied to each tensor."""
         return replace(self, values=change(self.values))
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Several weights of the same inputs, whose outputs come one after the other."""
+    """Several weights with the same inputs, whose outputs follow each other."""
 
     parts: tuple[Quantised | Blocks, ...]
 
@@ -188,9 +189,9 @@ Weight = Quantised | Blocks | Joined
 
 
 def rotate(groups: Tensor) -> Tensor:
-    """Groups [..., GROUP] times Sylvester's Hadamard matrix; done twice, that is GROUP times the groups.
+    """Groups [..., GROUP] times Sylvester's Hadamard matrix; doing it twice multiplies the groups by GROUP.
 
-    Numbers are added in the order of the kernels (src/rotation.h), which gives the same bits.
+    Numbers are added in the kernels' order (src/rotation.h), which gives the same bits.
     """
     shape, step = groups.shape, GROUP // 2
     while step:
@@ -208,14 +209,14 @@ def join_levels(levels: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """A weight [outputs, inputs] as the kernels of this machine read it.
+    """A weight [outputs, inputs] in the form that the kernels of this machine read.
 
     Attributes:
         data: uint8, in panels (see `src/gemm_*.cpp`).
         bias: float32 [outputs], which is added before a result is rounded.
-        tile_rows, tile_bytes: rows of activations that are laid out together, and the room they take.
-        panel: outputs of a panel.
-        parts: of several matrices whose outputs lie one after the other, these; `data` says where they are.
+        tile_rows, tile_bytes: rows of activations that are laid out together, and their bytes.
+        panel: outputs per panel.
+        parts: the parts of a weight joined from several matrices; `data` contains their addresses.
     """
 
     kind: Kind
@@ -235,22 +236,22 @@ class Packed:
 
 
 def has_amx() -> bool:
-    """Whether weights can be packed for matrix tiles here: the CPU has them, and the system gives them."""
+    """Whether weights can be packed for matrix tiles: the CPU has them and the system permits them."""
     given = ctypes.c_int64()
     _ASK_FOR_AMX.call(ctypes.addressof(given))
     return bool(given.value)
 
 
 def pack(weight: Tensor, bias: Tensor | None = None, amx: bool = False, into: Tensor | None = None) -> Packed:
-    """Lay a weight [outputs, inputs] of float32 or bfloat16 out, in its own format.
+    """Pack a weight [outputs, inputs] of float32 or bfloat16 in its own format.
 
     Args:
-        amx: multiply by matrix tiles where `has_amx`, if the inputs fill these. Many rows of float32 take about half as
-            long by them, those of bfloat16 a fifth; few take as long as by vectors.
-        into: uint8, the memory for it; None: new memory.
+        amx: multiply with matrix tiles if `has_amx` and the inputs fill them. With tiles, many rows of float32 take
+            about half as long, and of bfloat16 a fifth; few rows take as long as with vectors.
+        into: uint8, the memory for it; None for new memory.
 
     Raises:
-        ValueError: it is not such a matrix, or the bias does not go with it.
+        ValueError: it is not such a matrix, or the bias does not match it.
     """
     weight = _matrix(weight)
     packed = _room(plain_kind(weight.dtype, weight.shape[1], amx), weight.shape[0], weight.shape[1], bias, into)
@@ -259,7 +260,7 @@ def pack(weight: Tensor, bias: Tensor | None = None, amx: bool = False, into: Te
 
 
 def plain_kind(dtype: torch.dtype, inputs: int, amx: bool) -> Kind:
-    """The kind that `pack` makes of a weight of float32 or bfloat16.
+    """The kind of `pack`'s result for a weight of float32 or bfloat16.
 
     Args:
         amx: see `pack`.
@@ -271,7 +272,7 @@ def plain_kind(dtype: torch.dtype, inputs: int, amx: bool) -> Kind:
 
 
 def quantised_kind(bits: Literal["int8", "int8-fast", "int4"], rotated: bool, amx: bool | None = None) -> Kind:
-    """The kind that `pack_int8`, `pack_int8_fast` or `pack_int4` makes.
+    """The kind of the result of `pack_int8`, `pack_int8_fast` or `pack_int4`.
 
     Args:
         rotated: int8 in rotated groups.
@@ -288,12 +289,12 @@ def quantised_kind(bits: Literal["int8", "int8-fast", "int4"], rotated: bool, am
 
 
 def size_of(kind: Kind, outputs: int, inputs: int) -> int:
-    """Bytes of the `Packed.data` of a weight [outputs, inputs]."""
+    """Bytes of `Packed.data` for a weight [outputs, inputs]."""
     return _layout(kind, outputs, inputs)[0]
 
 
 def packed_from(kind: Kind, data: Tensor, outputs: int, inputs: int) -> Packed:
-    """A weight that was laid out before by the same library.
+    """A weight that the same library has packed before.
 
     Args:
         data: its `Packed.data`, aligned to 64 bytes; more may follow.
@@ -302,19 +303,19 @@ def packed_from(kind: Kind, data: Tensor, outputs: int, inputs: int) -> Packed:
 
 
 def with_bias(packed: Packed, bias: Tensor | None) -> Packed:
-    """The weight with this bias, or none.
+    """The weight with this bias, or without one.
 
     Raises:
-        ValueError: the bias does not go with it.
+        ValueError: the bias does not match it.
     """
     return replace(packed, bias=_bias_of(bias, packed.outputs))
 
 
 def quantise_int8(weight: Tensor, form: Form = "plain") -> Quantised:
-    """Integers of 8 bits and for each GROUP inputs of an output the scale that puts the largest weight at about 127.
+    """8-bit integers and, for each GROUP inputs of an output, the scale that puts the largest weight at about 127.
 
     Args:
-        form: a CPU serves rotated groups where nothing else is stored.
+        form: a CPU can use rotated groups unless another form is stored.
 
     Raises:
         ValueError: it is not a matrix of float32 or bfloat16 on a CPU.
@@ -331,7 +332,7 @@ def quantise_int8(weight: Tensor, form: Form = "plain") -> Quantised:
 
 
 def quantise_int8_fast(weight: Tensor) -> Quantised:
-    """Integers of 8 bits and for each output the scale that puts its largest weight at 127.
+    """8-bit integers and, for each output, the scale that puts its largest weight at 127.
 
     Raises:
         ValueError: it is not a matrix of float32 or bfloat16 on a CPU.
@@ -342,7 +343,7 @@ def quantise_int8_fast(weight: Tensor) -> Quantised:
 
 
 def quantise_int4(weight: Tensor, form: Literal["plain", "portable"] = "plain") -> Quantised:
-    """Integers of 4 bits and for each GROUP inputs the scale and minimum of least squared error among 9 tried.
+    """4-bit integers and, for each GROUP inputs, the scale and minimum with the least squared error among 9 candidates.
 
     Args:
         form: portable minima are -8 scales.
@@ -367,14 +368,14 @@ def _quantised(bits: str, weight: Tensor, made: Quantised) -> Quantised:
 def pack_int8(
     weight: Tensor | Quantised, bias: Tensor | None = None, amx: bool | None = None, into: Tensor | None = None
 ) -> Packed:
-    """Lay a weight out as int8 with scales for groups, quantised now or before.
+    """Pack a weight as int8 with scales for groups; it may already be quantised.
 
     Args:
-        amx: matrix tiles multiply many rows where `has_amx`; None: where they are faster. Results are the same.
+        amx: multiply many rows with matrix tiles if `has_amx`; None: if they are faster. The results are the same.
         into: see `pack`.
 
     Raises:
-        ValueError: it is not a matrix that can be quantised, not so quantised, or the bias does not go with it.
+        ValueError: the matrix cannot be quantised, is quantised in another form, or the bias does not match it.
     """
     made = weight if isinstance(weight, Quantised) else quantise_int8(weight)
     outputs, groups = made.values.shape[0], _groups(made.inputs)
@@ -388,13 +389,13 @@ def pack_int8(
 
 
 def pack_int8_fast(weight: Tensor | Quantised, bias: Tensor | None = None, into: Tensor | None = None) -> Packed:
-    """Lay a weight out as int8 with a scale for each output, quantised now or before.
+    """Pack a weight as int8 with a scale for each output; it may already be quantised.
 
     Args:
         into: see `pack`.
 
     Raises:
-        ValueError: it is not a matrix that can be quantised, not so quantised, or the bias does not go with it.
+        ValueError: the matrix cannot be quantised, is quantised in another form, or the bias does not match it.
     """
     made = weight if isinstance(weight, Quantised) else quantise_int8_fast(weight)
     outputs = made.values.shape[0]
@@ -406,13 +407,13 @@ def pack_int8_fast(weight: Tensor | Quantised, bias: Tensor | None = None, into:
 def pack_int4(
     weight: Tensor | Quantised, bias: Tensor | None = None, amx: bool | None = None, into: Tensor | None = None
 ) -> Packed:
-    """Lay a weight out as 4 bits, quantised now or before.
+    """Pack a weight as 4 bits; it may already be quantised.
 
     Args:
         amx, into: see `pack_int8`.
 
     Raises:
-        ValueError: it is not a matrix that can be quantised, not 4 bits, or the bias does not go with it.
+        ValueError: the matrix cannot be quantised, does not have 4 bits, or the bias does not match it.
     """
     made = weight if isinstance(weight, Quantised) else quantise_int4(weight)
     outputs, groups = made.values.shape[0], _groups(made.inputs)
@@ -427,12 +428,13 @@ def pack_parts(
     bias: Tensor | None,
     pack: Callable[[Any, Tensor | None], Packed],
 ) -> Packed:
-    """Lay a weight out of which some rows at a time are there: its packed form is all that takes memory.
+    """Pack a weight that arrives some rows at a time, so that only its packed form takes memory.
 
     Args:
-        parts: the rows in order, as `pack` takes them; of all but the last part a multiple of `PART_ROWS`.
-        outputs: how many rows there are.
-        pack: lays a part out into some memory, or new memory, without a bias.
+        parts: the rows in order, in the form that `pack` takes; each part but the last has a multiple of `PART_ROWS`
+            rows.
+        outputs: the number of rows.
+        pack: packs a part into given or new memory, without a bias.
     """
     first = pack(next(parts), None)
     if first.outputs == outputs:
@@ -448,13 +450,13 @@ def pack_parts(
 
 
 def pack_blocks(weight: Blocks, bias: Tensor | None = None, into: Tensor | None = None) -> Packed:
-    """Lay the blocks of a GGUF file out in their own bits.
+    """Pack the blocks of a GGUF file in their own format.
 
     Args:
         into: see `pack`.
 
     Raises:
-        ValueError: they are not whole rows, or the bias does not go with them.
+        ValueError: they are not whole rows, or the bias does not match them.
     """
     values = weight.values
     if values.dtype != torch.uint8 or values.dim() != 2 or not values.is_contiguous():
@@ -465,8 +467,8 @@ def pack_blocks(weight: Blocks, bias: Tensor | None = None, into: Tensor | None 
 
 
 def join(parts: Sequence[Packed], bias: Tensor | None = None) -> Packed:
-    """Several matrices of the same inputs as one, each of its own kind; outputs of the first come first. What biases
-    they have themselves is not added."""
+    """Join several matrices with the same inputs into one, each in its own format; outputs of the first come first.
+    Biases of the single matrices are not added."""
     first = parts[0]
     if any(part.inputs != first.inputs for part in parts):
         raise ValueError(
@@ -482,13 +484,13 @@ def join(parts: Sequence[Packed], bias: Tensor | None = None) -> Packed:
 
 
 def look_up(packed: Packed, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Rows of the weight, [*ids.shape, inputs]: the numbers that it is multiplied as, rounded to float32 or bfloat16.
+    """Rows of the weight, [*ids.shape, inputs]: the numbers used in products, rounded to float32 or bfloat16.
 
     Args:
-        ids: int64 or int32, of outputs.
+        ids: int64 or int32 indices of outputs.
 
     Raises:
-        ValueError: there is no such output, or the format is another one.
+        ValueError: an output does not exist, or the format is not supported.
     """
     ids = ids.long().contiguous()
     if dtype not in _FORMATS or ids.device.type != "cpu":
@@ -520,8 +522,8 @@ def _goes_by_tiles(bits: Literal["int8", "int4"], wanted: bool | None) -> bool:
 
 @functools.cache
 def _tiles_are_faster(library: Library, bits: Literal["int8", "int4"]) -> bool:
-    """Some milliseconds of products of the fewest rows that go by tiles. They go through matrices one after the other,
-    more than a core's caches hold, as the layers of a model do."""
+    """Compare products with the fewest rows that use tiles, for some milliseconds. The products use several matrices in
+    turn, more than a core's caches hold, as the layers of a model do."""
     weight, x = torch.ones(_TRIED_SIZE, _TRIED_SIZE), torch.ones(_TRIED_ROWS, _TRIED_SIZE)
     made, pack = (quantise_int8(weight, "rotated"), pack_int8) if bits == "int8" else (quantise_int4(weight), pack_int4)
     ways = [[pack(made, amx=amx) for _ in range(_TRIED_MATRICES)] for amx in (True, False)]
@@ -548,17 +550,18 @@ def matmul(packed: Packed, x: Tensor, out: Tensor | None = None, dtype: torch.dt
     """x [..., inputs] @ weight.T + bias, [..., outputs].
 
     Args:
-        x: float32 or bfloat16; rows may lie apart. With bfloat16 weights, float32 is rounded to bfloat16 first.
-        out: where the result goes, of two dimensions if its rows lie apart; None makes it.
+        x: float32 or bfloat16; rows may have gaps between them. With bfloat16 weights, float32 is rounded to bfloat16
+            first.
+        out: memory for the result, of two dimensions if its rows have gaps; None for new memory.
         dtype: the result's format if `out` is None; None is x's.
 
     Raises:
-        ValueError: shapes or formats do not go together.
+        ValueError: shapes or formats do not match.
     """
     if x.shape[-1:] != (packed.inputs,) or x.dtype not in _FORMATS or x.device.type != "cpu":
         raise ValueError(
-            f"a product with {packed.inputs} inputs takes rows of as many float32 or bfloat16 numbers on a CPU, "
-            f"not {list(x.shape)} of {x.dtype} on {x.device}"
+            f"inputs must be rows of {packed.inputs} float32 or bfloat16 numbers on a CPU, "
+            f"got {list(x.shape)} of {x.dtype} on {x.device}"
         )
     if x.dim() != 2 or (x.stride(1) != 1 and packed.inputs != 1):
         x = x.contiguous()
@@ -591,12 +594,12 @@ def matmul(packed: Packed, x: Tensor, out: Tensor | None = None, dtype: torch.dt
 
 
 def unpack(packed: Packed) -> Tensor:
-    """The weight that the kernels multiply with, float32 [outputs, inputs]; for tests."""
+    """The weight as the kernels multiply it, float32 [outputs, inputs]; for tests."""
     return matmul(packed, torch.eye(packed.inputs), dtype=torch.float32).T.contiguous()
 
 
 class _Workspace(threading.local):
-    """Memory that products of a thread use one after another."""
+    """Memory that the products of a thread use one after another."""
 
     _memory: Tensor | None = None
     _bytes = 0
@@ -615,7 +618,7 @@ _workspace = _Workspace()
 
 
 def scratch(size: int) -> int:
-    """The address of memory for products of this thread, which they use one after another."""
+    """The address of working memory for this thread's products, which use it one after another."""
     return _workspace.address(size)
 
 
@@ -626,7 +629,7 @@ def _room(kind: Kind, outputs: int, inputs: int, bias: Tensor | None, into: Tens
 
 
 def _layout(kind: Kind, outputs: int, inputs: int) -> tuple[int, int, int, int]:
-    """Bytes of a packed weight, and `Packed`'s tile_rows, tile_bytes and panel."""
+    """The bytes of a packed weight, and `Packed`'s tile_rows, tile_bytes and panel."""
     sizes = (ctypes.c_int64 * 4)()
     _LAYOUTS[kind].call(outputs, inputs, ctypes.addressof(sizes))
     size, tile_rows, tile_bytes, panel = sizes

@@ -1,4 +1,4 @@
-"""Blocks of GGUF's formats as our own quantised formats, or as numbers."""
+"""GGUF blocks as our own quantised formats, or as numbers."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ _Q6_K = Kernel("gguf_q6_k", "ppi")
 
 
 def take_q4_k(blocks: Tensor, values: Tensor, lines: Tensor) -> None:
-    """Turn blocks of Q4_K into groups of our own 4 bits.
+    """Convert blocks of Q4_K to groups of our own 4 bits.
 
     Args:
         blocks: uint8 [count, 144], one after the other.
-        values: int32 [count, 8, 4] in one piece, written.
-        lines: float16 [count, 8, 2] in one piece, written: scales and minima.
+        values: int32 [count, 8, 4], contiguous, overwritten.
+        lines: float16 [count, 8, 2], contiguous, overwritten: scales and minima.
     """
     _Q4_K.call(blocks.data_ptr(), values.data_ptr(), lines.data_ptr(), len(blocks))
 
 
 def widen_q6_k(blocks: Tensor, numbers: Tensor) -> None:
-    """Make the numbers of blocks of Q6_K.
+    """Expand blocks of Q6_K to numbers.
 
     Args:
         blocks: uint8 [count, 210], one after the other.
-        numbers: float32 [count, 256] in one piece, written.
+        numbers: float32 [count, 256], contiguous, overwritten.
     """
     _Q6_K.call(blocks.data_ptr(), numbers.data_ptr(), len(blocks))

@@ -1,7 +1,7 @@
-"""The library of kernels, loaded: found beside the package, in the cache, or built into the cache.
+"""Loads the library of kernels: from beside the package or from the cache, or builds it into the cache.
 
-OCTAVO_NATIVE=off does without it, OCTAVO_NATIVE_ISA names an instruction set other than the CPU's best. Without it
-everything works through torch, only slower, and one line of the log says why.
+OCTAVO_NATIVE=off disables it; OCTAVO_NATIVE_ISA names an instruction set other than the CPU's best. Without the
+library, torch computes everything, more slowly, and one log line says why.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Library:
     """The kernels for one instruction set.
 
     Attributes:
-        name: changes with the sources, so that what one library has laid out no other one reads.
+        name: changes with the sources, so that no library reads data packed by another.
 
     Raises:
         OSError: it cannot be loaded.
@@ -57,33 +57,33 @@ class Library:
         return found
 
     def check(self) -> None:
-        """Compare the structures that Python declares with the library's.
+        """Compare the structures declared in Python with the library's.
 
         Raises:
-            RuntimeError: one differs.
+            RuntimeError: a structure differs.
         """
         structures.check(self.function)
 
     def threads(self) -> int:
-        """The number of threads that share the work of a kernel."""
+        """The number of threads that share a kernel's work."""
         count = ctypes.c_int64()
         self.function("count_threads", "p")(ctypes.addressof(count))
         return count.value
 
 
 class Kernel:
-    """A function of whichever library is in use.
+    """A function of the library in use.
 
     Args:
-        name: what OCTAVO_EXPORT calls it.
-        signature: a letter for each argument, p (pointer: `data_ptr()`, or None), i (int64) or f (float); spaces
-            are for the reader.
+        name: the name in OCTAVO_EXPORT.
+        signature: a letter for each argument, p (pointer: `data_ptr()`, or None), i (int64) or f (float); spaces are
+            ignored.
     """
 
     _made: ClassVar[list[Kernel]] = []
 
     call: Callable[..., None]
-    """Calls it, without the interpreter's lock."""
+    """Calls it without the interpreter's lock."""
 
     def __init__(self, name: str, signature: str):
         self.name, self.signature = name, signature
@@ -93,20 +93,20 @@ class Kernel:
     def _find_and_call(self, *arguments: Any) -> None:
         found = current()
         if found is None:
-            raise RuntimeError(f"There is no native library to take {self.name} from: ask available() first.")
+            raise RuntimeError(f"There is no native library that contains {self.name}: call available() first.")
         found.check()
         self.call = found.function(self.name, self.signature)
         self.call(*arguments)
 
     @classmethod
     def forget(cls) -> None:
-        """Look all of them up again at their next call."""
+        """Look all functions up again at their next call."""
         for kernel in cls._made:
             kernel.call = kernel._find_and_call
 
 
 def kernels(name: str, signature: str) -> dict[torch.dtype, Kernel]:
-    """A kernel that exists as NAME_f32 and NAME_bf16, by the format of its numbers."""
+    """A kernel that exists as NAME_f32 and NAME_bf16, by format."""
     return {dtype: Kernel(f"{name}_{suffix}", signature) for dtype, suffix in _SUFFIXES.items()}
 
 
@@ -115,7 +115,7 @@ _library: Any = _UNKNOWN
 
 
 def current() -> Library | None:
-    """The library, loaded at the first call, which may take the seconds that compiling it does; None without one."""
+    """The library; the first call loads it, which may take seconds if it must be compiled. None if there is none."""
     global _library
     if _library is _UNKNOWN:
         _library = _load()
@@ -124,13 +124,13 @@ def current() -> Library | None:
 
 
 def available() -> bool:
-    """Whether there are kernels to call."""
+    """Whether there are kernels."""
     return current() is not None
 
 
 @contextlib.contextmanager
 def use(chosen: Library | None) -> Iterator[None]:
-    """Take kernels from another library for a while, or do without."""
+    """Use another library, or none, within a block."""
     global _library
     before, _library = _library, chosen
     Kernel.forget()
@@ -142,12 +142,12 @@ def use(chosen: Library | None) -> Iterator[None]:
 
 
 def switched_off() -> bool:
-    """Whether the environment says to do without."""
+    """Whether the environment disables the library."""
     return os.environ.get("OCTAVO_NATIVE", "").strip().lower() in {"off", "0", "no", "false"}
 
 
 def prospect() -> tuple[str, str]:
-    """(instruction set, why there is none) of the library that would be loaded now; nothing is compiled."""
+    """(instruction set, reason why there is none) of the library that would be loaded now; nothing is compiled."""
     if switched_off():
         return "", "OCTAVO_NATIVE=off"
     isa = _wanted_sets()[0]
@@ -186,10 +186,10 @@ def _load() -> Library | None:
 
 
 def load(isa: str) -> Library:
-    """The library for an instruction set that this CPU has, built if need be.
+    """The library for an instruction set of this CPU, built if necessary.
 
     Raises:
-        BuildError: there is none, and none can be built.
+        BuildError: there is none, and it cannot be built.
         OSError: it cannot be loaded.
     """
     if sys.platform == "win32":
@@ -216,10 +216,10 @@ def load(isa: str) -> Library:
 
 
 def _kept(isa: str, compiler: Compiler, target: Path, problem: str = "") -> Library:
-    """The library at a place where it is kept, made if it is not there; `problem` says why it is no better place."""
+    """The library in a folder, built if it is missing; `problem` says why no better folder is used."""
     if not target.is_file():
         with _alone(target.parent / f"{isa}.lock"):
-            if not target.is_file():  # no other process has made it meanwhile
+            if not target.is_file():  # no other process has built it meanwhile
                 _say_compiling(isa, problem, f"kept in {target.parent}, until it is cleared")
                 build(isa, compiler, target)
                 _tidy(target.parent)
@@ -239,7 +239,7 @@ def _say_compiling(isa: str, problem: str, instead: str) -> None:
 
 
 def _tidy(folder: Path) -> None:
-    """Remove libraries that nothing has loaded for long, and what builds that were killed have left."""
+    """Remove libraries that have not been loaded for long, and remnants of killed builds."""
     for path in folder.iterdir():
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > _KEPT_SECONDS:
@@ -250,8 +250,8 @@ def _tidy(folder: Path) -> None:
 
 
 def _cache() -> tuple[Path | None, str]:
-    """The folder that libraries are kept in, None if other users could write to all of them; and why this user
-    cannot write to it either, if so."""
+    """The folder for libraries, or None if other users could write to every candidate; and the reason, if this user
+    cannot write to it."""
     try:
         folder = cache_folder("native")
         make_private(folder)
@@ -262,20 +262,20 @@ def _cache() -> tuple[Path | None, str]:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Let only one process run this block at a time; the system releases the lock of a process that dies."""
+    """Let only one process at a time run this block; the system releases the lock of a process that dies."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _promote_threads() -> None:
-    """Let libraries that are loaded from now on see the OpenMP library that torch has loaded, wherever it is from."""
+    """Make the OpenMP library that torch has loaded visible to libraries that are loaded from now on."""
     with contextlib.suppress(OSError):
         if hasattr(ctypes.CDLL(None), "GOMP_parallel"):
             return
         mapped = {f"/{line.partition('/')[2]}" for line in Path("/proc/self/maps").read_text("utf-8").splitlines()}
         pools = [path for path in mapped if Path(path).name.startswith(("libgomp", "libiomp", "libomp"))]
-        # Other packages may have brought one, too.
+        # Other packages may have loaded one too.
         pools.sort(key=lambda path: not path.startswith(str(Path(torch.__file__).parent)))
         if pools:
             ctypes.CDLL(pools[0], mode=os.RTLD_GLOBAL | os.RTLD_NOLOAD | os.RTLD_NOW)

@@ -1,7 +1,7 @@
-"""Memory for what is read from end to end at every step: weights and pages.
+"""Memory for data that is read completely at every step: weights and pages.
 
-Where the system has pages of 2 MiB it is asked for them. A core fetches ahead within a page only, and needs more
-translations for small ones than it keeps: from pages of 4 KiB, weights come half as fast (docs/performance.md).
+It uses pages of 2 MiB if the system has them. A core prefetches only within a page, and small pages need more address
+translations than it caches: from pages of 4 KiB, weights are read half as fast (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _ALIGNED = 64
 
 
 def huge(size: int, small: int = 0) -> Tensor:
-    """uint8 [size], zeros that the system hands out when they are touched first, in large pages if it has any.
+    """uint8 [size], zeros that the system provides on first access, in large pages if possible.
 
     Args:
-        small: so many of the first bytes come in small pages.
+        small: this many of the first bytes are in small pages.
 
     Raises:
-        MemoryError: there is not so much of it.
+        MemoryError: there is not enough memory.
     """
     if sys.platform == "win32":
         return torch.zeros(size, dtype=torch.uint8)
@@ -48,7 +48,7 @@ def huge(size: int, small: int = 0) -> Tensor:
 
 
 def forget(tensor: Tensor) -> None:
-    """Make a tensor of `zeros` zero again, and give its memory back to the system until it is written next."""
+    """Set a tensor from `zeros` to zero again, and return its memory to the system until the next write."""
     if tensor.nbytes < HUGE or sys.platform != "linux":
         tensor.zero_()
         return
@@ -62,11 +62,11 @@ def forget(tensor: Tensor) -> None:
 
 
 def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Zeros on a CPU, as `huge` makes them where they are many. The first 2 MiB come in small pages: each layer
-    has two such tensors for keys and values, of which few requests use only the beginning.
+    """Zeros on a CPU, in `huge` memory if there are many. The first 2 MiB are in small pages: each layer has two such
+    tensors for keys and values, and a few requests use only the beginning.
 
     Raises:
-        MemoryError, RuntimeError: there is not so much of it.
+        MemoryError, RuntimeError: there is not enough memory.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < HUGE:
@@ -75,7 +75,7 @@ def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 class Arena:
-    """Pieces of large memory, which is freed when none of them is needed any more."""
+    """Pieces of large memory, which is freed when none of them is used any more."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -18,7 +18,7 @@ def rms_norm(
     """x / sqrt(mean(x²) + eps) * weight over the last dimension of x [..., size] (arXiv:1910.07467).
 
     Args:
-        x: float32 or bfloat16; rows may lie apart.
+        x: float32 or bfloat16; rows may have gaps between them.
         weight: [size] in x's format; None for ones.
         unit_offset: multiply by 1 + weight, in float32.
         in_float32: multiply before the norm is rounded to x's format, not after.
@@ -29,7 +29,7 @@ def rms_norm(
 def add_rms_norm(
     x: Tensor, y: Tensor, weight: Tensor | None, eps: float, *, unit_offset: bool = False, in_float32: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + y), x + y), the sum being rounded to their format."""
+    """(rms_norm(x + y), x + y), with the sum rounded to their format."""
     return _rms(x, y, weight, eps, unit_offset, in_float32)
 
 
@@ -57,9 +57,9 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension of x [..., size] (arXiv:1607.06450).
 
     Args:
-        x: float32 or bfloat16; rows may lie apart.
-        weight, bias: [weights * size] in x's format; None for ones, for zeros.
-        weights: row i has part i % weights of them.
+        x: float32 or bfloat16; rows may have gaps between them.
+        weight, bias: [weights * size] in x's format; None for ones or zeros.
+        weights: the number of weight vectors; row i uses vector i % weights.
     """
     return _layer(x, None, weight, bias, eps, weights)[0]
 
@@ -67,7 +67,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 def add_layer_norm(
     x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """(layer_norm(x + y), x + y), the sum being rounded to their format."""
+    """(layer_norm(x + y), x + y), with the sum rounded to their format."""
     return _layer(x, y, weight, bias, eps)
 
 

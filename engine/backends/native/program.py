@@ -1,7 +1,7 @@
-"""A stack of layers as a list of operations that the library runs in one call, see `src/program.h`.
+"""A stack of layers as a list of operations that the library runs in one call; see `src/program.h`.
 
-Rows of activations lie in buffers, one row for each token. Buffers belong to the program and grow with the largest
-step; the caller hands in the first one, and says which one the result goes to.
+Activations are in buffers, one row per token. Buffers belong to the program and grow with the largest step; the caller
+passes the first one and says which one gets the result.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _NORM, _PRODUCT, _ROTATE, _ATTEND, _ACTIVATE, _ADD, _CLIP, _EXPERTS, _GATHER, _O
 _KINDS = {kind: number for number, kind in enumerate(get_args(Kind))}
 _ROUNDED, _EXACT, _OFFSET = range(3)
 _THREADS = os.cpu_count() or 1
-_TICKET = 64  # bytes, of threads.h
+_TICKET = 64  # bytes of a cache line, as in threads.h
 _OUTSIDE = (
     "",
-    "a row's keys lie outside the pages that there are",
-    "a token's slot lies outside the pages that there are",
+    "a row's keys lie outside the pages",
+    "a token's slot lies outside the pages",
     "a token's position lies outside the table of angles",
 )
 
@@ -79,7 +79,7 @@ _Convolve = structure("ConvolveWhat", "Place x out | pointer weight bias memory 
 
 
 class Rows(NamedTuple):
-    """Part of a buffer: of each token `width` features from `offset` on, in rows of `stride`."""
+    """Part of a buffer: `width` features per token, from `offset` on, in rows of `stride`."""
 
     buffer: int
     offset: int
@@ -93,8 +93,8 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PageTensors:
-    """A layer's pages as they are written and read: [num_blocks, block_size, kv_heads, head_dim] and what belongs to
-    them (`engine.backends.attention.base.Paged`)."""
+    """A layer's pages for writing and reading: [num_blocks, block_size, kv_heads, head_dim], with scales and centres
+    (`engine.backends.attention.base.Paged`)."""
 
     keys: Tensor
     values: Tensor
@@ -104,7 +104,7 @@ class PageTensors:
 
 
 class Pages:
-    """The addresses of a layer's pages, told to the program before its first step, and again when they have moved."""
+    """The addresses of a layer's pages, passed to the program before its first step and whenever they have moved."""
 
     def __init__(self) -> None:
         self._structure: Any = _Pages()
@@ -128,7 +128,7 @@ class Pages:
 
 
 class StateMemory:
-    """The address of a layer's state slots, told to the program before its first step, and again when they have
+    """The address of a layer's state slots, passed to the program before its first step, and again when they have
     moved."""
 
     def __init__(self) -> None:
@@ -146,11 +146,11 @@ class StateMemory:
 
 @dataclass(frozen=True, slots=True)
 class AddedBias:
-    """A bias of scores as attention's kernel reads it.
+    """A bias in the form that the attention kernel reads.
 
     Attributes:
-        fields: those of `Attention` in `src/attention.h` that say what it is.
-        kept: the tensors that they point at.
+        fields: the fields of `Attention` in `src/attention.h` that describe it.
+        kept: the tensors that they point to.
     """
 
     fields: Mapping[str, int | None]
@@ -158,7 +158,7 @@ class AddedBias:
 
 
 class ExpertsRoom(NamedTuple):
-    """Rows of each token for each of its experts: `active` times the features of one."""
+    """Rows for each token and each of its experts: `active` times the features of one row."""
 
     rows: Rows
     wide: Rows
@@ -177,7 +177,7 @@ class Program:
     """
 
     CAPACITY: ClassVar[int] = 32
-    """Fewest tokens that buffers have room for."""
+    """Minimum number of tokens that buffers have room for."""
 
     def __init__(self, dtype: torch.dtype):
         if dtype not in FORMATS:
@@ -194,12 +194,13 @@ class Program:
         self._list: ctypes.Array[ctypes.Structure] | None = None
         self._pointers = (ctypes.c_void_p * 0)()
         self.watch: Callable[[list[tuple[str, int, int]]], None] | None = None
-        """Told after each step each operation's name, and how many nanoseconds the first thread worked and waited."""
+        """Called after each step with each operation's name and the nanoseconds that the first thread worked and
+        waited."""
         self._step: Any = _Step(spare=_THREADS)
         self._in_use: tuple[object, ...] = ()
         self._times: list[tuple[str, int, int]] = []
 
-    # ---- making it
+    # ---- building it
 
     def buffer(self, width: int) -> Rows:
         """A row of `width` features for each token."""
@@ -209,7 +210,7 @@ class Program:
         return Rows(len(self._widths) - 1, 0, width, width)
 
     def give(self, rows: Rows) -> None:
-        """The memory of this buffer is an argument of the program."""
+        """Use this buffer's memory as an argument of the program."""
         self._given.add(rows.buffer)
 
     def norm(
@@ -231,10 +232,10 @@ class Program:
         """out = norm of x, or of x + residual, which then becomes x.
 
         Args:
-            centred: LayerNorm, else RMSNorm; other arguments as in `engine.backends.native.norms`.
-            pieces: a row is so many pieces, each normed for itself.
-            weights: so many pieces have weights and biases of their own in a LayerNorm.
-            barrier: what comes next reads what this writes.
+            centred: LayerNorm instead of RMSNorm; other arguments as in `engine.backends.native.norms`.
+            pieces: a row consists of this many pieces, each normalised separately.
+            weights: in a LayerNorm, this many pieces have their own weights and biases.
+            barrier: whether the next operation reads what this one writes.
         """
         size = x.width // pieces
         self._add(
@@ -265,10 +266,10 @@ class Program:
         )  # fmt: skip
 
     def shrink(self, table: AdapterTable, x: Rows) -> Rows:
-        """thin = down @ x of the tokens that have an adapter; what comes next must not read it.
+        """thin = down @ x for tokens with an adapter; the next operation must not read it.
 
         Returns:
-            thin: for `expand`, which comes before the next call of this.
+            thin: the input of `expand`, which must come before the next `shrink`.
         """
         thin = self._thin(table.rank)
         what = _Shrink(x=_place(x), thin=_place(thin), slots=table.address, inputs=table.inputs)
@@ -297,13 +298,13 @@ class Program:
         angles: tuple[Tensor, Tensor] | None,
         interleaved: bool = False,
     ) -> None:
-        """Turn queries where they lie, and store keys, turned, and values in pages; without pages keys are turned where
-        they lie, too.
+        """Rotate queries in place, and store rotated keys and values in pages; without pages, keys are rotated in place
+        too.
 
         Args:
-            heads: of each token queries, keys, values.
-            angles: cosines [length, head_dim] and sines [length, dim / 2] of positions, in the format in which heads
-                are turned: float32, or the program's.
+            heads: queries, keys and values of each token.
+            angles: cosines [length, head_dim] and sines [length, dim / 2] by position, in the format of the rotation:
+                float32, or the program's.
         """
         if head_dim > LONGEST_HEAD:
             raise ValueError(f"a head may have at most {LONGEST_HEAD} features, got {head_dim}")
@@ -339,12 +340,12 @@ class Program:
         sinks: Tensor | None = None,
         centred: bool = True,
     ) -> None:
-        """Attention of queries to keys and values, which are in pages or lie beside them.
+        """Attention of queries to keys and values, which are in pages or beside them.
 
         Args:
-            call: which of a step's calls describes the batch.
-            sinks: [heads] float32, one more score of each query.
-            centred: the pages' key centre belongs to these keys.
+            call: the index of the step's call that describes the batch.
+            sinks: [heads] float32, one more score for each query.
+            centred: whether the pages' key centre belongs to these keys.
         """
         pages = kv if isinstance(kv, Pages) else None
         keys, values = (None, None) if isinstance(kv, Pages) else kv
@@ -378,15 +379,15 @@ class Program:
         gated: bool,
         room: ExpertsRoom,
     ) -> None:
-        """out = what each token's likeliest experts make of x.
+        """out = the result of each token's likeliest experts for x.
 
         Args:
-            routed: of each token the router's numbers, one for each expert.
+            routed: the router's logits of each token, one per expert.
             up, down: the matrices of each expert.
-            active: experts of a token.
-            normalize: the weights of a token's experts are made to sum to 1.
-            function, gated: between the matrices.
-            room: where rows go in between; layers of one shape share it.
+            active: experts per token.
+            normalize: whether the weights of a token's experts are scaled to sum to 1.
+            function, gated: the activation between the matrices.
+            room: rows for intermediate results; layers of one shape share it.
         """
         if len(up) != routed.width or len(up) != len(down) or len(up) > MOST_EXPERTS:
             raise ValueError(f"{len(up)} and {len(down)} experts do not match the router's {routed.width} numbers")
@@ -410,7 +411,7 @@ class Program:
         )  # fmt: skip
 
     def gather(self, x: Rows, out: Rows, taps: int) -> None:
-        """out = the `taps` tokens around each, side by side; zeros where a token's row has none."""
+        """out = the `taps` tokens around each token, side by side; zeros beyond the ends of its row."""
         self._add(_GATHER, _Gather(x=_place(x), out=_place(out), width=x.width, taps=taps))
 
     def add(self, x: Rows, y: Rows, out: Rows) -> None:
@@ -418,7 +419,7 @@ class Program:
         self._add(_ADD, _Add(x=_place(x), y=_place(y), out=_place(out), width=out.width))
 
     def open(self, opening: Rows, x: Rows) -> None:
-        """x = sigmoid(opening) * x, where an opening is one number of each row."""
+        """x = sigmoid(opening) * x; an opening is one number per row."""
         self._add(_OPEN, _Open(opening=_place(opening), x=_place(x), width=x.width))
 
     def clip(self, x: Rows, limit: float) -> None:
@@ -466,17 +467,17 @@ class Program:
         runs: Tensor | None = None,
         states: Sequence[Tensor] = (),
     ) -> None:
-        """Make ready for a step.
+        """Prepare a step.
 
         Args:
-            given: memory [T, width] of the buffers that are handed in.
+            given: memory [T, width] of the buffers that the caller provides.
             positions: [T] int64.
-            slots: [S] int64: keys and values of the first S tokens go to pages; None where there are no pages.
-            calls: addresses of what `attend` names, in order.
+            slots: [S] int64: keys and values of the first S tokens go to pages; None without pages.
+            calls: addresses of the calls that `attend` refers to, in order.
             starts: [rows + 1] int32 first token of each row, and the end of the last.
-            states: [rows] int32 each, the slots of rows' states: sources, targets and snapshots, and the tokens before
-                these (`engine.model.inputs.States`); () where states begin as zeros and are not kept.
-            runs: [runs, 3] int64 the tokens that have an adapter (`engine.backends.native.adapters.find_runs`).
+            states: [rows] int32 each, the rows' state slots: sources, targets and snapshots, and the tokens before the
+                snapshots (`engine.model.inputs.States`); () if states begin as zeros and are not kept.
+            runs: [runs, 3] int64 runs of tokens with an adapter (`engine.backends.native.adapters.find_runs`).
         """
         tokens = len(positions)
         self._reserve(tokens)
@@ -518,15 +519,15 @@ class Program:
         """Run the operations [first, last) of the step.
 
         Raises:
-            IndexError: a position has no angles, or a slot or a row's page is none of those that there are. Nothing
-                was written for the first two.
+            IndexError: a position has no angles, or a slot or a row's page does not exist. In the first two cases,
+                nothing was written.
         """
         assert self._list is not None
         step, count = self._step, last - first
         times = (ctypes.c_int64 * (2 * count))() if self.watch is not None else None
         step.times = None if times is None else ctypes.addressof(times)
         step.outside = 0
-        step.workspace = scratch(self._workspace(step.tokens))  # which may have moved since the operations before
+        step.workspace = scratch(self._workspace(step.tokens))  # which may have moved during the operations before
         _RUN[self.dtype].call(
             ctypes.addressof(step), ctypes.addressof(self._list) + first * ctypes.sizeof(_Operation), count
         )
@@ -537,7 +538,7 @@ class Program:
             self._times += [(name, times[2 * i], times[2 * i + 1]) for i, name in enumerate(named)]
 
     def end(self) -> None:
-        """The step is over: what was handed in is given up."""
+        """The step is over: release the caller's memory."""
         self._in_use = ()
         for number in self._given:
             self._buffers[number] = None
@@ -546,19 +547,19 @@ class Program:
             self._times = []
 
     def view(self, rows: Rows) -> Tensor:
-        """[T, width] of a step's rows, where they lie."""
+        """[T, width] of a step's rows, without a copy."""
         memory, tokens = self._buffers[rows.buffer], self._step.tokens
         assert memory is not None
         whole = memory[: tokens * rows.stride].view(tokens, rows.stride)
         return whole[:, rows.offset : rows.offset + rows.width]
 
     def _reserve(self, tokens: int) -> None:
-        """Makes the list, and room for so many tokens."""
+        """Build the list, with room for this many tokens."""
         if self._list is None:
             self._list = (_Operation * len(self._operations))(
                 *(_Operation(kind, ctypes.addressof(what), barrier) for kind, what, barrier in self._operations)
             )
-            # Of each operation and thread, as far apart as it takes for none to slow another one down.
+            # Times of each operation and thread, far enough apart that threads do not slow each other down.
             self._tickets = torch.zeros((len(self._operations) * _THREADS + 1) * _TICKET, dtype=torch.uint8)
             self._step.tickets = -(-self._tickets.data_ptr() // _TICKET) * _TICKET
             self._pointers = (ctypes.c_void_p * len(self._widths))()
@@ -574,7 +575,7 @@ class Program:
         self._capacity = wanted
 
     def _workspace(self, tokens: int) -> int:
-        """Bytes that the products of a step need."""
+        """Bytes of working memory for the products of a step."""
         return max(((-(-tokens // rows) + _THREADS) * size for rows, size in self._tiles), default=0)
 
 

@@ -1,4 +1,4 @@
-"""Matrices of 4 bits, as checkpoints hold them, in the order of our own 4 bits."""
+"""Converts 4-bit matrices from checkpoints to the order of our own 4 bits."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from engine.backends.native.gemm import GROUP
 from engine.backends.native.loading import Kernel
 
 Layout = Literal["awq", "gptq", "rows"]
-"""Words of eight integers. "awq": [inputs, outputs / 8], in AWQ's order. "gptq": [inputs / 8, outputs], and "rows":
-[outputs, inputs / 8], both with the first input in the lowest bits."""
+"""Layouts of words with eight integers. "awq": [inputs, outputs / 8], in AWQ's order. "gptq": [inputs / 8, outputs],
+and "rows": [outputs, inputs / 8]; in both, the first input is in the lowest bits."""
 
 _KERNELS = {layout: Kernel(f"repack_{layout}", "ppii") for layout in get_args(Layout)}
 _EIGHT = 8
@@ -22,10 +22,10 @@ def repack(words: Tensor, layout: Layout) -> Tensor:
     """The `gemm.Quantised.values` of a matrix: uint8 [outputs, inputs / GROUP, GROUP / 2].
 
     Args:
-        words: int32, in this layout; the inputs are a multiple of `GROUP`.
+        words: int32 in this layout; the number of inputs is a multiple of `GROUP`.
 
     Raises:
-        ValueError: they are not such a matrix on a CPU.
+        ValueError: it is not such a matrix on a CPU.
     """
     if words.dtype != torch.int32 or words.dim() != 2 or words.device.type != "cpu":
         raise ValueError(f"words must be a matrix of int32 on a CPU, got {list(words.shape)} of {words.dtype}")

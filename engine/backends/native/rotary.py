@@ -1,4 +1,4 @@
-"""Rotary positions (arXiv:2104.09864) and the way of new keys and values into pages, in one walk over the tokens."""
+"""Rotary positions (arXiv:2104.09864), and the writing of new keys and values to pages, in one pass over the tokens."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _ROTATE = {
     (torch.bfloat16, torch.bfloat16): Kernel("rotate_bf16", _SIGNATURE),
     (torch.bfloat16, torch.float32): Kernel("rotate_bf16_exact", _SIGNATURE),
 }
-# The numbers are those of src/pages.h.
+# These numbers equal those in src/pages.h.
 PAGES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _NOWHERE = (None,) * 6
 LONGEST_HEAD = 1024
 
 
 class Rotation(NamedTuple):
-    """The angles by which tokens are turned.
+    """The angles of a rotation.
 
     Attributes:
-        cos: [T, 1, head_dim]; its format is the one that rotation happens in.
+        cos: [T, 1, head_dim], in the format of the rotation.
         sin: [T, 1, dim / 2] in the same format.
-        interleaved: features 2i and 2i + 1 are turned together, not i and dim / 2 + i.
+        interleaved: features 2i and 2i + 1 are rotated together, not i and dim / 2 + i.
     """
 
     cos: Tensor
@@ -37,18 +37,18 @@ class Rotation(NamedTuple):
 
 
 def rotate_(heads: Tensor, rotation: Rotation) -> None:
-    """Turn heads [T, n, head_dim] where they lie."""
+    """Rotate heads [T, n, head_dim] in place."""
     _call(heads, None, rotation, _NOWHERE, 0, heads.shape[1], 0, -1, False)
 
 
 def rotate_and_store(turning: Tensor, values: Tensor, rotation: Rotation | None, cache: Paged, slots: Tensor) -> None:
-    """Turn queries where they lie, and store keys, turned, and values in pages, as `Paged.write` would.
+    """Rotate queries in place, and store rotated keys and values in pages, like `Paged.write`.
 
     Args:
-        turning: [T, heads + kv_heads, head_dim], queries first; the keys stay as they were.
+        turning: [T, heads + kv_heads, head_dim], queries first; the keys are not changed.
         values: [T, kv_heads, head_dim].
-        rotation: None where nothing turns.
-        slots: [S] int64, S <= T: where the first S tokens go.
+        rotation: None for no rotation.
+        slots: [S] int64, S <= T: the slots of the first S tokens.
     """
     pages = cache.keys
     _, _, kv_heads, head_dim = pages.shape
@@ -75,7 +75,7 @@ def rotate_and_store(turning: Tensor, values: Tensor, rotation: Rotation | None,
 
 
 def _whole(tensor: Tensor | None) -> int | None:
-    """The address of a tensor that has no gaps; None for none."""
+    """The address of a contiguous tensor; None for none."""
     if tensor is None:
         return None
     if not tensor.is_contiguous():
@@ -128,7 +128,7 @@ def _call(
 
 
 def _token_stride(heads: Tensor) -> int:
-    """Numbers from one token to the next of heads [T, n, head_dim] that lie side by side in each token."""
+    """The stride between tokens of heads [T, n, head_dim], which are contiguous within a token."""
     stride, between, within = heads.stride()
     if within != 1 or (between != heads.shape[2] and heads.shape[1] > 1) or not heads.is_cpu:
         raise ValueError(f"the heads of a token must be contiguous on a CPU, got {_said(heads)}")

@@ -1,4 +1,4 @@
-"""Sampling's operations on rows of logits on a CPU, without sorting or copying them."""
+"""Sampling operations on rows of logits on a CPU, without sorting or copying the rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _EDIT = Kernel("logits_edit", f"{_ROWS} pp p")
 _MASK = Kernel("logits_mask", "pii pi pi")
 _CONFINE = Kernel("logits_confine", f"{_ROWS} pi pi pp i")
 _RESTORE = Kernel("logits_restore", f"{_ROWS} p")
-# The numbers are those of src/sampling.h.
+# These numbers equal those in src/sampling.h.
 _CHUNK, _PIECE = 64, 4096
 
 
@@ -40,11 +40,11 @@ TWINS |= {name: (kind.itemsize, len(kind.names or ())) for name, kind in (("Row"
 
 
 class _Laid:
-    """Edits as the kernels take them, and what they make of them.
+    """Edits in the kernels' form, and their results.
 
     Attributes:
-        start: [N + 1] where in `columns` and `values` those of each row begin.
-        counts: [N] how many a row has.
+        start: [N + 1] first index of each row's edits in `columns` and `values`.
+        counts: [N] number of edits per row.
     """
 
     def __init__(self, edits: EditList, table: Table, apart: Bool):
@@ -74,19 +74,19 @@ class _Laid:
 
 
 class LogitRows:
-    """Rows of logits that have been walked over once.
+    """Rows of logits with statistics from one pass over them.
 
     Args:
-        logits: float32 [N, vocabulary] on a CPU; kept, and changed while edits last.
+        logits: float32 [N, vocabulary] on a CPU; kept, and changed while edits apply.
 
     Attributes:
-        values: [N, vocabulary] the logits, in the same memory where that is possible.
-        peak: [N] the largest logit of each row; 0 where `log_sum` is NaN.
-        place: [N] the first token that has it; 0 there.
-        log_sum: [N] log of the sum of exp(logit - peak); NaN for a row that has NaN or inf, or nothing but -inf.
+        values: [N, vocabulary] the logits, in the same memory if possible.
+        peak: [N] the largest logit of each row; 0 if `log_sum` is NaN.
+        place: [N] the first token with that logit; 0 in that case.
+        log_sum: [N] log of the sum of exp(logit - peak); NaN for a row with NaN or inf, or with nothing but -inf.
 
     Raises:
-        ValueError: they are something else.
+        ValueError: the logits have another form.
     """
 
     def __init__(self, logits: Tensor):
@@ -121,20 +121,19 @@ class LogitRows:
         return self._rows[2]
 
     def logprobs(self, tokens: Int32) -> Float32:
-        """Log-probabilities of tokens [N, C] as the rows are now; NaN where `log_sum` is."""
+        """Current log-probabilities of tokens [N, C]; NaN where `log_sum` is NaN."""
         logits: Float32 = self.values[np.arange(len(self))[:, None], tokens]
         found: Float32 = (logits - self.peak[:, None]) - self.log_sum[:, None]
         return found
 
     def best(self, rows: Int32, counts: Int32, width: int) -> tuple[Int32, Float32]:
-        """The `counts` most probable tokens of rows, best first, the lowest of equal ones first.
+        """The `counts` most probable tokens of rows, best first; equal ones in ascending order.
 
         Args:
             rows, counts: [M] int32.
             width: columns of the result, at least the largest count (or the vocabulary, if that is less).
 
-        Returns:
-            Tokens and log-probabilities [M, width]: NaN for a row whose `log_sum` is, -inf beyond its count.
+        Returns: Tokens and log-probabilities [M, width]: NaN for a row whose `log_sum` is NaN, -inf beyond its count.
         """
         columns = torch.empty((len(rows), width), dtype=torch.int32)
         scores = torch.empty((len(rows), width), dtype=torch.float32)
@@ -157,27 +156,26 @@ class LogitRows:
         return columns.numpy(), scores.numpy()
 
     def ranks(self, rows: Int32, tokens: Int32) -> Int32:
-        """The number of logits of rows [M] that are larger than those of tokens [M, C], plus one: [M, C]."""
+        """One plus the number of logits of rows [M] that are larger than those of tokens [M, C]: [M, C]."""
         tokens = np.ascontiguousarray(tokens, dtype=np.int32)
         found = torch.empty(tokens.shape, dtype=torch.int32)
         _RANKS.call(*self._rows, _address(rows, np.int32), _address(tokens, np.int32), *tokens.shape, found.data_ptr())
         return found.numpy()
 
     def draw(self, rows: Int32, table: Table, uniforms: Float64) -> tuple[Int32, Int32]:
-        """Tokens drawn from rows [M] after temperature, top-k, top-p and min-p, as `transformers` has them. Other
-        filters are not asked for in these rows (`by_torch`).
+        """Tokens sampled from rows [M] after temperature, top-k, top-p and min-p, as in `transformers`. These rows use
+        no other filters (`by_torch`).
 
-        A draw is where running sums of the weights in vocabulary order, in float64, pass its uniform number's share
-        of the whole. Logits that are equal to the last that a filter keeps stay, too.
+        A uniform number, times the sum of all weights, selects the token at which the running sum of weights in
+        vocabulary order (float64) passes it. Tokens whose logits equal the last kept one are kept too.
 
         Args:
             rows: int32.
-            table: [M] how, for each of them; temperatures above 0.
-            uniforms: [M, largest number of draws or more] float64 in [0, 1).
+            table: [M] parameters of the rows; temperatures are above 0.
+            uniforms: [M, at least the largest number of draws] float64 in [0, 1).
 
-        Returns:
-            Tokens [M, C], 0 beyond a row's number of draws and where no token is possible; and whether all tokens had
-            to be asked for a row's top-p [M], because it is not among the few most probable ones.
+        Returns: Tokens [M, C], 0 beyond a row's number of draws and if no token is possible; and [M] whether a row's
+            top-p needed all tokens, because its limit is not among the few most probable ones.
         """
         most = uniforms.shape[1]
         tokens = torch.empty((len(rows), most), dtype=torch.int32)
@@ -204,11 +202,11 @@ class LogitRows:
 
     @contextlib.contextmanager
     def edited(self, edits: EditList, table: Table, apart: Bool) -> Iterator[None]:
-        """Writes edits [E] into the rows for a while, with the penalties of a table [N]; forced tokens are left to the
-        caller. `best` and `draw` see them; `peak`, `place` and `log_sum` stay.
+        """Write edits [E] into the rows within a block, with the penalties of a table [N]; the caller applies forced
+        tokens. `best` and `draw` see them; `peak`, `place` and `log_sum` do not change.
 
-        In rows that are `apart` [N] edits begin with log-probabilities; tokens with edits are -inf there for all but
-        `best`, which knows what became of their log-probabilities; `put` has them, too.
+        In rows that are `apart` [N], edits start from log-probabilities; there, edited tokens are -inf for all methods
+        except `best` and `put`, which use their edited log-probabilities.
         """
         laid = _Laid(edits, table, apart)
         _EDIT.call(*self._rows, *self._log_probability, laid.address)
@@ -221,12 +219,12 @@ class LogitRows:
 
     @contextlib.contextmanager
     def confined(self, rows: Int32, masks: Masks, table: Table, drawn: Bool) -> Iterator[None]:
-        """Makes tokens impossible in rows [M] for a while: those whose bits in masks [M, words] are 0
-        (`engine.interface.sampling_table.mask_words`). `peak`, `place` and `log_sum` stay.
+        """Make tokens impossible in rows [M] within a block: those whose bits in masks [M, words] are 0
+        (`engine.interface.sampling_table.mask_words`). `peak`, `place` and `log_sum` do not change.
 
-        Only as much is written as `draw`, or torch's sampler, will look at in rows that are `drawn` [M] by the
-        parameters of a table [M], and `best`, asked for one token, in others: where no token of a chunk is possible
-        mostly its maximum alone.
+        Only the parts are written that will be read: by `draw`, or torch's sampler, in rows that are `drawn` [M] with
+        the parameters of a table [M], and by `best` for one token in the others. If no token of a chunk is possible,
+        usually only its maximum is written.
         """
         if masks.shape != (len(rows), mask_words(self.vocabulary)):
             raise ValueError(f"{masks.shape} words do not mask {len(rows)} rows of {self.vocabulary} tokens")
@@ -249,8 +247,8 @@ class LogitRows:
 
 
 def mask(logits: Float32, rows: Int32, masks: Masks) -> None:
-    """Make tokens impossible in rows [M] of logits [N, vocabulary], side by side: those whose bits in masks [M, words]
-    are 0 (`engine.interface.sampling_table.mask_words`)."""
+    """Make tokens impossible in contiguous rows [M] of logits [N, vocabulary]: those whose bits in masks [M, words] are
+    0 (`engine.interface.sampling_table.mask_words`)."""
     vocabulary = logits.shape[1]
     if masks.shape != (len(rows), mask_words(vocabulary)):
         raise ValueError(f"{masks.shape} words do not mask {len(rows)} rows of {vocabulary} tokens")

@@ -1,7 +1,7 @@
-"""Structures that Python and the library share: declared here, and compared with those of the library: by their bytes,
-and by the number of their fields, since a small one may fit into padding.
+"""Structures that Python and the library share: declared here, and compared with the library's by their bytes and by
+the number of their fields, because a small field may fit into padding.
 
-A field that one side alone has would shift all that follow, and kernels would read addresses as numbers.
+A field on only one side would shift all later ones, and kernels would read addresses as numbers.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ TWINS: dict[str, tuple[int, int]] = {}
 
 
 def structure(name: str, fields: str) -> type[ctypes.Structure]:
-    """The twin of a structure in `src`, by the name that it has there (`src/structures.cpp` lists them).
+    """The Python counterpart of a structure in `src`, by its name there (`src/structures.cpp` lists them).
 
     Args:
-        fields: "TYPE field field ... | TYPE field ...", the types being pointer, int, double, and structures that were
-            made before.
+        fields: "TYPE field field ... | TYPE field ..."; types are pointer, int, double, and structures made before.
     """
     made = []
     for part in fields.split("|"):
@@ -37,7 +36,7 @@ def check(function: Callable[[str, str], Callable[..., None]]) -> None:
         function: `Library.function`.
 
     Raises:
-        RuntimeError: a structure has other bytes or fields there, or there is none of this name.
+        RuntimeError: a structure has other bytes or fields in the library, or does not exist there.
     """
     for name, here in TWINS.items():
         there = (ctypes.c_int64 * 2)()

@@ -1,1 +1,1 @@
-"""Attention, operations and sampling by torch: any device, and the reference for the others."""
+"""Attention, operations and sampling in torch: for any device, and the reference for the other backends."""

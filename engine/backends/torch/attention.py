@@ -25,19 +25,19 @@ from engine.backends.attention.formats import FORMATS, dequantise, format_name, 
 from engine.backends.torch import attention_encoder as whole
 from engine.backends.torch.attention_tiles import TILE, Group, Shape, Step, plan
 
-# MKL multiplies rows four at a time, and a remainder by kernels whose sums differ in the last bits. Tiles
-# of one query are padded to whole fours, so that they too get the bits that a larger tile gives; so are heads.
+# MKL multiplies rows four at a time, and the remainder with kernels whose sums differ in the last bits. Tiles of one
+# query, and heads, are padded to multiples of four, so that they get the same bits as in a larger tile.
 ROWS = FEATURES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class QueryBias:
-    """A bias by distance of each query's own (arXiv:2001.04063).
+    """A bias by distance that differs for each query (arXiv:2001.04063).
 
     Attributes:
-        scores: [T, N, heads] what the queries bring.
-        columns: [distances] int64 which of the N belongs to a distance, key position - query position.
-        zero: entry of distance 0; distances beyond either end take the end's.
+        scores: [T, N, heads] the numbers of each query.
+        columns: [distances] int64, the index (of N) for each distance, key position - query position.
+        zero: the entry for distance 0; distances beyond either end use the end's.
     """
 
     scores: Tensor
@@ -47,11 +47,11 @@ class QueryBias:
 
 @dataclass(frozen=True, slots=True)
 class OwnKey:
-    """One more key and value of each query, which it alone sees.
+    """One more key and value for each query, visible only to that query.
 
     Attributes:
         keys, values: [T, kv_heads, head_dim].
-        bias: [T, heads] what is added to the scores.
+        bias: [T, heads], added to the scores.
     """
 
     keys: Tensor
@@ -60,23 +60,22 @@ class OwnKey:
 
 
 class TorchReference(AttentionBackend):
-    """Tiles of queries walk chunks of keys with a running softmax.
+    """Tiles of queries process chunks of keys with a running softmax.
 
-    The running softmax is arXiv:1805.02867, its tiling arXiv:2205.14135. Scores, softmax and sums are in
-    float32 for every dtype; keys and values are gathered by slot, dequantised where pages are int8 or fp8, and never
-    expanded over grouped queries.
+    The running softmax is arXiv:1805.02867, its tiling arXiv:2205.14135. Scores, softmax and sums are in float32 for
+    every dtype. Keys and values are gathered by slot, dequantised if pages are int8 or fp8, and never expanded over
+    grouped queries.
 
-    A query's result is the same to the bit whatever else is in the batch and however its prompt was
-    chunked, on a CPU (cuBLAS makes no such promise). The one exception: a row with a single query is a tile
-    of its own, as are the few queries of a short row without positions. That gives the bits of a larger tile where
-    the CPU's matrix product sums whole fours of rows alike (MKL with AVX-512 does), and may differ from them in the
-    last bits elsewhere.
+    On a CPU, a query's result is the same to the bit whatever else is in the batch and however its prompt was chunked
+    (cuBLAS makes no such promise). There is one exception: a row with a single query is a separate tile, as are the few
+    queries of a short row without positions. This gives the bits of a larger tile if the CPU's matrix product sums
+    whole groups of four rows alike (MKL with AVX-512 does); elsewhere the last bits may differ.
 
-    Whole rows that have no cache and add nothing to the scores (most encoders') go to torch's fused kernel on a CPU,
-    which is faster and keeps these promises (`engine.backends.torch.attention_encoder`).
+    On a CPU, torch's fused kernel computes whole rows without a cache and without a bias (those of most encoders); it
+    is faster and keeps these promises (`engine.backends.torch.attention_encoder`).
 
-    Positions that a query does not see are never read from outside its own row, so NaN or inf left in a
-    page by another sequence cannot reach it.
+    Positions that a query does not see are never read from outside its own row, so NaN or inf that another sequence
+    left in a page cannot affect it.
     """
 
     name = "torch"
@@ -88,11 +87,11 @@ class TorchReference(AttentionBackend):
         """Computes every part over every format of the cache; made for the CPU and CUDA."""
         reasons = []
         if part.content_bias and part.heads != part.kv_heads:
-            reasons.append(f"{cls.name} attention has no content bias for heads that share keys")
+            reasons.append(f"{cls.name} attention does not support a content bias for heads that share keys")
         if device.type not in ("cpu", "cuda"):
             reasons.append(f"{cls.name} attention runs on cpu and cuda; the device is {device.type}")
         if cache_dtype is not None and cache_dtype not in FORMATS:
-            reasons.append(f"{cls.name} attention reads no {format_name(cache_dtype)} pages")
+            reasons.append(f"{cls.name} attention does not read {format_name(cache_dtype)} pages")
         return reasons
 
     @torch.no_grad()
@@ -113,8 +112,8 @@ class TorchReference(AttentionBackend):
         """Attention of q [T, heads, head_dim] over each row's own keys; returns [T, heads, head_dim].
 
         Scores are scale * q k, then softcap * tanh(. / softcap), then + bias: transformers' order.
-        Queries stand at the last positions of their row when causal, at its first ones otherwise.
-        Tokens past the sum of the query lengths, and queries that see no key, give zeros.
+        If causal, queries are at the last positions of their row, otherwise at the first ones. Tokens past the sum of
+        the query lengths, and queries that see no key, get zeros.
 
         Raises:
             ValueError: shapes or lengths contradict each other.
@@ -130,7 +129,7 @@ class TorchReference(AttentionBackend):
         kv_heads = kv.keys.shape[-2]
         lines = len(tables_of(bias)) if isinstance(bias, ContentBias) else 0
         groups = self._groups(metadata, kv, Shape(heads, kv_heads, head_dim, causal, window, lines))
-        if isinstance(kv, Paged):  # view, not reshape: a copy of the whole pool must never happen silently
+        if isinstance(kv, Paged):  # view, not reshape: the whole pool must never be copied silently
             keys = _Vectors(kv.keys.view(-1, head_dim), kv.key_scales, kv.key_centre)
             values = _Vectors(kv.values.view(-1, head_dim), kv.value_scales)
         else:
@@ -144,13 +143,13 @@ class TorchReference(AttentionBackend):
         return out
 
     def _groups(self, metadata: AttentionMetadata, kv: Paged | Ragged, shape: Shape) -> tuple[Group, ...]:
-        """The tiles of this batch: worked out by the first layer of a step, shared by the others."""
+        """The tiles of this batch: computed by the first layer of a step, shared by the others."""
         where = kv.block_tables if isinstance(kv, Paged) else kv.starts
         size = kv.keys.shape[1] if isinstance(kv, Paged) else None
         key = (self.name, shape, size, where.data_ptr(), where.shape, where.stride(), kv.keys.device)
         found = metadata.cache.get(key)
         if found is None:
-            # The tensor is kept with the tiles: its address stays taken, and so remains a sound key.
+            # The tensor is kept with the tiles, so that its address stays taken and remains a valid key.
             found = metadata.cache[key] = (where, plan(metadata, kv, shape))
         groups: tuple[Group, ...] = found[1]  # type: ignore[index]
         return groups
@@ -165,7 +164,7 @@ class _Vectors:
     centre: Tensor | None = None
 
     def chunks(self, rows: Tensor, size: int, width: int) -> Tensor:
-        """float32 [len(rows) / size, size, width] of rows laid out by tile, head, key; zeros past head_dim."""
+        """float32 [len(rows) / size, size, width] of rows ordered by tile, head, key; zeros past head_dim."""
         found = movable(self.stored).index_select(0, rows).view(self.stored.dtype)
         found = found.float() if self.scales is None else dequantise(found, self.scales.view(-1).index_select(0, rows))
         found = found.view(-1, size, found.shape[-1])
@@ -252,7 +251,7 @@ def _add_own(
     Args:
         folded, acc: [tiles * kv_heads, rows * width, padded] queries, and sums of values.
         best, total: [tiles * kv_heads, rows * width, 1].
-        shape: tiles, kv_heads, rows and width; the first `fold` rows are of queries.
+        shape: tiles, kv_heads, rows and width; the first `fold` rows are queries.
     """
     tiles, kv_heads, _, width = shape
     keys, values, bias = (
@@ -272,7 +271,7 @@ def _add_own(
 
 
 def _bias(bias: DistanceBias | PositionBias, step: Step, kv_heads: int, group: Group) -> Tensor:
-    """[tiles, kv_heads, fold, width or 1, keys]; by distance, a strided view of one line per tile."""
+    """[tiles, kv_heads, fold, width or 1, keys]; a bias by distance is a strided view of one line per tile."""
     heads, columns = bias.table.shape
     if isinstance(bias, DistanceBias):
         line = step.distance + torch.arange(group.width + group.keys - 1, device=bias.table.device) + bias.zero
@@ -297,12 +296,12 @@ def _query_bias(bias: QueryBias, step: Step, kv_heads: int, group: Group) -> Ten
 def _add_content(scores: Tensor, bias: ContentBias, queries: Tensor, keys: Tensor, step: Step, scale: float) -> None:
     """Add the terms of a content bias to scores [tiles, heads, width, keys].
 
-    Each tile and chunk take the vectors of the width + keys distances between them. Along a line of products of one
-    query (one key) with those, its scores are `keys` (`width`) neighbours, which begin one further for each query
+    Each tile and chunk use the vectors of the width + keys distances between them. In the products of one query (one
+    key) with these vectors, its scores are `keys` (`width`) adjacent numbers, which begin one further for each query
     (each key): a strided view.
 
     Args:
-        queries: [tiles * heads, rows, features], times `scale`; the first `width` rows are of queries.
+        queries: [tiles * heads, rows, features], times `scale`; the first `width` rows are queries.
         keys: [tiles * heads, keys, features].
     """
     (tiles, heads, width, size), (count, rows, features) = scores.shape, queries.shape
@@ -311,7 +310,7 @@ def _add_content(scores: Tensor, bias: ContentBias, queries: Tensor, keys: Tenso
     columns = bias.columns[place.clamp_(0, len(bias.columns) - 1)]
 
     def lines(table: Tensor) -> Tensor:
-        """[tiles * heads, reach, features] of the distances."""
+        """Lines [tiles * heads, reach, features] of the distances."""
         first = torch.arange(heads, device=scores.device)[:, None] * table.shape[1]
         found = (columns[:, None] + first).view(-1)
         return _Vectors(table.reshape(-1, table.shape[2])).chunks(found, reach, features)
@@ -322,7 +321,8 @@ def _add_content(scores: Tensor, bias: ContentBias, queries: Tensor, keys: Tenso
         scores.add_(seen.view(tiles, heads, width, size))
     if bias.queries is not None:
         vectors = lines(bias.queries)
-        # Of a key's products with all distances only `width` are needed, so a few keys at a time meet their own.
+        # Only `width` of a key's products with all distances are needed, so a few keys at a time are multiplied with
+        # their own.
         some = min(size, TILE)
         for begin in range(0, size, some):
             near = vectors[:, begin : begin + some + width]

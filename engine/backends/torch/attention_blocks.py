@@ -1,6 +1,6 @@
-"""Attention in a window and to blocks of tokens, by torch: memory grows with the length of a row, not its square.
+"""Attention in a window and to blocks of tokens, in torch; memory grows linearly with the length of a row.
 
-Each row is cut into parts by its own length, so that its result does not depend on what else is in the batch.
+Each row is divided by its own length, so its result does not depend on what else is in the batch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.backends.attention.base import AttentionMetadata, DistanceBias, Window
 
-# Queries at a time, where the window is narrower than that.
+# Queries at a time, if the window is narrower than that.
 _PART = 64
 
 
@@ -25,16 +25,16 @@ def attend(
     bias: DistanceBias,
     block_bias: DistanceBias,
 ) -> Tensor:
-    """The attention of each token to its row, in its window and to the blocks: [Tp, heads, head_dim].
+    """The attention of each token to its row, within its window and to the blocks: [Tp, heads, head_dim].
 
-    Scores, softmax and sums are in float32. What lies past the rows gives zeros.
+    Scores, softmax and sums are in float32. Positions past the rows get zeros.
 
     Args:
         heads: queries, keys and values, [Tp, heads, head_dim] each.
-        of_blocks: keys and values, [blocks, heads, head_dim] each, of one row after the other.
-        size: tokens of a block; those past a row's last whole block are of that one.
-        bias: by the distance from a query to a key.
-        block_bias: by that from a query's block to a key's.
+        of_blocks: keys and values, [blocks, heads, head_dim] each, in the order of the rows.
+        size: tokens per block; tokens after a row's last whole block belong to that block.
+        bias: bias by the distance from a query to a key.
+        block_bias: bias by the distance from a query's block to a key's.
     """
     out = heads[0].new_zeros(heads[0].shape)
     start = first = 0
@@ -65,7 +65,7 @@ def _attend_row(
     bias: DistanceBias,
     block_bias: DistanceBias,
 ) -> Tensor:
-    """The same of one row, all as [heads, T, head_dim]."""
+    """The same for one row, all as [heads, T, head_dim]."""
     length, count = queries.shape[1], of_blocks[0].shape[1]
     width = max(_PART, window.left)
     places = torch.arange(length, device=queries.device)
@@ -89,6 +89,6 @@ def _attend_row(
 
 
 def _of(bias: DistanceBias, distances: Tensor) -> Tensor:
-    """[heads, queries, keys] of distances [queries, keys]."""
+    """[heads, queries, keys] bias of distances [queries, keys]."""
     columns = (distances + bias.zero).clamp_(0, bias.table.shape[1] - 1)
     return bias.table.index_select(1, columns.view(-1)).view(-1, *distances.shape)

@@ -1,7 +1,7 @@
-"""Attention of whole rows without a cache on a CPU, by torch's fused kernel.
+"""Attention of whole rows without a cache on a CPU, with torch's fused kernel.
 
 Rows of equal length are computed together; nothing is padded. The kernel (`scaled_dot_product_attention`, after
-arXiv:2205.14135) cuts each row's queries and keys by the row's own length, and never looks at another row.
+arXiv:2205.14135) divides each row's queries and keys by the row's own length, and never reads another row.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import Tensor
 
 from engine.backends.attention.base import AttentionMetadata, Ragged
 
-# float32 numbers in 64 bytes: where heads are made of so many, those of every row lie alike for vector loads, and a
-# row has the same bits wherever it lies.
+# float32 numbers in 64 bytes: if the size of heads is a multiple of this, every row has the same alignment for vector
+# loads, and so the same bits at any address.
 _ALIGNED = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """N rows of the same number of queries and of keys.
+    """N rows with the same number of queries and of keys.
 
     Attributes:
         count: N.
-        queries, keys: [N * queries], [N * keys] int64 tokens.
+        queries, keys: [N * queries], [N * keys] int64 indices of tokens.
     """
 
     count: int
@@ -34,7 +34,7 @@ class Rows:
 
 
 def serves(q: Tensor, kv: Ragged, metadata: AttentionMetadata) -> bool:
-    """Whether `attend` computes queries of this shape over these keys, where each sees all of its row."""
+    """Whether `attend` computes queries of this shape over these keys, if each sees all of its row."""
     return (
         q.device.type == "cpu"
         and q.shape[1:] == kv.keys.shape[1:] == kv.values.shape[1:]
@@ -46,7 +46,7 @@ def serves(q: Tensor, kv: Ragged, metadata: AttentionMetadata) -> bool:
 def attend(q: Tensor, kv: Ragged, metadata: AttentionMetadata, scale: float) -> Tensor:
     """Attention of q [T, heads, head_dim] over each row's own keys; returns [T, heads, head_dim].
 
-    Scores, softmax and sums are in float32. Tokens past the sum of the query lengths, and queries without keys, give
+    Scores, softmax and sums are in float32. Tokens past the sum of the query lengths, and queries without keys, get
     zeros.
     """
     out, shape = q.new_zeros(q.shape), q.shape[1:]
@@ -61,11 +61,11 @@ def attend(q: Tensor, kv: Ragged, metadata: AttentionMetadata, scale: float) -> 
 
 
 def _rows(metadata: AttentionMetadata, kv: Ragged) -> tuple[Rows, ...]:
-    """The rows of this batch by their lengths: worked out by the first layer of a step, shared by the others."""
+    """The rows of this batch by their lengths: computed by the first layer of a step, shared by the others."""
     key = ("whole rows", kv.starts.data_ptr(), kv.starts.shape, kv.starts.stride())
     found = metadata.cache.get(key)
     if found is None:
-        # The tensor is kept, too: its address stays taken, and so remains a sound key.
+        # The tensor is kept too, so that its address stays taken and remains a valid key.
         found = metadata.cache[key] = (kv.starts, _group(metadata, kv.starts.tolist()))
     rows: tuple[Rows, ...] = found[1]  # type: ignore[index]
     return rows

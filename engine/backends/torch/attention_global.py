@@ -1,6 +1,6 @@
-"""Attention in a window with global tokens, by torch: time and memory grow with the length of a row, not its square.
+"""Attention in a window with global tokens, in torch; time and memory grow linearly with the length of a row.
 
-Each row is cut into parts by its own length, so that its result does not depend on what else is in the batch.
+Each row is divided by its own length, so its result does not depend on what else is in the batch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.backends.attention.base import AttentionMetadata, Window
 
-# Queries at a time, where the window is narrower than that.
+# Queries at a time, if the window is narrower than that.
 _PART = 64
 
 
@@ -27,12 +27,12 @@ def attend(
 ) -> Tensor:
     """The attention of each token to its row: [Tp, heads, head_dim].
 
-    A token sees those in its window and the global ones, each once; a global token sees all, by `of_global`. Scores,
-    softmax and sums are in float32. What lies past the rows gives zeros.
+    A token sees the tokens in its window and the global ones, each once; a global token sees all, through `of_global`.
+    Scores, softmax and sums are in float32. Positions past the rows get zeros.
 
     Args:
         heads, of_global: queries, keys and values, [Tp, heads, head_dim] each.
-        global_tokens: for each row the places of its global tokens, from its beginning on.
+        global_tokens: for each row the positions of its global tokens, counted from its beginning.
     """
     out = heads[0].new_zeros(heads[0].shape)
     start = 0
@@ -52,14 +52,14 @@ def attend(
 
 
 def _attend_near(queries: Tensor, keys: Tensor, values: Tensor, count: int, window: Window, scale: float) -> Tensor:
-    """What the tokens of one row see of those near them and of the first `count`, which are global: [heads, T,
+    """The attention of one row's tokens to nearby tokens and to the first `count`, which are global: [heads, T,
     head_dim], all of this shape."""
     length, size = queries.shape[1], max(_PART, window.left)
     places = torch.arange(length, device=queries.device)
     found = torch.empty_like(queries)
     for begin in range(0, length, size):
         end = min(begin + size, length)
-        # Global tokens stand before all others that are seen, and are no others' neighbours.
+        # Global tokens come before all other visible tokens, and are not neighbours of others.
         low = max(begin - window.left, count)
         high = max(min(end + window.right, length), low)
         distances = places[low:high] - places[begin:end, None]

@@ -1,6 +1,6 @@
-"""Attention to some blocks of a row, by torch: time and memory grow with the length of a row, not its square.
+"""Attention to some blocks of a row, in torch; time and memory grow linearly with the length of a row.
 
-Each row is cut into blocks by its own length, so that its result does not depend on what else is in the batch.
+Each row is divided into blocks by its own length, so its result does not depend on what else is in the batch.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def attend(
 ) -> Tensor:
     """The attention of each token to its row: [Tp, heads, head_dim].
 
-    A token sees its own block and those beside it, the first and the last one; tokens of these two see all. Scores,
-    softmax and sums are in float32. What lies past the rows gives zeros.
+    A token sees its own block, the adjacent ones, and the first and the last block; tokens of these two see all.
+    Scores, softmax and sums are in float32. Positions past the rows get zeros.
 
     Args:
         heads: queries, keys and values, [Tp, heads, head_dim] each.
-        size: tokens of a block, of the last one perhaps fewer.
-        whole: all tokens of a row of up to so many see all; these are five blocks at least.
-        first_counts: how many times keys of the first block count for tokens that do not see all.
+        size: tokens per block; the last block may have fewer.
+        whole: in a row of up to this many tokens (at least five blocks), all tokens see all.
+        first_counts: how often keys of the first block count for tokens that do not see all.
     """
     out = heads[0].new_zeros(heads[0].shape)
     start = 0
@@ -63,7 +63,7 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, scale: float, bias: T
 def _attend_sparsely(
     queries: Tensor, keys: Tensor, values: Tensor, scale: float, size: int, first_counts: int
 ) -> Tensor:
-    """The same of one row that has more blocks than its tokens see."""
+    """The same for one row that has more blocks than its tokens see."""
     length = queries.shape[1]
     last = (length - 1) // size * size
     found = torch.empty_like(queries)
@@ -72,7 +72,7 @@ def _attend_sparsely(
         if begin in (0, last):
             found[:, own] = _attend(queries[:, own], keys, values, scale)
             continue
-        # The first and the last block may stand among the neighbours, and count once for that.
+        # The first and the last block may be among the neighbours, and then count once for that.
         near = slice(max(begin - size, size), min(begin + 2 * size, last))
         seen, given = (torch.cat((x[:, :size], x[:, near], x[:, last:]), 1) for x in (keys, values))
         bias = seen.new_zeros(seen.shape[1])

@@ -1,7 +1,6 @@
-"""Attention of tokens in blocks, and of vectors beside them, by torch: memory grows with the length of a row, not its
-square.
+"""Attention of tokens in blocks, and of vectors beside them, in torch; memory grows linearly with the length of a row.
 
-Each row is cut into blocks by its own length, so that its result does not depend on what else is in the batch.
+Each row is divided into blocks by its own length, so its result does not depend on what else is in the batch.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ def attend(
     """The attention of the tokens of each row, [Tp, heads, head_dim], and of its vectors, [rows * count, heads,
     head_dim].
 
-    A token sees its block and the vectors of its row; a vector sees all tokens and all vectors of its row. Scores,
-    softmax and sums are in float32. What lies past the rows gives zeros.
+    A token sees its block and the vectors of its row; a vector sees all tokens and vectors of its row. Scores, softmax
+    and sums are in float32. Positions past the rows get zeros.
 
     Args:
         tokens: queries, keys and values, [Tp, heads, head_dim] each.
-        vectors: the same of `count` vectors of one row after the other.
-        size: tokens of a block.
-        shift: so many tokens are missing from the first block.
+        vectors: the same for `count` vectors per row, row after row.
+        size: tokens per block.
+        shift: the number of tokens missing from the first block.
     """
     found = tokens[0].new_zeros(tokens[0].shape)
     of_vectors = torch.empty_like(vectors[0])

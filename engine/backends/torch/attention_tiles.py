@@ -1,13 +1,13 @@
-"""The index work of the reference backend: a ragged batch cut into tiles of queries and chunks of keys.
+"""The index computations of the reference backend: it divides a ragged batch into tiles of queries and chunks of keys.
 
 A tile is up to `width` consecutive queries of one row: 1 for rows that decode, 32 otherwise, cut at
-multiples of 32 of the absolute position. Each tile walks the chunks of 128 keys, cut at multiples of
-128 of the absolute position, that its queries see; where all of those lie below position 32 or 64, its one
-chunk ends there. These cuts depend on positions alone, so a query meets the same keys in the same order
-whatever else is in the batch and however its prompt was chunked.
+multiples of 32 of the absolute position. Each tile processes the chunks of 128 keys that its queries see, cut at
+multiples of 128 of the absolute position; if all of these keys are below position 32 or 64, its only chunk ends there.
+These cuts depend only on positions, so a query processes the same keys in the same order whatever else is in the batch
+and however its prompt was chunked.
 
-Where queries have no position among the keys (encoders, cross-attention), short rows have tiles of 4, 8 or 16:
-the beams of a request, which read the same pages, are one row of a few queries.
+If queries have no position among the keys (encoders, cross-attention), short rows have tiles of 4, 8 or 16: the beams
+of a request, which read the same pages, are one row with few queries.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from engine.backends.attention.base import AttentionMetadata, Chunks, Paged, Rag
 
 TILE = 32
 CHUNK = 128
-# Keys a chunk has where a tile sees none beyond them.
+# Sizes of a chunk whose tile sees no keys beyond it.
 SIZES = (32, 64, CHUNK)
-# Queries a tile has where they have no position, whole fours as matrix products want them.
+# Sizes of a tile whose queries have no position: multiples of four, as matrix products require.
 WIDTHS = (4, 8, 16, TILE)
-# Bytes of keys, values and scores that one group of tiles works on at a time: small enough to stay in
-# the last level of cache on a CPU, large enough to hide the cost of calling the operations.
+# Bytes of keys, values and scores per group of tiles: small enough for the last-level cache of a CPU, large enough to
+# hide the cost of calling the operations.
 GROUP_BYTES = 16 << 20
 
 Ints = NDArray[np.int64]
@@ -37,10 +37,10 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The properties of a layer's shape that the index work depends on.
+    """The properties of a layer's shape that the index computations depend on.
 
     Attributes:
-        lines: tables of vectors by distance that a tile and a chunk read a part of, 0 to 2.
+        lines: the number (0 to 2) of tables of vectors by distance that a tile and a chunk read parts of.
     """
 
     heads: int
@@ -56,14 +56,15 @@ class Step:
     """One chunk of keys for each of the first `tiles` tiles of a group.
 
     Attributes:
-        tiles: tiles that still have a chunk; a prefix, because tiles are sorted by number of chunks.
-        rows: [tiles * kv_heads * keys] rows of the keys seen as [slots * kv_heads, head_dim], laid out
-            by tile, head, key. Keys that no query of the tile sees point at one that some query sees, so
-            nothing outside the row is ever read.
-        masked: tiles from here on have keys that not all queries see.
-        mask: [tiles - masked, 1, 1, width, keys] float32, 0 or -inf, None where masked == tiles.
+        tiles: the number of tiles that still have a chunk; these come first, because tiles are sorted by number of
+            chunks.
+        rows: [tiles * kv_heads * keys] rows of the keys viewed as [slots * kv_heads, head_dim], ordered by tile, head,
+            key. Indices of keys that no query of the tile sees point at a visible key, so nothing outside the row is
+            ever read.
+        masked: tiles from this one on have keys that not all queries see.
+        mask: [tiles - masked, 1, 1, width, keys] float32, 0 or -inf; None if masked == tiles.
         first: [tiles, 1] int64 position of the chunk's first key.
-        distance: [tiles, 1] int64 that position - position of the tile's last query.
+        distance: [tiles, 1] int64 first key's position minus the position of the tile's last query.
     """
 
     tiles: int
@@ -76,17 +77,17 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Tiles of one width and one size of chunks that are computed together.
+    """Tiles of one width and one chunk size that are computed together.
 
     Attributes:
         tiles: number of tiles.
-        keys: per chunk.
-        width: queries per tile. They are laid out from the last position to the first: then the distance
-            to key j of query i is i + j + constant, which torch can express as a strided view.
-        queries: [tiles * width] int64 token of each query; places without a query repeat another's.
-        tokens: int64 tokens that are really computed, each once.
-        places: where in [tiles * width] they are; None where that is everywhere in order.
-        steps: one per chunk.
+        keys: keys per chunk.
+        width: queries per tile. They are ordered from the last position to the first, so that the distance to key j of
+            query i is i + j + constant, which torch can express as a strided view.
+        queries: [tiles * width] int64 token of each query; unused entries repeat another query's.
+        tokens: int64 tokens that are actually computed, each once.
+        places: their indices in [tiles * width]; None if all are used in order.
+        steps: one step per chunk.
     """
 
     tiles: int
@@ -121,7 +122,7 @@ def plan(metadata: AttentionMetadata, kv: Paged | Ragged, shape: Shape) -> tuple
 
 
 def _widths(lens: Ints, causal: bool) -> Ints:
-    """Queries per tile of rows of these lengths."""
+    """Queries per tile for rows of these lengths."""
     sizes = np.array((TILE,) if causal else WIDTHS)
     width: Ints = sizes[np.searchsorted(sizes, np.minimum(lens, TILE))]
     return np.where(lens == 1, 1, width)
@@ -138,15 +139,15 @@ class _Tiles:
 
     width: int
     row: Ints  # row of the batch
-    token: Ints  # token at which the row's first query lies
+    token: Ints  # index of the row's first query among the tokens
     origin: Ints  # position of the row's first query
     length: Ints  # queries of the row
     context: Ints  # keys of the row
     two_way: Ints  # 1: its queries see all later keys
-    base: Ints  # position of the tile's first place
-    low: Ints  # positions [low, high) are seen by some query of the tile
+    base: Ints  # position of the tile's first query
+    low: Ints  # positions [low, high) are visible to some query of the tile
     high: Ints
-    all_low: Ints  # positions [all_low, all_high) are seen by all of them
+    all_low: Ints  # positions [all_low, all_high) are visible to all of them
     all_high: Ints
     keys: Ints  # per chunk
     first: Ints  # first chunk
@@ -189,7 +190,7 @@ def _cut(rows: Ints, lens: Ints, context: Ints, start: Ints, two_way: Ints, widt
     keys = sizes[np.searchsorted(sizes, np.minimum(high, CHUNK))]
     tiles = _Tiles(width, *row, base, low, high, all_low, all_high, keys, first, chunks)
     order = np.argsort(-chunks, kind="stable")
-    return tiles.take(order[: np.count_nonzero(chunks)])  # a query that sees no key has no work and gives 0
+    return tiles.take(order[: np.count_nonzero(chunks)])  # a query that sees no key needs no work and gives 0
 
 
 def _group(tiles: _Tiles, keys: int, kv: Paged | Ragged, shape: Shape) -> Group:
@@ -202,7 +203,7 @@ def _group(tiles: _Tiles, keys: int, kv: Paged | Ragged, shape: Shape) -> Group:
     valid = ((ordinal >= 0) & (ordinal < tiles.length[:, None])).ravel()
     queries = (tiles.token[:, None] + np.clip(ordinal, 0, tiles.length[:, None] - 1)).ravel()
 
-    # One entry per (step, tile), steps outermost.
+    # One entry per (step, tile), with steps outermost.
     live = count - np.searchsorted(tiles.chunks[::-1], np.arange(tiles.chunks[0]), side="right")
     begin = np.cumsum(live) - live
     step = np.repeat(np.arange(len(live)), live)
@@ -245,7 +246,7 @@ def _rows(
     kv: Paged | Ragged,
     shape: Shape,
 ) -> Tensor:
-    """[entries * kv_heads * keys] rows of the keys seen as [slots * kv_heads, head_dim]."""
+    """[entries * kv_heads * keys] rows of the keys viewed as [slots * kv_heads, head_dim]."""
     position = key[:, None] + torch.arange(keys, device=key.device)
     position = torch.maximum(torch.minimum(position, high[tile, None] - 1), low[tile, None])
     row = row[tile, None]
@@ -258,7 +259,7 @@ def _rows(
         slot = kv.starts[row] + position
     heads = torch.arange(shape.kv_heads, device=key.device)
     rows = (slot[:, None, :] * shape.kv_heads + heads[:, None]).reshape(-1)
-    # Half the index is half the memory that every layer reads again.
+    # 32-bit indices halve the memory that every layer reads again.
     return rows.to(torch.int32) if kv.keys.numel() // kv.keys.shape[-1] < 2**31 else rows
 
 

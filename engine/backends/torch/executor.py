@@ -1,6 +1,6 @@
-"""A stack's program, run by torch: the oracle, for every device and format.
+"""Runs a stack's program in torch: the oracle, for every device and format.
 
-Single operations are handed to kernels of our own where there are some (`engine.model.kernels`).
+Single operations use our own kernels if there are some (`engine.model.kernels`).
 """
 
 from __future__ import annotations
@@ -100,11 +100,11 @@ class Pass:
     """One pass through a program.
 
     Attributes:
-        inputs: what it is given, slots worked out.
-        values: the rows by their names.
-        biases: what is added to scores, by the part of positions that layers share, or by the layer; those that are
-            not there are made.
-        beside: vectors that go through the layers beside the tokens, [inputs * count, features], where there are any.
+        inputs: the inputs of the pass, with slots computed.
+        values: the rows by name.
+        biases: biases of scores, by the part of positions that layers share, or by the layer; missing ones are
+            computed.
+        beside: vectors that pass through the layers beside the tokens, [inputs * count, features], if any.
     """
 
     def __init__(self, inputs: Inputs, tables: Tables, values: Values, biases: Biases | None = None):
@@ -121,12 +121,12 @@ class Pass:
         return self._rotations[part]
 
     def bias(self, operation: Attend) -> Bias | None:
-        """The bias that is added to the scores, made once for all layers."""
+        """The bias of the scores, computed once for all layers."""
         return self.fill_bias(self._biases, operation, self._tables)
 
     @staticmethod
     def fill_bias(biases: Biases, operation: Attend, tables: Tables) -> Bias | None:
-        """The bias of an attention, which is put with the others where it is the same in every pass."""
+        """Compute the bias of an attention; it is stored with the others if it is the same in every pass."""
         position = operation.part.position
         if operation.is_cross or isinstance(position, Disentangled):
             return tables.bias(operation.module)
@@ -136,7 +136,7 @@ class Pass:
         return biases[owner]
 
     def block_biases(self, module: BlockSumAttention) -> tuple[DistanceBias, DistanceBias]:
-        """The biases of the scores of tokens, and of those of sums of blocks."""
+        """The biases for the scores of tokens and of sums of blocks."""
         bias, of_blocks = self._tables.bias(module), self._tables.block_bias
         assert isinstance(bias, DistanceBias)
         assert of_blocks is not None
@@ -153,7 +153,7 @@ Handler = Callable[[Any, Pass], None]
 
 
 class Calls:
-    """Operations with what computes them, in their order; rows are let go after their last use."""
+    """Operations with their functions, in order; rows are released after their last use."""
 
     def __init__(self, operations: Sequence[HasRows], handlers: Mapping[type, Handler], result: Rows):
         self._result = result
@@ -223,7 +223,7 @@ def _add_adapters(operation: AddAdapters, state: Pass) -> None:
 
 
 def _all_reduce(operation: AllReduce, state: Pass) -> None:
-    """One device has all of it."""
+    """One device has the whole result."""
 
 
 def _prepare_heads(operation: PrepareHeads, state: Pass) -> None:
@@ -282,7 +282,7 @@ def _store_encoded(operation: StoreEncoded, state: Pass) -> None:
     assert slots is not None
     kv = state.values[operation.kv]
     heads = kv.view(len(kv), 2, part.kv_heads, part.head_dim)[: len(slots)]
-    pages = replace(state.pages(operation.layer), key_centre=None)  # the centre is that of self-attention's keys
+    pages = replace(state.pages(operation.layer), key_centre=None)  # the centre belongs to self-attention's keys
     pages.write(slots, heads[:, 0], heads[:, 1])
 
 
@@ -363,7 +363,7 @@ def _attend_by_buckets(operation: AttendByBuckets, state: Pass) -> None:
     zero = module.zero
     if operation.own is not None:
         keys, values = (_heads(state.values[rows], part.head_dim) for rows in operation.own)
-        # A next token is one further from all keys but its own, whose distance has the first bucket.
+        # A next token is one position further from all keys except its own, which has the first bucket.
         own, zero = OwnKey(keys, values, scores[:, 0]), zero - 1
     attended = module.reference.attend(
         _heads(state.values[operation.queries], part.head_dim),
@@ -507,7 +507,7 @@ def _mix_taps(operation: MixTaps, state: Pass) -> None:
 
 
 def _transform_fourier(operation: TransformFourier, state: Pass) -> None:
-    """Each input alone: its length is part of the transform."""
+    """Each input separately, because its length is part of the transform."""
     inputs, x = state.inputs, state.values[operation.x]
     inputs_alone = torch.split(x[: inputs.tokens].float(), inputs.metadata.query_lens)
     parts = [torch.fft.fft2(one).real.to(x.dtype) for one in inputs_alone if len(one)]

@@ -1,4 +1,4 @@
-"""Logits to candidates by torch: for GPUs, and where there is no native library (`sampler.py` says what is made)."""
+"""Logits to candidates in torch: for GPUs, and without the native library (`sampler.py` describes the result)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from engine.interface.sampling_table import GREEDY_TEMPERATURE, EditList, Kind, 
 from engine.scheduling.plan import Float32, Int32, SamplingBatch, StepResult, TokenScores
 
 _NEGATIVE_INFINITY = float("-inf")
-# Most probable tokens that a top-p is looked for among, before all are sorted.
+# The number of most probable tokens among which a top-p limit is searched before all are sorted.
 _FEW = 256
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> StepResult:
     """Candidates for each row of float32 logits [S, vocabulary]."""
     vocabulary = logits.shape[1]
-    # Not logsumexp: torch splits a single row's sum among threads, so its last bits would depend on the batch.
+    # Not logsumexp: torch divides a single row's sum among threads, so its last bits would depend on the batch.
     own = logits.log_softmax(dim=-1)
     table = batch.table
     beams = np.flatnonzero(table["beam_width"])
@@ -44,7 +44,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> StepResult:
     for row in np.flatnonzero(apart).tolist():
         drawn = sampling_whole.draw(processed[row], table[row : row + 1], batch.uniforms[row])
         tokens[row, : len(drawn)] = drawn
-    # NaN tells the scheduler that a row failed; one in which every token is banned has, too.
+    # NaN tells the scheduler that a row failed, and so does a row in which every token is banned.
     logprobs = own.gather(1, tokens).masked_fill(processed.gather(1, tokens) == _NEGATIVE_INFINITY, float("nan"))
     ranks, top_ids, top_logprobs = _report(logits, own, tokens, batch)
     return StepResult(
@@ -73,10 +73,10 @@ def score(logits: Tensor, targets: Int32, counts: Int32, width: int) -> TokenSco
 
 
 def _process(logits: Tensor, own: Tensor, batch: SamplingBatch, beams: np.ndarray) -> Tensor:
-    """Logits (beams: log-probabilities) after penalties, bans and forced tokens; the input itself where there is
-    nothing to do."""
+    """Logits (beams: log-probabilities) after penalties, bans and forced tokens; the input itself if nothing
+    changes."""
     renormalized = beams[batch.table["renormalize"][beams] > 0]
-    # Tokens of an encoder with a vocabulary of its own may lie outside the decoder's.
+    # Tokens of an encoder with its own vocabulary may be outside the decoder's.
     edits = batch.edits[batch.edits["token"] < logits.shape[1]]
     alike = len(beams) in (0, len(logits))
     start = own if alike and len(beams) else logits
@@ -143,7 +143,7 @@ def _penalize(processed: Tensor, history: EditList, table: Table) -> None:
 
 
 def _draw(logits: Tensor, batch: SamplingBatch, rows: np.ndarray) -> Tensor:
-    """Tokens [N, draws] by inverse CDF in vocabulary order, summed up in float64."""
+    """Tokens [N, draws] by inverse CDF in vocabulary order, summed in float64."""
     device = logits.device
     table = batch.table[rows]
     temperature = torch.from_numpy(np.ascontiguousarray(table["temperature"])).to(device)
@@ -153,13 +153,13 @@ def _draw(logits: Tensor, batch: SamplingBatch, rows: np.ndarray) -> Tensor:
     cumulative = sampling_whole.keep_likely(weights, table).double().cumsum(dim=-1)
     targets = torch.from_numpy(batch.uniforms[rows]).to(device) * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, targets, right=True)
-    # Rounding may put a target at the very end; the last possible token is where the sum is reached.
+    # Rounding may put a target at the very end; then the last possible token is drawn.
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous(), right=False)
     return torch.minimum(drawn, last).clamp_(max=logits.shape[1] - 1)
 
 
 def _filter(scaled: Tensor, table: Table) -> Tensor:
-    """top-k, then top-p among what is left; -inf elsewhere."""
+    """Applies top-k, then top-p to the remaining tokens; -inf elsewhere."""
     vocabulary = scaled.shape[1]
     top_k = np.where(table["top_k"] > 0, np.minimum(table["top_k"], vocabulary), vocabulary)
     top_p = table["top_p"]
@@ -189,10 +189,10 @@ def _filter(scaled: Tensor, table: Table) -> Tensor:
 
 
 def _smallest(best: Tensor, whole: Tensor | None, top_k: np.ndarray, top_p: np.ndarray) -> tuple[Tensor, Tensor]:
-    """The last values [N, 1] that filters keep of a row's best [N, B], and whether it is among them [N].
+    """The smallest values [N, 1] that filters keep among a row's best [N, B], and whether they are among them [N].
 
     Args:
-        whole: [N, 1] the weight of all tokens; None where it is that of the best `top_k`.
+        whole: [N, 1] the weight of all tokens; None for the weight of the best `top_k`.
     """
     device, width = best.device, best.shape[1]
     k = torch.from_numpy(np.minimum(top_k, width).astype(np.int64)).to(device)[:, None]
@@ -211,7 +211,7 @@ def _smallest(best: Tensor, whole: Tensor | None, top_k: np.ndarray, top_p: np.n
 
 
 def _report(logits: Tensor, own: Tensor, tokens: Tensor, batch: SamplingBatch) -> tuple[Int32, Int32, Float32]:
-    """Ranks [S, C] and most probable tokens [S, L] for the rows that ask for them."""
+    """Ranks [S, C] and most probable tokens [S, L] for the rows that request them."""
     reports = batch.table["num_logprobs"]
     rows = np.flatnonzero(reports >= 0)
     number = min(max(int(reports.max()), 0), logits.shape[1])
@@ -221,7 +221,7 @@ def _report(logits: Tensor, own: Tensor, tokens: Tensor, batch: SamplingBatch) -
     if len(rows):
         index = _index(rows, logits)
         raw, chosen = logits[index], logits.gather(1, tokens)[index]
-        for column in range(tokens.shape[1]):  # columns, not rows: draws or candidates, few
+        for column in range(tokens.shape[1]):  # columns, not rows: there are few draws or candidates
             ranks[rows, column] = _numpy((raw > chosen[:, column : column + 1]).sum(dim=-1) + 1)
         top, _ = _top(raw, reports[rows])
         top_ids[rows] = _numpy(top)
@@ -230,10 +230,10 @@ def _report(logits: Tensor, own: Tensor, tokens: Tensor, batch: SamplingBatch) -
 
 
 def _top(values: Tensor, counts: Int32, width: int = 0) -> tuple[Tensor, Tensor]:
-    """Each row's `counts` largest values: their columns and they themselves [N, largest count or width].
+    """Each row's `counts` largest values: their columns and values [N, largest count or width].
 
-    One call per count that occurs: which of two equal values comes first depends on how many are asked
-    for, and must not depend on what other rows ask for.
+    One call per distinct count: the order of equal values depends on how many are requested, and must not depend on
+    other rows.
     """
     vocabulary = values.shape[1]
     width = min(max(width, int(counts.max())), vocabulary)
@@ -248,7 +248,7 @@ def _top(values: Tensor, counts: Int32, width: int = 0) -> tuple[Tensor, Tensor]
 
 
 def _rows(values: Tensor, index: Tensor) -> Tensor:
-    """Some rows, in ascending order; no copy where that is all of them."""
+    """Some rows in ascending order; no copy if these are all rows."""
     return values if len(index) == len(values) else values[index]
 
 

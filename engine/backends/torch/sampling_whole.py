@@ -1,10 +1,10 @@
-"""Draws from one row that is looked at as a whole, for filters that need more of it than its few largest logits.
+"""Samples from one row as a whole, for filters that need more than its few largest logits.
 
-In their order: temperature; top-n-sigma (arXiv:2411.07641); top-k, top-p and min-p; locally typical sampling
-(arXiv:2202.00666); XTC, as llama.cpp and text-generation-webui have it. Those that `transformers` has come in its
-order. Tokens that are equal to the last one that a filter keeps stay, too.
+The filters in order: temperature; top-n-sigma (arXiv:2411.07641); top-k, top-p and min-p; locally typical sampling
+(arXiv:2202.00666); XTC, as in llama.cpp and text-generation-webui. The filters of `transformers` come in its order.
+Tokens equal to the last one that a filter keeps are kept too.
 
-Rows are drawn from one at a time, in tensors of one shape: so sums are made in one order, whatever else is sampled.
+Rows are sampled one at a time, in tensors of one shape, so that sums have one order whatever else is sampled.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ from engine.interface.sampling_table import Table
 from engine.scheduling.philox import uniforms
 
 _INFINITE = float("inf")
-XTC_PURPOSE = 1  # of the random numbers that decide where XTC counts
+XTC_PURPOSE = 1  # key of the random numbers that decide where XTC applies
 
 
 def draw(logits: Tensor, table: Table, numbers: NDArray[np.float64]) -> Tensor:
-    """Tokens drawn by inverse CDF in vocabulary order.
+    """Tokens sampled by inverse CDF in vocabulary order.
 
     Args:
         logits: float32 [vocabulary], after all edits.
-        table: [1] how; a temperature above 0.
-        numbers: a uniform number in [0, 1) for each draw, and maybe more.
+        table: [1] parameters; the temperature is above 0.
+        numbers: a uniform number in [0, 1) for each draw, and perhaps more.
 
-    Returns:
-        Tokens [num_draws] int64; any where no token is possible.
+    Returns: Tokens [num_draws] int64; arbitrary ones if no token is possible.
     """
-    # Of a single row a GPU may make running sums in an order that depends on chance; of two it does not.
+    # On a GPU, the order of running sums over a single row may vary; over two rows it does not.
     weights = _filtered(logits.expand(1 if logits.is_cpu else 2, -1), table)
     count = int(table["num_draws"][0])
     excluding = _excluding(table, count)
@@ -44,14 +43,14 @@ def draw(logits: Tensor, table: Table, numbers: NDArray[np.float64]) -> Tensor:
         running = _running(_without_top_choices(weights, float(table["xtc_threshold"][0])) if without else weights)
         whole = running[:, -1:].contiguous()
         found = torch.searchsorted(running, torch.from_numpy(numbers[places]).to(logits.device) * whole, right=True)
-        # Rounding may put a number at the very end; the last possible token is where the sum is reached.
+        # Rounding may put a number at the very end; then the last possible token is drawn.
         found = torch.minimum(found, torch.searchsorted(running, whole, right=False))
         drawn[torch.from_numpy(places).to(logits.device)] = found[0].clamp(max=logits.shape[0] - 1)
     return drawn
 
 
 def _excluding(table: Table, count: int) -> NDArray[np.bool_]:
-    """For which draws XTC counts: those of the answers from the table's on, at its place."""
+    """The draws at which XTC applies: for the answers from the table's on, at the table's position."""
     probability = float(table["xtc_probability"][0])
     if probability <= 0:
         return np.zeros(count, dtype=np.bool_)
@@ -61,8 +60,8 @@ def _excluding(table: Table, count: int) -> NDArray[np.bool_]:
 
 
 def _filtered(logits: Tensor, table: Table) -> Tensor:
-    """Weights [N, vocabulary] float64 of the tokens that filters keep, relative to the likeliest; 0 of others."""
-    # By a tensor: where the divisor is a number, a GPU multiplies by its reciprocal, which rounds otherwise.
+    """Weights [N, vocabulary] float64 of the tokens that filters keep, relative to the likeliest; 0 for others."""
+    # Divide by a tensor: if the divisor is a number, a GPU multiplies by its reciprocal, which rounds differently.
     scaled = logits / torch.full((1, 1), float(table["temperature"][0]), device=logits.device)
     vocabulary = scaled.shape[1]
     sigma, k, p = float(table["top_n_sigma"][0]), int(table["top_k"][0]), float(table["top_p"][0])
@@ -73,7 +72,7 @@ def _filtered(logits: Tensor, table: Table) -> Tensor:
     relative = scaled - scaled.amax(dim=-1, keepdim=True)
     weights = relative.exp()
     if p < 1.0:
-        # Of what is equal to the last of k no more counts than makes k.
+        # Tokens equal to the k-th count only until there are k in total.
         falling = relative.sort(dim=-1, descending=True).values[:, : k if 0 < k < vocabulary else vocabulary]
         sizes = falling.exp().double()
         running = sizes.cumsum(dim=-1)
@@ -86,7 +85,7 @@ def _filtered(logits: Tensor, table: Table) -> Tensor:
 
 
 def keep_likely(weights: Tensor, table: Table) -> Tensor:
-    """Weights without those that filters on a token's weight alone leave out, which are 0.
+    """Weights, with 0 for tokens that a filter on a token's weight alone removes.
 
     Args:
         weights: float32 [N, vocabulary], relative to the likeliest.
@@ -99,8 +98,7 @@ def keep_likely(weights: Tensor, table: Table) -> Tensor:
 
 
 def _near_the_largest(scaled: Tensor, sigma: float) -> Tensor:
-    """Logits that lie at most `sigma` standard deviations below the largest; -inf in the places of others. Impossible
-    tokens do not count."""
+    """Logits at most `sigma` standard deviations below the largest; -inf for others. Impossible tokens do not count."""
     possible = scaled > -_INFINITE
     values = scaled.double().masked_fill(~possible, 0.0)
     count = possible.sum(dim=-1, keepdim=True)
@@ -123,12 +121,12 @@ def _typical(weights: Tensor, mass: float) -> Tensor:
 
 
 def _without_top_choices(weights: Tensor, threshold: float) -> Tensor:
-    """Weights without those of all tokens that are more probable than the least probable one that has the threshold."""
+    """Weights without the tokens that are more probable than the least probable one that reaches the threshold."""
     top_choices = (weights > 0) & (weights >= threshold * _running(weights)[:, -1:])
     least = weights.masked_fill(~top_choices, _INFINITE).amin(dim=-1, keepdim=True)
     return weights.masked_fill(weights > least, 0.0)
 
 
 def _running(values: Tensor) -> Tensor:
-    """Running sums of rows; their last is the sum. `sum` is what torch divides among threads."""
+    """Running sums of rows; the last one is the total. `sum` would be divided among threads."""
     return values.cumsum(dim=-1)

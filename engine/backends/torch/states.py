@@ -1,4 +1,4 @@
-"""Operations that carry a state, in torch: the oracle. Every token takes one step of the recurrence, in float32."""
+"""Operations that carry a state, in torch: the reference. Every token takes one step of the recurrence, in float32."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 from engine.backends.states import States
 
 Step = Callable[[Tensor, slice], Tensor]
-"""Given the numbers of a row's state and some of its tokens, computes these and gives the state after them."""
+"""Given a row's state and some of its tokens, computes the tokens and returns the state after them."""
 
 
 def each_row(counts: Sequence[int], states: States | None, layer: int, size: int, step: Step) -> None:
-    """Compute all rows of a pass from their states, and keep those.
+    """Compute all rows of a pass from their states, and store the new states.
 
     Args:
-        counts: tokens of each row.
+        counts: number of tokens of each row.
         states: None: they begin as zeros and are not kept.
-        layer: whose states, among the layers that have some.
-        size: numbers of a state.
+        layer: the layer's number among those with a state.
+        size: number of values in a state.
     """
     start = 0
     for row, count in enumerate(counts):

@@ -1,8 +1,8 @@
-"""Kernels for GPUs, written in Triton: the counterpart of `engine.backends.native`, which serves CPUs.
+"""Kernels for GPUs, written in Triton: the counterpart of `engine.backends.native`, which is for CPUs.
 
-Triton comes with torch's CUDA builds and is optional: this module says whether it is there, and nothing else imports
-the files beside it before that was asked. Kernels run on a CPU, too, by Triton's interpreter, if the process was
-started with TRITON_INTERPRET=1: slowly, as a proof that they are right, never chosen for serving.
+Triton comes with torch's CUDA builds and is optional. This module says whether it is installed; other code imports the
+files beside it only after asking. With TRITON_INTERPRET=1 set at the start of the process, kernels also run on a CPU in
+Triton's interpreter: slowly, to prove that they are right, and never for serving.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-OLDEST = (8, 0)  # compute capability: bfloat16 in matrix instructions
+OLDEST = (8, 0)  # compute capability with bfloat16 matrix instructions
 _OLDEST_TRITON = (3, 6)
 
 logger = logging.getLogger("octavo.gpu")
@@ -29,43 +29,43 @@ _interpreting = False
 
 @functools.cache
 def installed() -> bool:
-    """Triton can be imported."""
+    """Whether Triton can be imported."""
     return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache
 def _computes(index: int | None) -> bool:
-    """Triton can start kernels on a GPU; a reason against it is logged."""
+    """Whether Triton can start kernels on a GPU; if not, the reason is logged."""
     found, fix = obstacle(index)
-    if found and installed():  # where Triton is missing, the choice of attention's backend says so
+    if found and installed():  # if Triton is missing, the choice of the attention backend logs it
         logger.warning("%s: torch computes everything, which is slower. %s", found, fix)
     return not found
 
 
 @functools.cache
 def obstacle(index: int | None) -> tuple[str, str]:
-    """The reason why Triton starts no kernels on a GPU, and what to do about it; empty if it does.
+    """The reason why Triton cannot start kernels on a GPU, and what to do about it; empty if it can.
 
     Args:
-        index: of the GPU; None: the current one.
+        index: index of the GPU; None for the current one.
     """
     if torch.version.hip is not None:
-        return f"torch is built for ROCm {torch.version.hip}", "Kernels of our own are for NVIDIA's GPUs."
+        return f"torch is built for ROCm {torch.version.hip}", "Octavo's kernels support NVIDIA GPUs only."
     if not installed():
         return "Triton is not installed", 'Install it, as with pip install "octavo[gpu]".'
     from triton import __version__, runtime
 
     major, minor = torch.cuda.get_device_capability(index)
     if (major, minor) < OLDEST:
-        return f"compute capability {major}.{minor} is below 8.0", "Only a newer GPU has kernels of our own."
+        return f"compute capability {major}.{minor} is below 8.0", "Octavo's kernels need a newer GPU."
     if _version(__version__) < _OLDEST_TRITON:
         return f"Triton {__version__} is older than 3.6", "Install a newer one."
     try:
         with torch.cuda.device(index):
             _ = runtime.driver.active.utils  # compiles a module of its own, the first time
-    except Exception as error:  # whatever it is, torch serves
+    except Exception as error:  # whatever the error is, torch is used
         return f"Triton starts no kernels ({str(error).strip().split(chr(10))[-1]})", (
-            "It needs a C compiler, Python's headers, and a cache folder that programs may be loaded from "
+            "It needs a C compiler, Python's headers, and a cache folder from which programs may be loaded "
             "(TRITON_CACHE_DIR)."
         )
     return "", ""
@@ -73,9 +73,9 @@ def obstacle(index: int | None) -> tuple[str, str]:
 
 @functools.cache
 def settle_keys() -> None:
-    """Let Triton work out what it knows our kernels by, always in one order, so that other processes find what one has
-    compiled: a kernel's key has the globals of a function that it calls only where that one's key is known already
-    (Triton's `JITCallable.cache_key`)."""
+    """Let Triton compute the keys of our kernels in a fixed order, so that other processes find what one process has
+    compiled: a kernel's key includes the globals of a function that it calls only if that function's key is already
+    known (Triton's `JITCallable.cache_key`)."""
     from triton import JITFunction
 
     for name in sorted(module.name for module in pkgutil.iter_modules(__path__)):
@@ -93,10 +93,10 @@ def serves(device: torch.device) -> bool:
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """Let these kernels serve the CPU, by Triton's interpreter, for as long as this lasts.
+    """Use these kernels on the CPU, in Triton's interpreter, within this block.
 
     Raises:
-        RuntimeError: the process was started without TRITON_INTERPRET=1, or there is no Triton.
+        RuntimeError: the process was started without TRITON_INTERPRET=1, or Triton is missing.
     """
     global _interpreting
     if not installed():
@@ -115,7 +115,8 @@ def interpreted() -> Iterator[None]:
 
 @functools.cache
 def _bounds_of_loops() -> None:
-    """Let Triton 3.6 interpret loops: it makes a number of an array of one, which numpy does not allow from 2.4 on."""
+    """Let Triton 3.6 interpret loops: it converts an array with one element to a number, which numpy does not allow
+    from 2.4 on."""
     from triton import __version__
     from triton.runtime import interpreter
 
@@ -135,16 +136,16 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """While this lasts a GPU is the one that this thread's kernels and events go to: those of Triton, and streams and
-    events of torch, go by that, and not by where tensors are."""
+    """Within this block, a GPU is the current device of this thread: Triton's kernels and torch's streams and events
+    use the current device, not that of their tensors."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def upload(values: NDArray[np.generic], device: torch.device) -> Tensor:
-    """An array on a device; on a CPU the tensor shares its memory.
+    """Copy an array to a device; on a CPU the tensor shares its memory.
 
-    A GPU reads it from pinned memory when it comes to that, and nothing waits: a copy from other memory would, until
-    all steps before are computed. torch keeps such memory for the next upload, once it has been read.
+    A GPU reads it from pinned memory in its own time, and nothing waits; a copy from other memory would wait until all
+    earlier steps are computed. torch reuses such memory for the next upload once it has been read.
     """
     tensor = torch.from_numpy(values)
     if device.type == "cpu":

@@ -1,7 +1,7 @@
 """Activations of rows on a GPU, and products of an activation with a second half of the row (arXiv:2002.05202).
 
-The activation is computed in float32 and rounded to the format of its input, before the second half multiplies it:
-what torch's functions do one after the other, in one pass over the memory instead of two.
+The activation is computed in float32 and rounded to the format of its input before it is multiplied with the second
+half. This equals torch's functions in sequence, in one pass over the memory instead of two.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 FUNCTIONS = ("relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "silu", "tanh")
-# A thread of 128 takes eight numbers: one load of 16 bytes in a 16-bit format.
+# One of 128 threads processes eight numbers: one load of 16 bytes in a 16-bit format.
 _BLOCK, _WARPS = 1024, 4
 
 
@@ -24,7 +24,7 @@ def sigmoid(x):
 
 @triton.jit
 def tanh(x):
-    """tanh of float32 numbers, to about 4 in the last place: by the exponential, and near 0 by the series."""
+    """tanh of float32 numbers, to about 4 units in the last place: by the exponential, and near 0 by the series."""
     square = x * x
     series = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
     power = tl.exp(-2.0 * tl.abs(x))
@@ -58,7 +58,7 @@ def activated(x, FUNCTION: tl.constexpr):
 def activate_kernel(
     x, bias, out, x_stride, WIDTH: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Program (r, c): BLOCK numbers of row r of out [T, WIDTH]; rows of x begin x_stride apart."""
+    """Program (r, c): BLOCK numbers of row r of out [T, WIDTH]; rows of x are x_stride apart."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < WIDTH
@@ -79,10 +79,10 @@ def activate_kernel(
 
 
 def activate(x: Tensor, function: str, bias: Tensor | None = None) -> Tensor:
-    """function(x + bias) of rows x [T, width], which may lie apart; bias [width].
+    """function(x + bias) of rows x [T, width], which may have gaps between them; bias [width].
 
     Raises:
-        ValueError: there is no such function, or x is not rows.
+        ValueError: the function does not exist, or x does not consist of rows.
     """
     return _launch(x, function, bias, False)
 
@@ -91,7 +91,7 @@ def gate(x: Tensor, function: str, bias: Tensor | None = None) -> Tensor:
     """function(a) * b of rows x + bias = [a | b] of [T, 2 * width] to [T, width].
 
     Raises:
-        ValueError: there is no such function, or a row cannot be halved.
+        ValueError: the function does not exist, or a row has an odd width.
     """
     return _launch(x, function, bias, True)
 

@@ -1,8 +1,8 @@
 """Low-rank additions of adapters to a product on a GPU: one kernel for all adapters of a step.
 
 Each program takes 16 tokens, some outputs and one slot, and ends at once if none of its tokens has that slot. So a step
-without adapters costs a launch for each product, and nothing in a program depends on how tokens are spread over slots.
-A token's bits depend on its own row alone: a program computes all of its rows in the same tiles.
+without adapters costs one launch per product, and no program depends on how tokens are distributed over slots. A
+token's bits depend only on its own row: a program computes all of its rows in the same tiles.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ROWS, _INPUTS, _OUTPUTS, _RANKS = 16, 64, 128, 64  # of a tile
+_ROWS, _INPUTS, _OUTPUTS, _RANKS = 16, 64, 128, 64  # tokens of a tile
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -60,7 +60,7 @@ def adapters_kernel(
 
 
 def add(x: Tensor, out: Tensor, slots: Tensor, down: Tensor, up: Tensor) -> None:
-    """out [T, out] += what the adapters of these slots [T] make of the rows x [T, in].
+    """out [T, out] += the result of the adapters in slots [T] for rows x [T, in].
 
     Args:
         down: [1 + slots, rank, in] in the format of x; up: [1 + slots, out, rank] likewise. Slot 0 is not read.
@@ -76,6 +76,6 @@ def add(x: Tensor, out: Tensor, slots: Tensor, down: Tensor, up: Tensor) -> None
 
 
 def warm(down: Tensor, up: Tensor) -> None:
-    """Compile the kernel for slots of one size, as it is launched for steps that are not recorded."""
+    """Compile the kernel for slots of one size, in the form in which unrecorded steps launch it."""
     x, out = down.new_zeros(1, down.shape[2]), up.new_zeros(1, up.shape[1])
     add(x, out, torch.zeros(1, dtype=torch.int64, device=down.device), down, up)

@@ -1,8 +1,8 @@
-"""Attention on a GPU by kernels of our own in Triton, straight from the pages.
+"""Attention on a GPU by our own Triton kernels, which read the pages directly.
 
-The kernels are `engine/backends/triton/attention_decode.py`, bound by memory, and
-`engine/backends/triton/attention_prefill.py`, bound by arithmetic. Own ones, because torch's attention over pages is
-silently wrong on its default backend (pytorch#194167).
+The kernels are `engine/backends/triton/attention_decode.py`, which is memory-bound, and
+`engine/backends/triton/attention_prefill.py`, which is compute-bound. Octavo has its own kernels because torch's
+attention over pages is silently wrong with its default backend (pytorch#194167).
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class _Device:
 
     Attributes:
         capability: 80, 90, ...
-        multiprocessors: how many it has.
-        hardware: there is an instruction that widens fp8.
+        multiprocessors: the number of multiprocessors.
+        hardware: whether an instruction widens fp8.
     """
 
     capability: int
@@ -57,7 +57,7 @@ class _Device:
 
 @dataclass(frozen=True, slots=True)
 class _Decoding:
-    """The rows of few queries: the plan of `plan_decode`, and memory for partial results."""
+    """The rows with few queries: the plan of `plan_decode`, and memory for partial results."""
 
     share: Tensor
     firsts: Tensor
@@ -74,7 +74,7 @@ class _Decoding:
 
 @dataclass(frozen=True, slots=True)
 class _Prefilling:
-    """The rows of many queries: the plan of `plan_prefill`."""
+    """The rows with many queries: the plan of `plan_prefill`."""
 
     items: Tensor
     tiles: int
@@ -103,23 +103,23 @@ class _Shape:
 
 
 class TritonAttention(AttentionBackend):
-    """Rows of few queries are split by keys, rows of many queries by queries, each kind by a kernel of its own.
+    """One kernel divides rows with few queries by keys; another divides rows with many queries by queries.
 
-    Scores, softmax and sums are in float32. Products are in the queries' format, and the weights of a query are
-    rounded to it before they meet the values; float32 is multiplied as three products of tf32 each, which lose 2 of
-    its 24 bits and should be several times as fast as its own. int8 and fp8 are widened, exactly, before the products;
-    a key's scale is multiplied with its scores, a value's with its weights.
+    Scores, softmax and sums are in float32. Products are in the queries' format, and the attention weights are rounded
+    to it before they are multiplied with the values. float32 is multiplied as three products of tf32 each, which lose 2
+    of its 24 bits and should be several times as fast as float32 products. int8 and fp8 are widened exactly before the
+    products; a key's scale multiplies its scores, and a value's scale its weights.
 
     A query's result is the same to the bit whatever else is in the batch. It is also the same however its prompt was
-    chunked, as long as a chunk has more than a few queries: a decoded token and the same token as part of a prompt may
-    differ in the last bits. So may a token of a long prompt that came whole, where `flash` is set.
+    chunked, as long as a chunk has more than a few queries. A decoded token and the same token in a prompt may differ
+    in the last bits. With `flash`, so may a token of a long prompt that was computed whole.
 
-    Positions that no query of a row sees are never read, so NaN or inf left in a page by another sequence cannot
-    reach it. Nothing waits for the device, and everything can be captured in a CUDA graph. A capture must begin with
-    metadata of its own, which no layer has seen before: a plan that was made outside would not be made anew in replays.
+    Positions that no query of a row sees are never read, so NaN or inf that another sequence left in a page cannot
+    affect it. Nothing waits for the device, and everything can be captured in a CUDA graph. A capture must begin with
+    new metadata that no layer has used, because a plan made outside the capture would not be made again in replays.
 
     Attributes:
-        flash: for what torch's flash attention stands in; None: for nothing.
+        flash: the attentions that torch's flash attention computes instead; None for none.
     """
 
     name = "triton"
@@ -137,19 +137,19 @@ class TritonAttention(AttentionBackend):
     def unsupported(
         cls, part: AttentionPart, device: torch.device, cache_dtype: torch.dtype | None = None
     ) -> list[str]:
-        """Computes every part but those with a content bias or one that queries bring, over every format of the cache,
-        on NVIDIA GPUs from compute capability 8.0 on."""
+        """Computes every part except those with a content bias or a query bias, over every format of the cache, on
+        NVIDIA GPUs from compute capability 8.0 on."""
         if not gpu.serves(device):
             if device.type != "cuda":
                 return [f"{cls.name} attention runs on cuda; the device is {device.type}"]
             return [f"{cls.name} attention: {gpu.obstacle(device.index)[0]}"]
         reasons = []
         if part.query_bias:
-            reasons.append(f"{cls.name} attention has no bias that queries bring")
+            reasons.append(f"{cls.name} attention does not support a bias from queries")
         if part.content_bias:
-            reasons.append(f"{cls.name} attention has no content bias")
+            reasons.append(f"{cls.name} attention does not support a content bias")
         if isinstance(part.window, Chunks):
-            reasons.append(f"{cls.name} attention has no chunks")
+            reasons.append(f"{cls.name} attention does not support chunks")
         if part.head_dim > shapes.LONGEST_HEAD:
             reasons.append(
                 f"{cls.name} attention has heads of up to {shapes.LONGEST_HEAD} features, not {part.head_dim}"
@@ -157,9 +157,9 @@ class TritonAttention(AttentionBackend):
         group = part.heads // part.kv_heads
         most = shapes.largest_group(part.head_dim, cache_dtype == torch.float32, _facts(device).capability)
         if group > most:
-            reasons.append(f"{cls.name} attention lets up to {most} heads share keys here, not {group}")
+            reasons.append(f"{cls.name} attention lets up to {most} heads share keys, not {group}")
         if cache_dtype is not None and cache_dtype not in FORMATS:
-            reasons.append(f"{cls.name} attention reads no {format_name(cache_dtype)} pages")
+            reasons.append(f"{cls.name} attention does not read {format_name(cache_dtype)} pages")
         return reasons
 
     @torch.no_grad()
@@ -179,8 +179,8 @@ class TritonAttention(AttentionBackend):
         """Attention of q [T, heads, head_dim] over each row's own keys; returns [T, heads, head_dim].
 
         Scores are scale * q k, then softcap * tanh(. / softcap), then + bias: transformers' order.
-        Queries stand at the last positions of their row when causal, at its first ones otherwise.
-        Tokens past the sum of the query lengths, and queries that see no key, give zeros.
+        If causal, queries are at the last positions of their row, otherwise at the first ones. Tokens past the sum of
+        the query lengths, and queries that see no key, get zeros.
 
         Raises:
             ValueError: shapes, formats or lengths contradict each other.
@@ -222,7 +222,7 @@ class TritonAttention(AttentionBackend):
         softcap: float | None,
         sinks: Tensor | None,
     ) -> None:
-        """Fill out [T, heads, head_dim] by our own kernels; arguments have been checked."""
+        """Fill out [T, heads, head_dim] with our own kernels; arguments have been checked."""
         from engine.backends.triton.attention_decode import decode
         from engine.backends.triton.attention_prefill import prefill
         from engine.backends.triton.overlap import overlapping
@@ -259,7 +259,7 @@ class TritonAttention(AttentionBackend):
 
 @functools.cache
 def _facts(device: torch.device) -> _Device:
-    if device.type != "cuda":  # by Triton's interpreter
+    if device.type != "cuda":  # in Triton's interpreter
         return _Device(capability=90, multiprocessors=1, hardware=False)
     properties = torch.cuda.get_device_properties(device)
     capability = 10 * properties.major + properties.minor
@@ -267,7 +267,7 @@ def _facts(device: torch.device) -> _Device:
 
 
 def _check_formats(q: Tensor, kv: Paged | Ragged, bias: Bias | None) -> None:
-    """Raises ValueError where there is no kernel for the formats of queries, keys, values and bias."""
+    """Raises ValueError if there is no kernel for the formats of queries, keys, values and bias."""
     kind = kv.keys.dtype
     if q.dtype not in _QUERIES or kind not in FORMATS or kind != kv.values.dtype:
         raise ValueError(f"no kernel for queries of {q.dtype}, keys of {kind}, values of {kv.values.dtype}")
@@ -275,13 +275,13 @@ def _check_formats(q: Tensor, kv: Paged | Ragged, bias: Bias | None) -> None:
     if any((scale is None) != (kind not in LARGEST) for scale in scales):
         raise ValueError(f"only int8 and fp8 pages have scales, got keys of {format_name(kind)}")
     if isinstance(bias, ContentBias):
-        raise ValueError(f"{TritonAttention.name} attention has no content bias")
+        raise ValueError(f"{TritonAttention.name} attention does not support a content bias")
 
 
 def _prepare(
     metadata: AttentionMetadata, kv: Paged | Ragged, shape: _Shape, head_dim: int, device: _Device
 ) -> _Prepared:
-    """The plans of this batch: made by the first layer of a step, shared by the others like it."""
+    """The plans for this batch: made by the first layer of a step, shared by similar layers."""
     where = kv.block_tables if isinstance(kv, Paged) else kv.starts
     capturing = where.is_cuda and torch.cuda.is_current_stream_capturing()
     key = (TritonAttention.name, shape, head_dim, where.shape, capturing)
@@ -317,10 +317,11 @@ def _plan_decode(
     most_chunks, reach = shapes.max_chunks(kv_heads), metadata.longest
     if shape.window is not None:
         reach = min(reach, shape.window.left + shape.window.right + queries)
-    # A row's keys, as chunks of the least size.
+    # A row's keys, in chunks of the smallest size.
     chunk_keys = max(1, -(-(reach + shape.few.block_n - 1) // shapes.CHUNK))
     chunks = min(most_chunks, chunk_keys)
-    # Rows with fewer keys than the longest may have more work than it by less than its chunks have grown.
+    # A row with fewer keys than the longest may need more work than the longest, but by less than its chunks have
+    # grown.
     work = rows * kv_heads * (chunk_keys + (chunk_keys - 1) // most_chunks)
     programs = min(workers, work)
     part_rows = queries * (shape.heads // kv_heads)
@@ -369,7 +370,7 @@ def _arguments(
     product: torch.dtype,
     device: _Device,
 ) -> dict[str, Any]:
-    """The arguments of both kernels; a tensor that is not read stands for each absent one."""
+    """The arguments of both kernels; an unread tensor stands for each absent one."""
     import triton.language as tl
 
     q = q if q.stride(2) == 1 else q.contiguous()
@@ -404,7 +405,7 @@ def _arguments(
         "PAGED": isinstance(kv, Paged), "PAGE": page, "STORED": _STORED.get(keys.dtype, 0),
         "HARDWARE": device.hardware, "CAUSAL": causal, "WINDOW": window is not None,
         "BIAS": _UNBIASED if table is None else _BY_DISTANCE if by_distance else _BY_POSITION,
-        # Without a softcap or sinks the centre adds the same to all of a query's scores.
+        # Without a softcap or sinks, the centre adds the same to all of a query's scores.
         "CENTRE": centre is not None and (softcap is not None or sinks is not None),
         "SOFTCAP": softcap is not None, "SINKS": sinks is not None,
         "DTYPE": {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[product],

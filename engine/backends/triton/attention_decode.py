@@ -1,17 +1,17 @@
-"""Attention of rows with few queries over their keys: the kernel of decoding, bound by memory.
+"""Attention of rows with few queries: the decoding kernel, which is memory-bound.
 
-A row's keys are cut into chunks (`attention_plan.span`), each of which has a maximum, a sum and a result of its own.
-Chunks are merged in their order. Each program has an equal share of all chunks (`attention_plan.plan_decode`): one that
-has all of a row and a head merges them in registers and writes the result; where they are spread over programs each
+A row's keys are divided into chunks (`attention_plan.span`), each of which has its own maximum, sum and result. Chunks
+are merged in order. Each program has an equal share of all chunks (`attention_plan.plan_decode`). A program with all
+chunks of a row and head merges them in registers and writes the result. If the chunks are spread over programs, each
 writes partial results, and the one that finishes last merges them. Merging in a second kernel would cost a launch and a
-wait for the slowest program at each layer, which a small batch should feel: an estimated 2 microseconds at each of 28
-layers would be 6% of a step of one millisecond. Which program merges changes no bit.
+wait for the slowest program in each layer. A small batch should feel that: an estimated 2 microseconds in each of 28
+layers would be 6% of a step of one millisecond. The result does not depend on which program merges.
 
-Up to 16 pairs of query and head are the rows of a product (more if more heads share keys): the least that tensor cores
-multiply. Single queries leave most of them empty, which should cost little, since memory is what is waited for. A tile
-of 64 keys of 128 features is 32 KB of bfloat16; two are under way in each of two programs of a multiprocessor, several
-times the 23 KB that should keep memory busy (an estimated 4.3 TB/s times 0.7 microseconds, over 132 multiprocessors).
-Beams that read an encoder's pages together fill the empty rows.
+Up to 16 pairs of query and head are the rows of a product (more if more heads share keys): the minimum that tensor
+cores multiply. Single queries leave most rows empty, which should cost little, because the kernel waits for memory. A
+tile of 64 keys of 128 features is 32 KB of bfloat16. Each of two programs per multiprocessor has two tiles in flight,
+several times the 23 KB that should keep memory busy (an estimated 4.3 TB/s times 0.7 microseconds, over 132
+multiprocessors). Beams that read an encoder's pages together fill the empty rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from engine.backends.triton.attention_tiles import divide, meet, merge, sink
 
 @triton.jit
 def _part(places, about, one, chunks, part_rows, real, read, HEAD_DIM: tl.constexpr):
-    """The maximum, sum and result of a chunk that some program stored; of none where there are not so many."""
+    """The maximum, sum and result of a chunk that a program stored; neutral values beyond the last chunk."""
     there = one < chunks
     about += one * part_rows * 2
     best = tl.load(about, mask=real & there, other=float("-inf"), cache_modifier=".cg")
@@ -48,10 +48,10 @@ def decode(
     SINKS: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The work of a plan, by as many programs as it has shares.
+    """Compute a plan, with as many programs as it has shares.
 
     Args:
-        q: [T, HEADS, HEAD_DIM] with strides (q_token, q_head, 1); out: the same without gaps.
+        q: [T, HEADS, HEAD_DIM] with strides (q_token, q_head, 1); out: the same, contiguous.
         keys, values: [pages, PAGE, KV_HEADS, HEAD_DIM], or if not PAGED [tokens, KV_HEADS, HEAD_DIM], with strides
             (k_page, k_slot, k_head, 1) and (v_page, v_slot, v_head, 1); fp8 as uint8.
         key_scales, value_scales: [pages, PAGE, KV_HEADS] with strides (s_page, s_slot, 1).
@@ -60,20 +60,20 @@ def decode(
         share, firsts, row_of, before, counters: see `plan_decode`.
         parts, stats: float32 [programs, most_chunks, part_rows, HEAD_DIM] and [programs, most_chunks, 2, part_rows].
         bias: float32 [HEADS, columns], read if BIAS; sinks: float32 [HEADS], read if SINKS.
-        DTYPE: of the products.
+        DTYPE: format of the products.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     pair = tl.arange(0, BLOCK_M)
     features = tl.arange(0, BLOCK_D)
     if EARLY:
-        # All that it reads the kernels before it may have written.
+        # The previous kernels may have written everything that it reads.
         gdc_launch_dependents()
         gdc_wait()
     size, every = tl.load(share), tl.load(share + 1)
     at = tl.program_id(0) * size
     stop = tl.minimum(at + size, every)
     nth = tl.load(firsts + tl.program_id(0), mask=at < stop, other=0)
-    while at < stop:  # a row and a head each time
+    while at < stop:  # one row and one head at a time
         row, begin_of_row = tl.load(row_of + nth), tl.load(before + nth)
         start = tl.load(query_start + row)
         queries = tl.load(query_start + row + 1) - start
@@ -82,10 +82,10 @@ def decode(
         weight = chunk // CHUNK
         head = (at - begin_of_row) // (chunks * weight)
         begin_of_head = begin_of_row + head * chunks * weight
-        # Chunks that begin in this share: none, if it lies within one.
+        # Chunks that begin in this share: none if the share lies within one chunk.
         first = (at - begin_of_head + weight - 1) // weight
         number = tl.minimum((stop - begin_of_head + weight - 1) // weight, chunks) - first
-        # Of those that several programs have, no two begin in the same share and go on past its end.
+        # Of the chunks that several programs share, no two begin in the same share and extend past its end.
         slot = tl.where(number < chunks, begin_of_head // size, -1)
         at = begin_of_head + chunks * weight
         nth += (head == KV_HEADS - 1).to(tl.int32)
@@ -113,7 +113,7 @@ def decode(
         best = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         total = tl.zeros((BLOCK_M,), dtype=tl.float32)
         acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-        # One loop over the tiles of all chunks: tiles of the next chunk are under way while one ends.
+        # One loop over the tiles of all chunks, so that tiles of the next chunk are loading while one ends.
         begin = low // BLOCK_N * BLOCK_N + first * chunk
         end = tl.minimum(begin + number * chunk, high)
         best_of, total_of, acc_of = best, total, acc
@@ -142,7 +142,7 @@ def decode(
                 acc_of = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
         done = slot < 0
         if slot >= 0:
-            # All threads have stored before one of them says so, and says it to the whole device.
+            # All threads have stored before one of them signals it to the whole device.
             tl.debug_barrier()
             counter = counters + row * KV_HEADS + head
             done = tl.atomic_add(counter, number, sem="acq_rel", scope="gpu") + number == chunks
@@ -152,7 +152,7 @@ def decode(
                 places = places + pair[:, None] * HEAD_DIM + features[None, :]
                 about = stats + slot.to(tl.int64) * most_chunks * 2 * part_rows + pair
                 for one in tl.range(0, chunks, 4):
-                    # Four are asked for before the first is needed; what is not there changes nothing.
+                    # Four are loaded before the first is needed; chunks that do not exist change nothing.
                     best0, total0, acc0 = _part(places, about, one, chunks, part_rows, real, read, HEAD_DIM)
                     best1, total1, acc1 = _part(places, about, one + 1, chunks, part_rows, real, read, HEAD_DIM)
                     best2, total2, acc2 = _part(places, about, one + 2, chunks, part_rows, real, read, HEAD_DIM)

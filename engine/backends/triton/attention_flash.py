@@ -1,11 +1,11 @@
-"""Long prompts that come whole, by the flash attention of torch's CUDA builds: cuDNN's where it serves, which an H200
-computes 1.4 to 1.7 times as fast as our kernel, otherwise FlashAttention 2 (arXiv:2307.08691).
+"""Long prompts computed whole by the flash attention of torch's CUDA builds: cuDNN's if available, which on an H200 is
+1.4 to 1.7 times as fast as our kernel, otherwise FlashAttention 2 (arXiv:2307.08691).
 
-Pages hold a row's keys and values by the time attention begins. For a prompt, or the first piece of a longer one, they
-are copied end to end, as torch's kernels take them. The copy is small beside the attention of a long prompt.
+Pages already contain a row's keys and values when attention begins. For a prompt, or the first chunk of a longer one,
+they are copied end to end, as torch's kernels require. The copy is cheap compared with the attention of a long prompt.
 
-Which rows those are follows from a row's own lengths alone, so what else is in the step changes none of its bits. But
-the kernel's sums have another order than ours: bits depend on whether the prompt came whole. So it is a setting
+The choice of rows depends only on each row's own lengths, so what else is in the step does not change its bits. But the
+kernel sums in another order than ours, so bits depend on whether the prompt was computed whole. So it is a setting
 (`EngineConfig.flash_prefill`).
 """
 
@@ -26,8 +26,8 @@ from engine.backends.attention.base import AttentionMetadata, Bias, Paged, Ragge
 from engine.backends.attention.formats import format_name
 from engine.backends.triton import upload
 
-# Steps of up to 2048 tokens are recorded, and which rows such a step has is not known then. So a prompt that is longer
-# is never in a recorded step, and one that is not is left to our kernels in any step.
+# Steps of up to 2048 tokens are recorded, and the rows of a recorded step are not known. So a longer prompt is never in
+# a recorded step, and our kernels compute shorter ones in every step.
 FEWEST = 2049
 _LONGEST_HEAD = 256
 _FORMATS = (torch.float16, torch.bfloat16)
@@ -50,12 +50,12 @@ class HeadShape:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Rows of a step that are neighbours, and alike.
+    """Adjacent rows of a step of the same kind.
 
     Attributes:
-        whole: each of them is long, and its context is in this step.
-        rows, tokens: their places in the step.
-        metadata: as if the step had only these.
+        whole: whether each of them is long and has its whole context in this step.
+        rows, tokens: their ranges in the step.
+        metadata: metadata for these rows only.
     """
 
     whole: bool
@@ -66,20 +66,20 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class FlashPrompts:
-    """The attentions for which torch's flash attention stands in.
+    """The attentions that torch's flash attention computes.
 
     Attributes:
-        shapes: the heads for which it has been found to do what our kernels do.
-        fewest: queries of a row.
+        shapes: the heads for which it was found to agree with our kernels.
+        fewest: minimum queries of a row.
     """
 
     shapes: Collection[HeadShape]
     fewest: int = FEWEST
 
     def runs(self, metadata: AttentionMetadata) -> tuple[Run, ...]:
-        """The rows of a step, in their order, where long ones whose context is in it are among them; else nothing.
+        """The rows of a step, in order, if some are long with their whole context in it; otherwise none.
 
-        Nothing, too, for a step that is recorded: its rows are not known on the host.
+        Also none for a recorded step, whose rows are not known on the host.
         """
         if metadata.max_context is not None or metadata.max_queries is not None:
             return ()
@@ -115,10 +115,10 @@ def obstacle(
     softcap: float | None = None,
     sinks: bool = False,
 ) -> str:
-    """The reason why torch's flash attention does not stand in for an attention; "" if it does.
+    """The reason why torch's flash attention cannot compute an attention; "" if it can.
 
     Args:
-        queries, pages: formats.
+        queries, pages: their formats.
     """
     if queries not in _FORMATS:
         return f"it does not compute in {format_name(queries)}"
@@ -137,12 +137,12 @@ def attend(q: Tensor, kv: Paged, metadata: AttentionMetadata, scale: float, out:
     """Causal attention of rows whose whole contexts are queries.
 
     Args:
-        q: [T, heads, head_dim]; out: the same shape, filled here.
+        q: [T, heads, head_dim]; out: the same shape, overwritten.
         kv: pages in the queries' format.
 
     Raises:
-        ValueError: contexts do not fit the block tables.
-        RuntimeError: torch's, where it has no such kernel.
+        ValueError: contexts do not match the block tables.
+        RuntimeError: torch has no such kernel.
     """
     slots, one = _slots(metadata, kv), operator()
     q = q if q.stride(2) == 1 else q.contiguous()
@@ -155,7 +155,7 @@ def attend(q: Tensor, kv: Paged, metadata: AttentionMetadata, scale: float, out:
 
 
 def operator() -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
-    """torch's causal attention of one prompt: of q [T, heads, head_dim], keys and values [T, kv_heads, head_dim], and
+    """torch's causal attention of one prompt, from q [T, heads, head_dim], keys and values [T, kv_heads, head_dim], and
     the scale of scores."""
     return _by_torch
 
@@ -168,7 +168,7 @@ def _by_torch(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
 
 
 def _slots(metadata: AttentionMetadata, kv: Paged) -> Tensor:
-    """[T] where pages hold the keys of all rows, whose contexts are laid end to end; once a step for all layers."""
+    """[T] slots of the keys of all rows, whose contexts are end to end; computed once a step for all layers."""
     from engine.backends.triton.pages import slots_of
 
     key = (slots_of, kv.keys.shape[1])

@@ -1,19 +1,19 @@
-"""The division of attention's work among programs, made on the device once a step and shared by its layers.
+"""Divides attention's work among programs, on the device, once per step for all layers.
 
-Nothing is uploaded, and a captured graph plans anew at each replay from the lengths that it finds. Grids are bounded by
-what the host knows: a graph is made for the longest context there may be, and a program that only finds out that it has
-nothing to do takes its time, too.
+Nothing is uploaded, and a captured graph plans again at each replay from the current lengths. Limits known on the host
+bound the grids: a graph is made for the longest possible context, and a program without work still takes time.
 
-Decoding waits for memory, so the model of it is bytes: all programs that a GPU holds at once begin together, each is to
-read the same number of keys, and the step's attention takes as long as the one that reads most. How much that is
-follows from batch and context together: all keys of all rows and heads, laid end to end, are cut into as many shares as
-there are programs. So there is one wave, however many rows there are and however long they are. Whole rows for each
-program would take two waves of 34 rows and 8 heads on 264 programs, 272 of them; rows of 16,000 tokens among short ones
-would be waited for.
+Decoding is memory-bound, so its cost model counts bytes: all programs that a GPU runs at once begin together, each
+should read the same number of keys, and the step's attention takes as long as the program that reads most. That number
+follows from batch and context together: all keys of all rows and heads, end to end, are divided into as many shares as
+there are programs. So all programs run in one wave, however many rows there are and however long they are. With whole
+rows per program, 34 rows and 8 heads on 264 programs would be 272 pieces of work and take two waves, and rows of 16,000
+tokens among short ones would delay the step.
 
-A program pays for each row and head that it begins, an estimated 2 microseconds of waiting for addresses, as long as 64
-keys of 128 features take it, and for writing and merging what is spread over several: an eighth of a split row's bytes.
-So where all rows are alike, shares are whole heads if that makes them longer by no more than an eighth.
+A program pays for each row and head that it begins: an estimated 2 microseconds of waiting for addresses, as long as 64
+keys of 128 features take. Work that is spread over several programs costs writing and merging: an eighth of a split
+row's bytes. So if all rows are alike, shares are whole heads, provided that this makes them longer by no more than an
+eighth.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def span(
     queries, length, left, right,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, MAX_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """(low, high, size of a chunk, chunks) of a row of few queries: keys [low, high) are seen by some of them.
+    """(low, high, size of a chunk, chunks) of a row with few queries: its queries see the keys [low, high).
 
-    Chunks begin at a multiple of BLOCK_N. Their size depends on the row's own length alone, so that the row's result
-    does, too: CHUNK keys, or a multiple where there would be more than MAX_CHUNKS of them. There is at least one chunk.
+    Chunks begin at a multiple of BLOCK_N. Their size depends only on the row's own length, so that the row's result
+    does too: CHUNK keys, or a multiple if there would be more than MAX_CHUNKS of them. There is at least one chunk.
     """
     low, high = length * 0, length
     if WINDOW:
@@ -52,7 +52,7 @@ def _work_of(
     MOST: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, MAX_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Work of one head of rows, in CHUNK keys; 0 where there is no row, or one of no or more than MOST queries."""
+    """Work per head of rows, in units of CHUNK keys; 0 for no row, or for a row with no or more than MOST queries."""
     there = row < rows
     begin = tl.load(query_start + row, mask=there, other=0)
     queries = tl.load(query_start + row + 1, mask=there, other=0) - begin
@@ -67,20 +67,19 @@ def plan_decode(
     KV_HEADS: tl.constexpr, MOST: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, MAX_CHUNKS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Cut the work of all rows of few queries, counted in CHUNK keys, into equal shares; a program for each row.
+    """Divide the work of all rows with few queries, in units of CHUNK keys, into equal shares; one program per row.
 
-    Rows follow each other, in a row its heads, in a head its chunks. A chunk belongs to the share in which it begins.
-    How rows are cut changes no result: chunks are merged in their order, by the same operations, wherever they were
-    computed.
+    The order is by row, then by head, then by chunk. A chunk belongs to the share in which it begins. The division does
+    not change results: chunks are merged in order, by the same operations, wherever they were computed.
 
     Args:
         query_start: [rows + 1]; context: [rows].
-        share: int32 [2], becomes the work of a program, and that of all rows.
-        firsts: int32 [workers], becomes the row of few queries, in their order, in which a program begins; not filled
-            for those that have no work.
-        row_of, before: int32 [rows], become the rows of few queries, and the work of all that come before each of them.
-        counters: int32 [rows, KV_HEADS], which become zeros.
-        workers: programs of the decode kernel.
+        share: int32 [2], gets the work of a program, and the work of all rows.
+        firsts: int32 [workers], gets the row in which each program begins, as an index of the rows with few queries;
+            not filled for programs without work.
+        row_of, before: int32 [rows], get the rows with few queries, and the work of all rows before each of them.
+        counters: int32 [rows, KV_HEADS], set to zero.
+        workers: number of programs of the decode kernel.
         HEADS: a power of two, at least KV_HEADS.
     """
     row = tl.program_id(0)
@@ -122,9 +121,9 @@ def _tiles_of(query_start, row, rows, MOST: tl.constexpr, BLOCK_Q: tl.constexpr)
 
 @triton.jit(do_not_specialize=["rows"])
 def plan_prefill(query_start, items, rows, MOST: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """The tiles of one row of more than MOST queries, as (row, tile), after their number; a program for each row.
+    """The tiles of one row with more than MOST queries, as (row, tile), after their number; one program per row.
 
-    A row's last tile comes first: where attention is causal it takes longest, and what takes long should start early.
+    A row's last tile comes first: with causal attention it takes longest, and long work should start early.
     """
     row = tl.program_id(0)
     before = 0

@@ -1,8 +1,8 @@
-"""Attention of rows with many queries: large tiles of queries against tiles of keys, bound by arithmetic.
+"""Attention of rows with many queries: large tiles of queries against tiles of keys; compute-bound.
 
-The tiling is arXiv:2307.08691's: a program keeps one tile of queries and walks the keys that some of them see. All
-heads that share keys are folded into the tile, so that a tile of keys is read once for all of them. Masks are computed
-only in tiles that need them: at the left end of a window, on the diagonal and at the row's end.
+The tiling is that of arXiv:2307.08691: a program keeps one tile of queries and processes the keys that some of them
+see. All heads that share keys are folded into the tile, so that a tile of keys is read once for all of them. Masks are
+computed only in tiles that need them: at the left end of a window, on the diagonal and at the row's end.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ def prefill(
     SINKS: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries and a key head; programs (at least as many as tiles, KV_HEADS). The arguments are those of
-    `decode`; items: int32 [1 + tiles, 2] (see `plan_prefill`).
+    """One tile of queries and one key head per program (at least as many programs as tiles, times KV_HEADS). The
+    arguments are those of `decode`; items: int32 [1 + tiles, 2] (see `plan_prefill`).
 
-    Keys are cut at multiples of BLOCK_N of their position, so a query meets the same keys in the same order however its
-    prompt was cut, and gets the same bits.
+    Keys are divided at positions that are multiples of BLOCK_N, so a query processes the same keys in the same order
+    however its prompt was chunked, and gets the same bits.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     item = items + (1 + tl.program_id(0)) * 2
     head = tl.program_id(1)
-    there = tl.program_id(0) < tl.load(items)  # what is not has neither queries nor keys
+    there = tl.program_id(0) < tl.load(items)  # a tile that does not exist has neither queries nor keys
     row, tile = tl.load(item, mask=there, other=0), tl.load(item + 1, mask=there, other=0)
     start = tl.load(query_start + row)
     queries = tl.load(query_start + row + 1, mask=there, other=start) - start
@@ -58,7 +58,7 @@ def prefill(
         shift = tl.sum(x.to(tl.float32) * middle[None, :], 1)
     x = x.to(DTYPE)
 
-    # Keys [low, high) are seen by some query, [all_low, all_high) by all.
+    # Some query sees the keys [low, high); every query sees [all_low, all_high).
     first = origin + tile * BLOCK_Q
     last = tl.minimum(first + BLOCK_Q, origin + queries) - 1
     low, high, all_low, all_high = 0, length, 0, length

@@ -1,8 +1,8 @@
-"""The common part of the decode and the prefill kernel of attention: a tile of queries against a tile of keys.
+"""The common part of the decode and prefill kernels of attention: a tile of queries against a tile of keys.
 
-Rows of a tile are pairs of a query and one of the heads that share keys; columns are keys. Scores and all sums are
-float32; the running softmax (arXiv:1805.02867) is in base 2, which GPUs have an instruction for. A running maximum of
--inf says that a query has seen no key yet.
+Each row of a tile is a pair of a query and one of the heads that share keys; columns are keys. Scores and all sums are
+float32; the running softmax (arXiv:1805.02867) uses base 2, for which GPUs have an instruction. A running maximum of
+-inf means that a query has seen no key yet.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# Kinds of bias, as the kernels' BIAS.
+# Kinds of bias, for the kernels' BIAS.
 BY_DISTANCE = tl.constexpr(1)
 BY_POSITION = tl.constexpr(2)
-# What pages hold, as the kernels' STORED.
+# Formats of pages, for the kernels' STORED.
 PLAIN = tl.constexpr(0)
 INT8 = tl.constexpr(1)
 FP8 = tl.constexpr(2)
@@ -22,8 +22,8 @@ FP8 = tl.constexpr(2)
 
 @triton.jit
 def widen_fp8(x, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
-    """uint8 [...], the bytes of float8_e4m3fn, in a wider format: exact. Before compute capability 8.9 there is no
-    instruction for it. As float16 the same bits are 2^-8 of the value, subnormal ones included."""
+    """uint8 [...], the bytes of float8_e4m3fn, exactly in a wider format. Before compute capability 8.9 there is no
+    instruction for it. Read as float16, the same bits are 2^-8 of the value, including subnormal ones."""
     if HARDWARE:
         return x.to(tl.float8e4nv, bitcast=True).to(DTYPE)
     bits = x.to(tl.uint16)
@@ -34,7 +34,7 @@ def widen_fp8(x, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
 
 @triton.jit
 def widen(x, DTYPE: tl.constexpr, STORED: tl.constexpr, HARDWARE: tl.constexpr):
-    """Numbers of pages in the format of a product; each step of 8 bits is exact in all of these."""
+    """Numbers of pages in the format of a product; each 8-bit value is exact in all of these."""
     if STORED == FP8:
         return widen_fp8(x, DTYPE, HARDWARE)
     return x.to(DTYPE)
@@ -42,7 +42,7 @@ def widen(x, DTYPE: tl.constexpr, STORED: tl.constexpr, HARDWARE: tl.constexpr):
 
 @triton.jit
 def load_vectors(base, places, inside, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
-    """[N, BLOCK_D] of vectors that begin at base + places [N]; zeros where not inside [N], and past HEAD_DIM."""
+    """[N, BLOCK_D] of vectors that begin at base + places [N]; zeros if not inside [N], and past HEAD_DIM."""
     features = tl.arange(0, BLOCK_D)
     pointers = base + places[:, None] + features[None, :]
     if MASKED:
@@ -54,7 +54,7 @@ def load_vectors(base, places, inside, HEAD_DIM: tl.constexpr, BLOCK_D: tl.const
 
 @triton.jit
 def tanh(x):
-    """The hyperbolic tangent by exp, which all targets have; near 0, where that would cancel, by its series."""
+    """The hyperbolic tangent by exp, which all targets have; near 0, where exp would lose digits, by its series."""
     square = x * x
     series = x + x * square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
     return tl.where(square < 0.0625, series, 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0))
@@ -74,12 +74,12 @@ def meet(
 
     Args:
         q: [M, BLOCK_D] in the format of the products.
-        shift: [M] what is added to the products (the query's with the centre of keys), read if SOFTCAP.
-        query_at: [M] positions; heads: [M] numbers of the heads.
+        shift: [M] to add to the products (each query's product with the centre of keys), read if SOFTCAP.
+        query_at: [M] positions; heads: [M] indices of the heads.
         best, total: [M]; acc: [M, BLOCK_D].
-        low, high: keys outside are not read; all of a tile's are inside unless MASKED.
-        keys, values, key_scales, value_scales: at the head that is read.
-        table: the row's pages; first: the row's first key where there are no pages.
+        low, high: keys outside are not read; all keys of a tile are inside unless MASKED.
+        keys, values, key_scales, value_scales: pointers to the head that is read.
+        table: the row's pages; first: the row's first key if there are no pages.
     """
     key_at = n + tl.arange(0, BLOCK_N)
     inside = (key_at >= low) & (key_at < high)
@@ -96,7 +96,7 @@ def meet(
     k = widen(load_vectors(keys, key_places, inside, HEAD_DIM, BLOCK_D, MASKED), q.dtype, STORED, HARDWARE)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if STORED != PLAIN:
-        # One scale for a key: it may as well be multiplied with the key's scores.
+        # One scale per key, which can multiply the key's scores instead.
         scale_places = page * s_page + slot * s_slot
         if MASKED:
             scores *= tl.load(key_scales + scale_places, mask=inside, other=0).to(tl.float32)[None, :]
@@ -138,7 +138,7 @@ def meet(
             widths = tl.load(value_scales + scale_places, mask=inside, other=0).to(tl.float32)
         else:
             widths = tl.load(value_scales + scale_places).to(tl.float32)
-        if q.dtype == tl.float16:  # whose range does not hold every product of a weight and a scale
+        if q.dtype == tl.float16:  # its range does not hold every product of a weight and a scale
             v = (widen(stored, tl.float32, STORED, HARDWARE) * widths[:, None]).to(q.dtype)
         else:
             v = widen(stored, q.dtype, STORED, HARDWARE)
@@ -151,7 +151,7 @@ def meet(
 def merge(best, total, acc, best_of, total_of, acc_of):
     """The running maximum, sum and result [M], [M], [M, D] over two parts of the keys.
 
-    Fused multiplications are asked for by name, so that the bits are the same wherever this stands.
+    Fused multiplications are explicit, so that the bits are the same wherever this code is used.
     """
     peak = tl.maximum(best, best_of)
     finite = tl.where(peak == float("-inf"), 0.0, peak)
@@ -164,8 +164,8 @@ def merge(best, total, acc, best_of, total_of, acc_of):
 
 @triton.jit
 def sink(best, total, acc, scores, lacking, SOFTCAP: tl.constexpr):
-    """The running maximum, sum and result after one more score [M] of each query, which belongs to no value; the keys'
-    scores lack so much [M], unless they were capped."""
+    """The running maximum, sum and result after one more score [M] per query without a value; the keys' scores lack
+    this much [M], unless they were capped."""
     if not SOFTCAP:
         scores -= lacking
     scores = scores * LOG2E
@@ -176,5 +176,5 @@ def sink(best, total, acc, scores, lacking, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def divide(acc, total):
-    """Results of queries; zeros for those that saw no key."""
+    """The results of queries; zeros for queries that saw no key."""
     return acc / tl.where(total == 0.0, 1.0, total)[:, None]

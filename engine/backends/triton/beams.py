@@ -1,4 +1,4 @@
-"""The next step's beams, with their tokens and pages, found on a GPU before the host knows them."""
+"""Finds the next step's beams, with their tokens and pages, on a GPU before the host knows them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# The numbers of a search: the plan's row of its first beam; the sampled row of that; beams; candidates of each; the
-# column of the tables that is written; whether it is a new page; its first row among those of all searches; where the
-# beams' scores are among all numbers, the rows' pages, the stop tokens, and these' end.
+# The numbers of a search: the plan's row of its first beam; the sampled row of that beam; beams; candidates per beam;
+# the column of the tables that is written; whether it is a new page; its first row among those of all searches; and, as
+# offsets into all numbers, the beams' scores, the rows' pages, the stop tokens, and their end.
 _ROW, _PLACE, _WIDTH, _CANDIDATES, _COLUMN, _FRESH, _FIRST, _SCORES, _PAGES, _STOPS, _END = map(tl.constexpr, range(11))
 FIELDS = 11
 _FIELDS = tl.constexpr(FIELDS)
-# Beams, of which a launch takes the first number that is enough; their square is how many candidates it looks at.
+# Numbers of beams; a launch uses the first that is large enough, and considers its square of candidates.
 WIDTHS = (8, 16, 32, 64)
 
 
@@ -20,7 +20,7 @@ WIDTHS = (8, 16, 32, 64)
 def go_on_kernel(
     tokens, scores, columns, numbers, tables, table_row, sampled, places, pairs, pages, rows, BEAMS: tl.constexpr
 ):
-    """Program g: search g. What it writes is described at `go_on`."""
+    """Program g: search g. `go_on` describes its output."""
     own = numbers + tl.program_id(0) * _FIELDS
     row, place = tl.load(own + _ROW), tl.load(own + _PLACE)
     width, count = tl.load(own + _WIDTH), tl.load(own + _CANDIDATES)
@@ -39,7 +39,7 @@ def go_on_kernel(
     continued = beams < 0
     for number in range(width):
         best = tl.max(score, axis=0)
-        chosen = tl.min(tl.where(score == best, at, BEAMS * BEAMS), axis=0)  # of equal ones the first
+        chosen = tl.min(tl.where(score == best, at, BEAMS * BEAMS), axis=0)  # the first of equal ones
         parent = chosen // count
         again = tl.max((continued & (beams == parent)).to(tl.int32), axis=0)
         page = tl.load(tables + (row + parent).to(tl.int64) * table_row + column)
@@ -58,7 +58,7 @@ def go_on_kernel(
 
 
 def width_for(beams: int, candidates: int) -> int:
-    """The entry of `WIDTHS` that serves so many beams with so many candidates altogether."""
+    """The entry of `WIDTHS` for this many beams with this many candidates in total."""
     return next(width for width in WIDTHS if beams <= width and candidates <= width * width)
 
 
@@ -72,16 +72,17 @@ def go_on(
     searches: int,
     width: int,
 ) -> None:
-    """Choose what goes on of some beam searches, as `engine.scheduling.plan.Searches` says.
+    """Choose how some beam searches continue, as `engine.scheduling.plan.Searches` says.
 
     Args:
-        tokens, scores: [S, C] the candidates of all sampled rows, in one piece.
-        numbers: int32, from the start `FIELDS` for each search, then what they refer to; scores by their bits.
-        tables: [rows, blocks] int32, in one piece; read only.
+        tokens, scores: [S, C] the candidates of all sampled rows, contiguous.
+        numbers: int32, beginning with `FIELDS` for each search, then the data that these refer to; scores as their
+            bits.
+        tables: [rows, blocks] int32, contiguous; only read.
         sampled: [S] int32, where the rows of the searches find their tokens; written.
-        found: for N rows of all searches: places [3, N] int64 (the row of the tables that each continues, its own, and
-            where in the tables, as one line, its last page is), pairs [N, 2] int32 (pages to copy from and to; (0, 0)
-            for none), and the last pages [N] int32; written.
+        found: output for N rows of all searches: places [3, N] int64 (the table row that each continues, its own table
+            row, and the index of its last page in the flattened tables), pairs [N, 2] int32 (source and target pages of
+            copies; (0, 0) for none), and the last pages [N] int32.
         width: one of `WIDTHS`.
     """
     places, pairs, pages = found

@@ -1,4 +1,4 @@
-"""Copies of whole pages on a GPU, in all tensors of the cache at once: a step of beams waits for them."""
+"""Copies whole pages on a GPU, in all tensors of the cache at once, because a step of beams waits for them."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def copy_kernel(memory, begins, sizes, copies, BLOCK: tl.constexpr):
 
 
 class PageCopier:
-    """Copies pages of tensors that lie in one memory.
+    """Copies pages of tensors in one memory.
 
     Args:
-        memory: its bytes.
-        begins: of each tensor, bytes before its page 0.
-        sizes: bytes of a page of each.
+        memory: the bytes of that memory.
+        begins: for each tensor, the bytes before its page 0.
+        sizes: for each tensor, the bytes of a page.
     """
 
     def __init__(self, memory: Tensor, begins: Sequence[int], sizes: Sequence[int]):
-        # The widest words that everything is a multiple of.
+        # The widest words of which every size and offset is a multiple.
         wide = all(number % 8 == 0 for number in (*begins, *sizes, memory.numel()))
         width = 8 if wide else 1
         self._memory = memory.view(torch.int64) if wide else memory
@@ -48,7 +48,7 @@ class PageCopier:
         self._parts = triton.cdiv(max(sizes) // width, _BLOCK)
 
     def copy(self, copies: Tensor) -> None:
-        """Copy pages [C, 2] int32 (source, target), of two equal numbers nothing; no page is the target of one copy
-        and the source of another."""
+        """Copy pages [C, 2] int32 (source, target); a pair of equal numbers does nothing. No page is the target of one
+        copy and the source of another."""
         grid = (len(copies), len(self._begins), self._parts)
         copy_kernel[grid](self._memory, self._begins, self._sizes, copies, BLOCK=_BLOCK)

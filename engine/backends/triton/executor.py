@@ -1,14 +1,14 @@
-"""A stack's program, run with few launches on a GPU: what lies between two matrix products is one kernel.
+"""Runs a stack's program with few launches on a GPU: the work between two matrix products is one kernel.
 
-Two groups of operations become one each. A *join* adds what a sublayer gave to the residual stream and norms the sum
-for the next one. *Store heads* is all that happens between the product of queries, keys and values and attention. A
-layer of the usual kind is then: join; product; heads; attention; product; join; product; gate; product.
+Two groups of operations become one kernel each. A *join* adds a sublayer's result to the residual stream and normalises
+the sum for the next sublayer. *Store heads* is all work between the product of queries, keys and values and attention.
+A typical layer is then: join; product; heads; attention; product; join; product; gate; product.
 
-Numbers are rounded where torch's operations round theirs, so that the two differ in the last bits of float32 alone.
-What has no kernel is computed by torch. A token alone has another list, with fewer launches still:
+Numbers are rounded at the same points as by torch's operations, so the two differ only in the last bits of float32.
+torch computes operations without a kernel. A single token has another list with even fewer launches:
 `engine.backends.triton.one_row`.
 
-All of it can be recorded as a CUDA graph: nothing waits for the device, sizes are those of the inputs, and tables are
+Everything can be recorded as a CUDA graph: nothing waits for the device, sizes follow from the inputs, and tables are
 made once.
 """
 
@@ -43,10 +43,11 @@ logger = logging.getLogger("octavo.model")
 
 
 class TritonExecutor:
-    """Runs a program on a device that `engine.backends.triton` serves; weights have been filled, and stay as they are.
+    """Runs a program on a device that `engine.backends.triton` serves; the weights are loaded and do not change.
 
     Attributes:
-        operations: what is run for several tokens; row_operations: for one alone in a fused form (`Inputs.form`).
+        operations: the list for several tokens; row_operations: the list for a single token in a fused form
+            (`Inputs.form`).
     """
 
     def __init__(self, program: Program, tables: Tables, dtype: torch.dtype):
@@ -58,7 +59,7 @@ class TritonExecutor:
         handlers = HANDLERS | triton_operations.HANDLERS | triton_row.HANDLERS
         self._calls = Calls(self.operations, handlers, program.result)
         self._row_calls = Calls(self.row_operations, handlers, program.result)
-        # Kernels find the slots of rows with one token each themselves, torch does not.
+        # For rows with one token each, kernels find the slots themselves; torch does not.
         self._finds_slots = not any(isinstance(one, PrepareHeads | PrepareLatent) for one in self.operations)
         self._biases: Biases = {}
         for one in program.operations:
@@ -68,7 +69,7 @@ class TritonExecutor:
     def run(self, inputs: Inputs) -> Tensor:
         """Hidden states [Tp, features].
 
-        Rows outside the angles give NaN; slots outside the pages, or in block 0, are not written.
+        Rows outside the angles give NaN; data for slots outside the pages, or in block 0, is not written.
         """
         if inputs.needs_torch:
             return self._torch.run(inputs)
@@ -80,31 +81,32 @@ class TritonExecutor:
         return calls.run(Pass(inputs, self._tables, values, self._biases), values)
 
     def _finds(self, inputs: Inputs) -> bool:
-        """Kernels work the slots out: each row has one token, whose position is also its row of rotary tables."""
+        """Whether kernels compute the slots: each row has one token, whose position is also its row in rotary
+        tables."""
         lens = inputs.metadata.query_lens
         one_each = len(lens) == inputs.tokens and max(lens, default=1) == 1
         return self._finds_slots and one_each and inputs.rotary_rows is inputs.positions
 
 
 class _Fusing:
-    """A program's operations with joins and heads in the place of those that they take together."""
+    """A program's operations, with joins and heads in place of the operations that they combine."""
 
     def __init__(self, program: Program, tables: Tables, dtype: torch.dtype):
         self._stream, self._tables, self._dtype = program.stream, tables, dtype
-        self._after: dict[Rows, Norm] = {}  # norms of what is about to join the stream
+        self._after: dict[Rows, Norm] = {}  # norms of rows that are about to join the stream
         self.operations: list[Fused] = []
         self._missing: dict[str, None] = {}
         for operation in program.operations:
             self._add(operation)
         if self._missing:
-            logger.info("Without kernels of their own, torch computes these parts: %s", ", ".join(self._missing))
+            logger.info("torch computes these parts, for which there are no kernels: %s", ", ".join(self._missing))
 
     def _add(self, operation: Operation) -> None:
         match operation:
             case AddAdapters(linear) if linear.adapters is not None:
                 self.operations.append(operation)
             case AddAdapters() | AllReduce():
-                return  # nothing to add where no adapters are taken, and on one device
+                return  # nothing to add without adapters, and on one device
             case Normalize(module, x, out, None) if x == out != self._stream and self._norm(module) is not None:
                 self._after[x] = self._known(module)
             case Normalize(module, x, out, residual) if x == self._stream and self._norm(module) is not None:
@@ -158,7 +160,7 @@ class _Fusing:
         return norm
 
     def _norm(self, module: nn.Module | None) -> Norm | None:
-        """A norm as kernels take it; None where torch computes it."""
+        """A norm in the kernels' form; None if torch computes it."""
         match module:
             case RmsNorm():
                 norm = Norm(module.weight, module.eps, unit_offset=module.unit_offset, in_float32=module.in_float32)

@@ -1,21 +1,21 @@
-"""Mixtures of experts on a GPU: routing, grouping and the experts' products, without asking the device anything.
+"""Mixtures of experts on a GPU: routing, grouping and the experts' products, without reading from the device.
 
-A token and one of its experts are a *pair*, numbered token * active + slot. Five kernels make an answer: each token's
-experts (`route`), pairs in the order of their experts and cut into tiles (`align`; two where they are many),
-both products over these tiles (`multiply`), and each token's sum (`add`). Sizes of all grids and buffers follow from
-the number of tokens; how many tiles there really are is read on the device, and programs past them end at once. So a
-step can be captured in a CUDA graph.
+A token together with one of its experts is a *pair*, numbered token * active + slot. Five kernels compute a layer: each
+token's experts (`route`), pairs sorted by expert and divided into tiles (`align`; two kernels for many pairs), both
+products over these tiles (`multiply`), and each token's sum (`add`). All grids and buffers depend only on the number of
+tokens. The actual number of tiles is read on the device, and programs past it end at once. So a step can be captured in
+a CUDA graph.
 
 The weights are the left operand of the products and the tokens the right one. So a tile has 64 rows of weights or more
-even where an expert has one token, which is what Hopper's and Blackwell's matrix instructions want, and the number of
-tokens is the width of the instruction, which goes down to 16.
+even if an expert has one token, as Hopper's and Blackwell's matrix instructions require; the number of tokens is the
+width of the instruction, which can be as small as 16.
 
 A token's result does not depend on the others. Each of its products is one chain of float32 additions along the inputs,
-16 at a time (one by one for float32) and in their order, whatever the size of the tile: the tile decides which tokens
-share an instruction, not how one is computed. It is one instruction for all tile sizes, because of the 64 rows: of
-Hopper wgmma m64nNk16, of which only N differs. Should it round otherwise at another N, results of steps of different
-size classes would differ in the last bits of float32, before they are rounded to the model's format; within a class
-they cannot.
+16 at a time (one by one for float32) and in order, whatever the size of the tile. The tile decides which tokens share
+an instruction, not how a token is computed. Because of the 64 rows, all tile sizes use the same instruction: on Hopper
+wgmma m64nNk16, of which only N differs. If it rounded differently at another N, results of steps of different size
+classes would differ in the last bits of float32, before they are rounded to the model's format; within a class they
+cannot differ.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from engine.backends.triton.activations import activated, sigmoid
 from engine.backends.triton.few_bits import bits, bytes_of, scales_in, scales_of, widened
 from engine.backends.triton.routing import align, counted_before, most_tiles, route
 
-# Tiles whose programs run side by side for each block of weights: what they share comes from the L2 cache.
+# Tiles whose programs run side by side for each block of weights, so that shared data comes from the L2 cache.
 _NEIGHBOURS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The cut of the products among programs.
+    """The division of the products among programs.
 
     Attributes:
-        tokens: of a tile.
-        outputs: rows of weights of a tile.
-        inputs: features that are read at a time.
-        warps, stages: of a program.
+        tokens: tokens per tile.
+        outputs: rows of weights per tile.
+        inputs: features read at a time.
+        warps, stages: the launch options of a program.
     """
 
     tokens: int
@@ -60,19 +60,19 @@ class Launch:
 def choose_launch(
     tokens: int, active: int, count: int, dtype: torch.dtype, capability: int, few_bits: bool = False
 ) -> Launch:
-    """A function of the sizes alone.
+    """The launch for these sizes; it depends on nothing else.
 
-    Where an expert has few tokens, the time is that of reading its weights: small tiles, so that even one token's
-    experts occupy all multiprocessors, and 60 KiB of them under way in each program. A tile holds about twice an
-    expert's mean, so that few experts are read twice. Where it has many, tiles are as large as the registers allow:
-    a byte that is read then serves 85 operations, or 64 where a program has not the 144 KiB of shared memory for that:
-    before Hopper, on sm_120, and where quantised weights are widened, which takes registers.
+    If experts have few tokens, the time is that of reading their weights: tiles are small, so that even one token's
+    experts occupy all multiprocessors, with 60 KiB of weights in flight in each program. A tile holds about twice an
+    expert's mean number of tokens, so that few experts are read twice. If experts have many tokens, tiles are as large
+    as the registers allow: a byte that is read then serves 85 operations, or 64 if a program lacks the necessary 144
+    KiB of shared memory: before Hopper, on sm_120, and for quantised weights, whose widening needs registers.
 
     Args:
-        tokens: of the step.
-        active, count: experts of a token, and all.
-        capability: of the GPU, as 80, 90, 100; 0 for the interpreter.
-        few_bits: weights have them.
+        tokens: tokens of the step.
+        active, count: experts per token, and all experts.
+        capability: compute capability of the GPU, as 80, 90, 100; 0 for the interpreter.
+        few_bits: whether weights are quantised.
     """
     width = min(max(_power_of_2(2 * tokens * active / count), 16), 128)
     if dtype == torch.float32:  # no matrix instructions: their products would lose half of the digits
@@ -87,17 +87,17 @@ def choose_launch(
 
 
 def launch_class(tokens: int, active: int, *how: Any) -> tuple[Launch, bool]:
-    """All that kernels are compiled for and that depends on a step: how products are cut, and how pairs are counted.
-    Other numbers of a step are arguments for which Triton compiles nothing anew.
+    """All compile-time parameters of the kernels that depend on a step: how products are divided, and how pairs are
+    counted. Other numbers of a step are run-time arguments, for which Triton compiles nothing.
 
     Args:
-        how: what `choose_launch` takes beside these.
+        how: further arguments of `choose_launch`.
     """
     return choose_launch(tokens, active, *how), counted_before(tokens * active)
 
 
 def trial_sizes(most: int, active: int, *how: Any) -> list[int]:
-    """Numbers of tokens, the fewest of each `launch_class` among the steps of 1 to `most`."""
+    """The smallest number of tokens of each `launch_class`, for steps of 1 to `most` tokens."""
     found: dict[tuple[Launch, bool], int] = {}
     for tokens in range(1, most + 1):
         found.setdefault(launch_class(tokens, active, *how), tokens)
@@ -145,10 +145,10 @@ def _multiply(
     INPUTS: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
 ):
-    """out [pairs, width] of x [pairs / SHARED, features]: the product with the weights of each pair's expert,
-    [experts, width, features], or twice the width if GATED; then the activation or the pair's share.
-    BITS of a weight and SIZE, which is `features`, are 0 for plain ones."""
-    # Tiles of a group, which often are one expert's, then blocks of outputs, then groups.
+    """out [pairs, width] of x [pairs / SHARED, features]: the product with the weights of each pair's expert, [experts,
+    width, features], or twice the width if GATED; then the activation or the pair's weight is applied. BITS of a weight
+    and SIZE (equal to `features`) are 0 for plain weights."""
+    # Tiles of a group, which often belong to one expert, then blocks of outputs, then groups.
     WIDTH: tl.constexpr = OUTPUTS // 2 if GATED else OUTPUTS
     blocks = tl.cdiv(width, WIDTH)
     group = tl.program_id(0) // (NEIGHBOURS * blocks)
@@ -166,7 +166,7 @@ def _multiply(
     pair = tl.load(order + first + places, mask=real, other=0).to(tl.int64)
     rows = tl.arange(0, OUTPUTS)
     begin = (within // members) * WIDTH
-    # Rows of the gate, then the same rows of what it opens.
+    # Rows of the gate, then the same rows of its counterpart.
     outputs = begin + rows % WIDTH
     some = outputs < width
     lines = expert * (2 * width if GATED else width) + (rows // WIDTH) * width + outputs
@@ -211,7 +211,7 @@ def _multiply(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _add(answers, out, tokens, width, ACTIVE: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums of each token's answers, in the order of its experts; zeros for padding."""
+    """Sums of each token's results, in the order of its experts; zeros for padding."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -237,14 +237,15 @@ def multiply(
     """Products of all pairs with their experts' matrices, [pairs, out] in x's format.
 
     Args:
-        x: [pairs, in], or [T, in] if all pairs of a token read the same.
-        weights: [count, out, in]; [count, 2 * out, in] if gated, the gate's rows first. Quantised ones are widened
-            in registers, and rounded to x's format; numbers and scales begin with [count, out].
-        order, tiles: as from `align`, for `launch.tokens`.
-        activation: of the product, or of the gate; "" is none, "clamped" the gate of `engine.model.spec.Clamped`.
-        biases: [count, out] of the products.
+        x: [pairs, in], or [T, in] if all pairs of a token have the same input.
+        weights: [count, out, in]; [count, 2 * out, in] if gated, the gate's rows first. Quantised weights are widened
+            in registers and rounded to x's format; numbers and scales begin with [count, out].
+        order, tiles: the results of `align` for `launch.tokens`.
+        activation: activation of the product, or of the gate; "" for none, "clamped" for the gate of
+            `engine.model.spec.Clamped`.
+        biases: [count, out] biases of the products.
         clamp: limit and slope of that gate.
-        shares: [pairs] float32, what each product is multiplied by.
+        shares: [pairs] float32 factor of each product.
     """
     numbers, scales, features, few = _as_read(weights)
     pairs, (count, outputs) = order.numel(), numbers.shape[:2]
@@ -284,7 +285,7 @@ def multiply(
 
 
 def _as_read(weights: Tensor | Quantised) -> tuple[Tensor, Tensor | None, int, int]:
-    """Numbers, scales, features of a row, and bits, as the kernel takes them: 0 and no scales for plain ones."""
+    """Numbers, scales, features per row, and bits, in the kernel's form: 0 and no scales for plain weights."""
     if isinstance(weights, Quantised):
         return weights.values, scales_in(weights), weights.inputs, bits(weights)
     return weights.contiguous(), None, weights.shape[2], 0
@@ -313,17 +314,17 @@ def mix(
     launch: Launch | None = None,
     **how: Any,
 ) -> Tensor:
-    """Answers of each token's likeliest experts, weighted and added up, [Tp, hidden]; zeros past the tokens.
+    """The weighted sum of the results of each token's likeliest experts, [Tp, hidden]; zeros past the tokens.
 
     Args:
         x: [Tp, hidden], float32, float16 or bfloat16 like the matrices.
-        logits: [Tp, count] of the router.
+        logits: [Tp, count] logits of the router.
         up: [count, width, hidden]; [count, 2 * width, hidden] if gated, the gate's rows first; see `multiply`.
         down: [count, hidden, width].
-        tokens: the first so many of Tp count.
+        tokens: the number of tokens, the first of Tp.
         active, normalize: see `route`.
         activation, gated: see `multiply`.
-        launch: how the products are cut; None chooses.
+        launch: how the products are divided; None chooses.
         how: see `spread`.
     """
     if not tokens:
@@ -346,11 +347,11 @@ def spread(
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
     clamp: tuple[float, float] = (0.0, 0.0),
 ) -> Tensor:
-    """The same for experts that are chosen already.
+    """The same as `mix` for experts that are already chosen.
 
     Args:
         shares, chosen: [tokens, active] float32 and int32: weights and experts, in the order of the experts' numbers.
-        biases: of both products, [count, out] each.
+        biases: biases of both products, [count, out] each.
         clamp: see `multiply`.
     """
     if not tokens:

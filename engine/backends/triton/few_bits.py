@@ -1,13 +1,13 @@
-"""Products with weights of 8 and 4 bits on a GPU, which read them packed and widen them in registers.
+"""Products with 8-bit and 4-bit weights on a GPU, which reads them packed and widens them in registers.
 
-A weight is an integer times the scale of its group, of 4 bits with the group's minimum added
-(`engine.backends.native.gemm.Quantised`), in memory as there: 8.5 bits for each in plain groups, and 5. One row alone
-has the kernels of `engine.backends.triton.matvec`. Up to `FEW` rows have one that reads each weight once, for all of
-them: a tile is widened, rounded to the rows' format, and multiplied by matrix instructions. Of more rows the product is
-the library's: a piece of the matrix is widened to that format in memory, and multiplied, and then the next one. It has
-no more than `SCRATCH` bytes, which an H200 still has in its second cache when it multiplies.
+A weight is an integer times the scale of its group, plus the group's minimum for 4 bits
+(`engine.backends.native.gemm.Quantised`), stored as there: 8.5 bits per weight in plain groups, or 5. A single row uses
+the kernels of `engine.backends.triton.matvec`. Up to `FEW` rows use a kernel that reads each weight once for all of
+them: a tile is widened, rounded to the rows' format, and multiplied by matrix instructions. For more rows, the product
+is the library's: a piece of the matrix is widened to that format in memory and multiplied, then the next piece. A piece
+has at most `SCRATCH` bytes, which are still in an H200's second-level cache when it multiplies.
 
-The order of a sum depends on the matrix's shape and the number of rows; nothing is added atomically.
+The order of a sum depends on the matrix's shape and the number of rows; there are no atomic additions.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ from engine.backends.native.gemm import GROUP, Quantised
 from engine.backends.triton.norms import features_of
 
 FEW = 64
-"""Most rows that have a kernel, of 16 bits; of 32 bits, which matrix instructions do not take, a quarter of them."""
+"""Maximum rows for the kernel, in 16-bit formats; in 32 bits, which matrix instructions do not take, a quarter of
+them."""
 TRIAL = 16, 32, 64, 65
-"""Numbers of rows that need all kernels there are."""
+"""Numbers of rows that together use all kernels."""
 SCRATCH = 32 * 2**20
 """Bytes of a matrix that are widened in memory at a time."""
 
 STAGES = 3
 _WIDENED = 32, 256  # rows and features that a program widens
 _PROGRAMS = 256  # about two for each of an H200's 132 multiprocessors
-_TILE = 8192  # weights, of which two tiles are on their way while one is multiplied
-_NUMBERS = 16 * 1024  # bytes of the rows that go with a tile
+_TILE = 8192  # weights, of which two tiles are loading while one is multiplied
+_NUMBERS = 16 * 1024  # bytes of the rows that belong to a tile
 
 
 class Tiling(NamedTuple):
-    """The part of a product that a program of `rows_kernel` computes.
+    """The part of a product that one program of `rows_kernel` computes.
 
     Attributes:
-        rows: no fewer than there are.
-        outputs: results of each.
-        block: features that it reads at a time.
-        warps: of a program.
+        rows: at least the number of rows.
+        outputs: results per row.
+        block: features read at a time.
+        warps: warps per program.
     """
 
     rows: int
@@ -53,8 +54,8 @@ class Tiling(NamedTuple):
 
 
 def tiling(rows: int, outputs: int, itemsize: int) -> Tiling:
-    """The division of a product of so many rows, whose numbers have so many bytes: among as many programs as keep a
-    GPU busy. The more rows there are, the more results has each, since all read the rows."""
+    """The division of a product with this many rows, of numbers with this many bytes, among enough programs to keep a
+    GPU busy. With more rows, each program has more results, because all programs read the rows."""
     tall = max(16, triton.next_power_of_2(rows))
     widest = 16 if itemsize > 2 else max(tall, 32)
     wide = next((each for each in (64, 32) if each <= widest and outputs >= each * _PROGRAMS), 16)
@@ -68,7 +69,7 @@ def _has_kernel(rows: int, itemsize: int) -> bool:
 
 @triton.jit
 def bytes_of(weight, rows, begin, there, SIZE: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
-    """Integers of rows [R], the BLOCK features from `begin` on, which begins a group: [R, BLOCK] of 8 bits, or two of 4
+    """Integers of rows [R], the BLOCK features from `begin` on, where a group begins: [R, BLOCK] of 8 bits, or two of 4
     bits in each of [R, BLOCK / 2]. They are not read again in this step."""
     LENGTH: tl.constexpr = SIZE if BITS == 8 else (SIZE + 31) // 32 * 16
     at = begin * BITS // 8 + tl.arange(0, BLOCK * BITS // 8)
@@ -80,8 +81,8 @@ def bytes_of(weight, rows, begin, there, SIZE: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def scales_of(scales, rows, begin, there, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Scales [R, BLOCK / 32] of the same; of 4 bits scales and minima, in the lower and upper half of 32 bits. 0 past a
-    row's end."""
+    """Scales [R, BLOCK / 32] of the same; for 4 bits, scales and minima in the lower and upper half of 32 bits. 0 past
+    a row's end."""
     GROUPS: tl.constexpr = (SIZE + 31) // 32
     group = begin // 32 + tl.arange(0, BLOCK // 32)
     mask = there[:, None] & (group < GROUPS)[None, :]
@@ -90,11 +91,11 @@ def scales_of(scales, rows, begin, there, SIZE: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def widened(integers, scales, BITS: tl.constexpr):
-    """Weights [R, BLOCK] in float32 of what `bytes_of` and `scales_of` have read; a product with a scale is exact, the
-    sum with a minimum is rounded."""
+    """Weights [R, BLOCK] in float32 from the results of `bytes_of` and `scales_of`; a product with a scale is exact,
+    the sum with a minimum is rounded."""
     ROWS: tl.constexpr = scales.shape[0]
     GROUPS: tl.constexpr = scales.shape[1]
-    if BITS == 4:  # of every eight four are in lower halves, and the next four in upper ones
+    if BITS == 4:  # of every eight values, four are in lower halves and the next four in upper ones
         fours = tl.reshape(integers, (ROWS, GROUPS * 4, 4))
         pairs = tl.permute(tl.join(fours & 15, fours >> 4), (0, 1, 3, 2))
         levels = tl.reshape(pairs, (ROWS, GROUPS * 32)).to(tl.float32)
@@ -112,7 +113,7 @@ def _half_of(words):
 
 @triton.jit
 def _each(factors):
-    """The values of groups [R, GROUPS] for each of their features: [R, GROUPS * 32]."""
+    """The values of groups [R, GROUPS], repeated for each of their features: [R, GROUPS * 32]."""
     ROWS: tl.constexpr = factors.shape[0]
     GROUPS: tl.constexpr = factors.shape[1]
     return tl.reshape(tl.broadcast_to(factors[:, :, None], (ROWS, GROUPS, 32)), (ROWS, GROUPS * 32))
@@ -124,7 +125,7 @@ def rows_kernel(
     SIZE: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program p: OUTPUTS of the `width` results of rows x [rows, SIZE], no more than ROWS."""
+    """Program p: OUTPUTS of the `width` results of rows x [rows, SIZE], at most ROWS of them."""
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     there = output < width
     row = tl.arange(0, ROWS)[:, None]
@@ -162,12 +163,12 @@ def widen_kernel(
 
 
 def bits(weight: Quantised) -> int:
-    """The bits of an integer: 8 or 4."""
+    """The number of bits of an integer: 8 or 4."""
     return 4 if weight.has_minima else 8
 
 
 def scales_in(weight: Quantised) -> Tensor:
-    """Scales as kernels read them, [outputs, groups]: float16; of 4 bits int32, with the minimum in the upper half."""
+    """Scales in the kernels' form, [outputs, groups]: float16; for 4 bits int32, with the minimum in the upper half."""
     return weight.scales.view(torch.int32).squeeze(-1) if weight.has_minima else weight.scales
 
 
@@ -176,10 +177,10 @@ def product(x: Tensor, weight: Quantised, bias: Tensor | None = None, *, dtype: 
 
     Args:
         weight: with scales for groups, on x's device; bias [outputs], in x's format.
-        dtype: of the results, which are not rounded to x's before.
+        dtype: format of the results, which are not rounded to x's format first.
 
     Raises:
-        ValueError: shapes, formats or places do not go together.
+        ValueError: shapes, formats or devices do not match.
     """
     check(x, weight, bias)
     outputs = len(weight.values)
@@ -204,7 +205,7 @@ def product(x: Tensor, weight: Quantised, bias: Tensor | None = None, *, dtype: 
 
 
 def widen(weight: Quantised, dtype: torch.dtype, first: int, last: int) -> Tensor:
-    """The weight's rows from `first` to before `last`, [rows, inputs]."""
+    """The weight's rows from `first` up to (not including) `last`, [rows, inputs]."""
     out = torch.empty(last - first, weight.inputs, dtype=dtype, device=weight.values.device)
     rows, block = _WIDENED
     widen_kernel[(triton.cdiv(last - first, rows), triton.cdiv(weight.inputs, block))](
@@ -215,7 +216,7 @@ def widen(weight: Quantised, dtype: torch.dtype, first: int, last: int) -> Tenso
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """x @ weight.T + bias to where the results lie; results in float32 are not rounded to x's format before."""
+    """x @ weight.T + bias, written to the given results; results in float32 are not rounded to x's format first."""
     if out.dtype == x.dtype:
         if bias is None:
             torch.mm(x, weight.t(), out=out)
@@ -231,10 +232,10 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> No
 
 
 def check(x: Tensor, weight: Quantised, bias: Tensor | None) -> None:
-    """Refuse what does not go together.
+    """Refuse arguments that do not match.
 
     Raises:
-        ValueError: shapes, formats or places.
+        ValueError: shapes, formats or devices do not match.
     """
     values, scales, inputs = weight.values, weight.scales, weight.inputs
     groups = -(-inputs // GROUP)

@@ -1,28 +1,28 @@
-"""Products of matrices with one row of numbers on a GPU, together with what lies before and after them.
+"""Products of matrices with a single row on a GPU, combined with the operations before and after them.
 
-A step that decodes one row reads each weight once and hardly computes: its time is that of reading, and of the gaps
-between kernels, of which a small model has more than time to read in. So a product takes the norm before it along, and
-the bias, the activation, the gate and the sum with the residual stream after it.
+A step that decodes one row reads each weight once and computes little: its time is that of reading, and of the gaps
+between kernels, which in a small model take longer than the reading. So a product includes the norm before it, and the
+bias, the activation, the gate and the addition to the residual stream after it.
 
-To keep some 5 TB/s busy, a GPU's 132 or so multiprocessors must each have 40 KB or more under way. A program takes
-several rows of the matrix, and a thread 16 bytes at once. Of a small matrix it asks for all of its 16 or 32 KB before
-anything is waited for, even before the norm is computed; two or three programs share a multiprocessor. Of a large one
-it takes tile after tile: the first is asked for before anything is waited for, too, and of the others two are on their
-way to shared memory while one is summed up; registers leave room for three or four programs then, by what the compiler
-reports. The row of numbers comes from the cache: each program
-norms it again, which is cheaper than a kernel, and in return gets many rows (`tiling`).
+To keep some 5 TB/s busy, each of a GPU's 132 or so multiprocessors must have 40 KB or more in flight. A program
+processes several rows of the matrix, and a thread loads 16 bytes at once. From a small matrix, a program loads all of
+its 16 or 32 KB before it waits for anything, even before the norm is computed; two or three programs share a
+multiprocessor. From a large one, it loads tile after tile: the first is also loaded before it waits for anything, and
+two more are loading to shared memory while one is summed up. By the compiler's report, registers then allow three or
+four programs. The input row comes from the cache: each program normalises it again, which is cheaper than a kernel, and
+in return has many rows of the matrix (`tiling`).
 
-Where the GPU can (`engine.backends.triton.overlap`), a product may begin while the kernel before it ends: its programs
-take the places that others have left, ask for weights, which are never written, and wait for that kernel before they
-read or write anything else.
+On GPUs that support it (`engine.backends.triton.overlap`), a product may begin before the previous kernel ends. Its
+programs take the places that others have left and load weights, which are never written; they wait for that kernel
+before they read or write anything else.
 
-Weights of 8 and 4 bits (`engine.backends.triton.few_bits`) are widened to float32 where they are summed up, and not
-rounded again. A tile of them is twice one of 16 bits: what a thread reads of the scales must be 4 bytes or more to be
-on its way to shared memory as well.
+8-bit and 4-bit weights (`engine.backends.triton.few_bits`) are widened to float32 where they are summed up, and not
+rounded again. A tile of them has twice the weights of a 16-bit tile, because a thread must read at least 4 bytes of
+scales for these to be loaded to shared memory as well.
 
-The order of a sum depends on the matrix's shape alone; nothing is added atomically. Numbers are rounded where the
-modules round theirs: after the norm, the product with its bias, the activation, the gate, and each sum; results in
-float32 only where they are normed before.
+The order of a sum depends only on the matrix's shape; there are no atomic additions. Numbers are rounded at the same
+points as in the modules: after the norm, the product with its bias, the activation, the gate, and each sum. Results in
+float32 are only rounded after the norm.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from engine.backends.triton.few_bits import bytes_of, scales_of, widened
 from engine.backends.triton.norms import Norm, features_of, kind, normalised
 from engine.backends.triton.overlap import overlapping
 
-# Features that a program holds as float32 for all of its rows; of longer rows it reads pieces with each tile.
+# Features that a program holds as float32 for all of its rows; longer rows are read in pieces with each tile.
 _HELD, _HELD_WITHOUT_NORM = 8192, 4096
-_PROGRAMS = 256  # about two for each of an H200's 132 multiprocessors, where the matrix is small
-_LEAST = 4096  # bytes of a program
-_TILE = 16 * 1024  # bytes; of a small matrix up to twice as many
-STAGES = 3  # tiles that are asked for before the first is there, and one
+_PROGRAMS = 256  # about two for each of an H200's 132 multiprocessors, for a small matrix
+_LEAST = 4096  # bytes per program
+_TILE = 16 * 1024  # bytes; for a small matrix up to twice as many
+STAGES = 3  # tiles that are loaded before the first has arrived, plus one
 
 
 class Tiling(NamedTuple):
     """The division of a matrix among programs.
 
     Attributes:
-        rows: of results in a tile.
-        steps: tiles of a program, one after the other.
-        block: features of a tile, a power of two.
-        held: a tile has all features.
-        warps: of a program.
+        rows: results per tile.
+        steps: tiles per program, one after the other.
+        block: features per tile, a power of two.
+        held: whether a tile has all features.
+        warps: warps per program.
     """
 
     rows: int
@@ -69,13 +69,12 @@ class Tiling(NamedTuple):
 
 
 def tiling(outputs: int, features: int, itemsize: int, *, gated: bool = False, normed: bool = False) -> Tiling:
-    """The division of a matrix for so many results of so many features; a result of a gate has two rows.
+    """The division of a matrix with this many results and features; a result of a gate has two rows.
 
-    A small matrix is one tile for each of about two programs on a multiprocessor, all of which is asked for at once. Of
-    a large one a program takes 64 KB, or 128 where each has a norm to compute. Weights of 8 and of 4 bits count as one
-    byte.
+    A small matrix is one tile for each of about two programs per multiprocessor, and is loaded all at once. From a
+    large one, a program takes 64 KB, or 128 if each has a norm to compute. 8-bit and 4-bit weights count as one byte.
     """
-    vector = 512 // max(itemsize, 2)  # features that a warp reads at once, 16 bytes a thread (quantised: 8 or 4)
+    vector = 512 // max(itemsize, 2)  # features that a warp reads at once, 16 bytes per thread (quantised: 8 or 4)
     if features > (_HELD if normed or gated else _HELD_WITHOUT_NORM):
         return Tiling(_power(min(8 if itemsize == 1 else 4, outputs // 256)), 1, 8 * vector, False, 8)
     block = max(triton.next_power_of_2(features), GROUP)
@@ -93,8 +92,8 @@ def _power(number: int) -> int:
 
 @triton.jit
 def _weights(weight, scales, row, begin, there, SIZE: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
-    """The BLOCK features from `begin` on of rows [R] of a matrix, as `_numbers` takes them: quantised, or (BITS is 0)
-    of the format of x; they are not read again in this step."""
+    """The BLOCK features from `begin` on of rows [R] of a matrix, in the form for `_numbers`: quantised, or (BITS is 0)
+    in x's format; they are not read again in this step."""
     if BITS > 0:
         tile = bytes_of(weight, row, begin, there, SIZE, BLOCK, BITS)
         factors = scales_of(scales, row, begin, there, SIZE, BLOCK)
@@ -102,7 +101,7 @@ def _weights(weight, scales, row, begin, there, SIZE: tl.constexpr, BLOCK: tl.co
         at = begin + tl.arange(0, BLOCK)[None, :]
         source = weight + row[:, None].to(tl.int64) * SIZE + at
         tile = tl.load(source, mask=there[:, None] & (at < SIZE), other=0.0, eviction_policy="evict_first")
-        factors = tile  # which is never asked for
+        factors = tile  # never read
     return tile, factors
 
 
@@ -118,7 +117,7 @@ def _numbers(tile, BITS: tl.constexpr):
 
 @triton.jit
 def _results(total, addend, before, then, FUNCTION: tl.constexpr, GATED: tl.constexpr, FORMAT: tl.constexpr):
-    """Results of sums of products [rows], as float32; of a gate, one of each two."""
+    """Results from sums of products [rows], as float32; for a gate, one of each two."""
     if addend is not None:
         total += addend
     total = total.to(FORMAT).to(tl.float32)
@@ -140,7 +139,7 @@ def _finish(
     tile, numbers, begin, bias, stream, also, out,
     WIDTH: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Write the ROWS results from `begin` on, of a tile of weights and a row of numbers."""
+    """Write the ROWS results from `begin` on, for a tile of weights and the input row."""
     EACH: tl.constexpr = 2 if GATED else 1
     number = tl.arange(0, ROWS * EACH)
     pair = begin + number // EACH
@@ -161,10 +160,10 @@ def held_kernel(
     KIND: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr,
     ROWS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program p: STEPS times ROWS of the WIDTH results of a row x [SIZE], which it norms and holds.
+    """Program p: STEPS times ROWS of the WIDTH results of a row x [SIZE], which it normalises and holds.
 
-    x, factors and shifts are the row and its norm's weight and bias; scales those of a quantised weight; stream and
-    also what results are added to. The two rows of a gate's result lie side by side in a tile.
+    x, factors and shifts are the row and its norm's weight and bias; scales belong to a quantised weight; the results
+    are added to stream and also. The two rows of a gate's result are side by side in a tile.
     """
     FORMAT: tl.constexpr = x.dtype.element_ty
     EACH: tl.constexpr = 2 if GATED else 1
@@ -174,7 +173,7 @@ def held_kernel(
     inside = at < SIZE
     row = number // EACH + number % EACH * WIDTH
     tile = _weights(weight, scales, first + row, 0, first + number // EACH < WIDTH, SIZE, BLOCK, BITS)
-    tl.debug_barrier()  # else the compiler puts loads of weights off until the row is there
+    tl.debug_barrier()  # otherwise the compiler delays loads of weights until the row has arrived
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -218,10 +217,10 @@ def pieces_kernel(
 
 
 def serves(weight: Tensor | Quantised, *, alone: bool = True) -> bool:
-    """Whether `product` takes a weight [outputs, features].
+    """Whether `product` supports a weight [outputs, features].
 
     Args:
-        alone: there is neither a norm before the product nor an activation after it.
+        alone: whether there is neither a norm before the product nor an activation after it.
     """
     if isinstance(weight, Quantised):
         whole = weight.values.numel() > 0
@@ -254,13 +253,14 @@ def product(
 
     Args:
         weight: [outputs, features], in x's format or quantised with scales for groups; bias [outputs].
-        function: an activation of the results, or with `gated` of their first half, times the second.
-        stream: [1, outputs] to which, and to `also` before, the results are added, where it lies.
-        dtype: of the results, which no sum or activation is rounded more than; of a stream it is that.
-        overlap: begin while the kernel before this one ends, on a device that can.
+        function: an activation of the results; with `gated`, of their first half, times the second half.
+        stream: [1, outputs] to which the results are added in place; they are first added to `also`.
+        dtype: format of the results; sums and activations are rounded to at least this format; with a stream it is the
+            stream's.
+        overlap: begin before the previous kernel ends, on a device that supports it.
 
     Raises:
-        ValueError: shapes, formats or places do not go together.
+        ValueError: shapes, formats or devices do not match.
     """
     _check(x, weight, bias, norm, function, gated, stream, also)
     outputs, features = _shape(weight)

@@ -1,14 +1,14 @@
-"""RMSNorm and LayerNorm on a GPU, alone or together with the additions to the residual stream around them.
+"""RMSNorm and LayerNorm on a GPU, alone or with the additions to the residual stream around them.
 
-Nothing here computes much: time is what is read and written. Alone, an addition and the norm after it move five rows
-(read two, write the sum, read it, write the norm), fused four; and a step that decodes few tokens pays for launches, of
-which there is one instead of two, or three where a sublayer's result has a norm of its own.
+Little is computed here; the time is that of reading and writing. Separately, an addition and the norm after it move
+five rows (read two, write the sum, read it, write the norm); fused, four. A step that decodes few tokens pays for
+launches, of which there is one instead of two, or of three if a sublayer's result has its own norm.
 
-A row is read once and kept in registers (up to `WIDEST` features), so that mean and variance are of the numbers
-themselves. A thread takes eight features, which is one load of 16 bytes in a 16-bit format, and of long rows up to 32;
-a row of 4096 has 16 warps. Arithmetic is in float32, and results are rounded where the modules of `engine.model.norms`
-round theirs. How a row is divided among threads depends on its width alone, so that its bits do not depend on how many
-rows there are.
+A row is read once and kept in registers (up to `WIDEST` features), so that mean and variance are computed from the
+numbers themselves. A thread processes eight features, which is one load of 16 bytes in a 16-bit format, and up to 32
+for long rows; a row of 4096 has 16 warps. Arithmetic is in float32, and results are rounded at the same points as in
+the modules of `engine.model.norms`. The division of a row among threads depends only on its width, so its bits do not
+depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Norm(NamedTuple):
     Attributes:
         weight: [size], None for ones.
         eps: added to the mean square, or to the variance.
-        centred: LayerNorm (arXiv:1607.06450) and not RMSNorm (arXiv:1910.07467).
-        bias: [size] of a LayerNorm, None for zeros.
-        unit_offset: an RMSNorm multiplies by 1 + weight, in float32.
-        in_float32: an RMSNorm multiplies before it is rounded to the format of its input, not after.
+        centred: LayerNorm (arXiv:1607.06450) instead of RMSNorm (arXiv:1910.07467).
+        bias: [size] bias of a LayerNorm, None for zeros.
+        unit_offset: whether an RMSNorm multiplies by 1 + weight, in float32.
+        in_float32: whether an RMSNorm multiplies before it rounds to its input's format, not after.
     """
 
     weight: Tensor | None
@@ -46,7 +46,7 @@ class Norm(NamedTuple):
 
 @triton.jit
 def features_of(weight, at, mask, OFFSET: tl.constexpr):
-    """A weight's or a bias's features as float32, plus OFFSET; None of None."""
+    """A weight's or a bias's features as float32, plus OFFSET; None for None."""
     found = None
     if weight is not None:
         found = tl.load(weight + at, mask=mask, other=0.0).to(tl.float32) + OFFSET
@@ -55,10 +55,11 @@ def features_of(weight, at, mask, OFFSET: tl.constexpr):
 
 @triton.jit
 def scaled(x, scale, factor, shift, KIND: tl.constexpr, FORMAT: tl.constexpr):
-    """x * scale * factor + shift of a norm, rounded where its kind is, as float32 numbers of a format.
+    """x * scale * factor + shift of a norm, rounded at the points of its kind, as float32 numbers that the format can
+    represent.
 
     Args:
-        x: [ROWS, BLOCK] float32, less their mean for a LayerNorm; scale [ROWS, 1].
+        x: [ROWS, BLOCK] float32, minus their mean for a LayerNorm; scale [ROWS, 1].
         factor, shift: [1, BLOCK] float32, None for none.
     """
     x = x * scale
@@ -73,7 +74,7 @@ def scaled(x, scale, factor, shift, KIND: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def normalised(x, mask, factor, shift, eps, SIZE: tl.constexpr, KIND: tl.constexpr, FORMAT: tl.constexpr):
-    """The norm of rows x, zeros where `mask` [1, BLOCK] is false; otherwise as `scaled`."""
+    """The norm of rows x, zeros if `mask` [1, BLOCK] is false; otherwise as in `scaled`."""
     if KIND == 4:
         x = tl.where(mask, x - tl.sum(x, 1, keep_dims=True) / SIZE, 0.0)
     scale = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / SIZE + eps)
@@ -89,8 +90,8 @@ def norm_kernel(
 ):  # fmt: skip
     """out = norm(x + after(y) + z), where y, z, both norms and out may be absent.
 
-    Row r of x begins at (r // INNER) * x_outer + (r % INNER) * x_inner, that of out likewise; rows of y and z lie side
-    by side. STORE: the sum, too, is stored, where x was.
+    Row r of x begins at (r // INNER) * x_outer + (r % INNER) * x_inner, and likewise for out; rows of y and z are
+    contiguous. STORE: the sum is also stored, in place of x.
     """
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     feature = tl.arange(0, BLOCK)[None, :]
@@ -98,7 +99,7 @@ def norm_kernel(
     mask = (row < rows) & inside
     FORMAT: tl.constexpr = x.dtype.element_ty
     source = x + (row // INNER) * x_outer + (row % INNER) * x_inner + feature
-    # Everything is asked for before anything is waited for.
+    # Everything is loaded before anything is waited for.
     total = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     if y is not None:
         added = tl.load(y + row * SIZE + feature, mask=mask, other=0.0).to(tl.float32)
@@ -123,16 +124,16 @@ def norm_kernel(
 
 
 def serves(x: Tensor) -> bool:
-    """Whether `norm` takes x."""
+    """Whether `norm` supports x."""
     return x.dim() <= 3 and 0 < x.shape[-1] <= WIDEST and x.stride(-1) == 1
 
 
 def norm(x: Tensor, how: Norm, out: Tensor | None = None) -> Tensor:
-    """The norm of x [..., size], up to two dimensions before the last, whose rows may lie apart.
+    """The norm of x [..., size], with up to two dimensions before the last; rows may have gaps between them.
 
     Args:
         x: float32, bfloat16 or float16.
-        out: where it goes, rows may lie apart; may be x itself. None: new memory.
+        out: memory for the result, whose rows may have gaps; may be x itself. None: new memory.
 
     Raises:
         ValueError: x has more dimensions, or more than `WIDEST` features.
@@ -151,17 +152,17 @@ def add_norm(
     also: Tensor | None = None,
     in_place: bool = False,
 ) -> Tensor:
-    """Add after(y) to a residual stream where it lies, and give the norm of the sum.
+    """Add after(y) to a residual stream in place, and return the norm of the sum.
 
     Args:
-        stream: [T, size] side by side.
-        y: what is added; `after` is its own norm.
+        stream: [T, size], contiguous.
+        y: the addend; `after` is its own norm.
         how: None for no norm: the result is the stream.
-        also: what is added next.
-        in_place: the norm takes the place of the sum in the stream.
+        also: a second addend.
+        in_place: whether the norm replaces the sum in the stream.
 
     Raises:
-        ValueError: shapes, formats or places do not go together, or there are more than `WIDEST` features.
+        ValueError: shapes, formats or devices do not match, or there are more than `WIDEST` features.
     """
     for part in (stream, y, also):
         if part is not None and (part.shape != stream.shape or part.dtype != stream.dtype or not part.is_contiguous()):
@@ -182,7 +183,7 @@ def _launch(
         return
     inner = x.shape[1] if x.dim() == 3 else 1
     block = triton.next_power_of_2(size)
-    together = max(1, 1024 // block)  # rows of a program, which does not depend on how many there are
+    together = max(1, 1024 // block)  # rows per program, which does not depend on the number of rows
     none = Norm(None, 0.0)
     first, last = after or none, how or none
     norm_kernel[(triton.cdiv(rows, together),)](
@@ -211,13 +212,13 @@ def _launch(
 
 
 def _strides(x: Tensor) -> tuple[int, int]:
-    """Numbers from one outer row to the next, and from one inner row to the next."""
+    """Strides between outer rows, and between inner rows."""
     strides = x.stride()[:-1]
     return (strides[0] if strides else 0, strides[1] if len(strides) > 1 else 0)
 
 
 def kind(how: Norm | None) -> int:
-    """KIND of the kernels."""
+    """The kernels' KIND."""
     if how is None:
         return _NOTHING
     if how.centred:

@@ -1,13 +1,11 @@
-"""The operations for one token alone on a GPU, with the fewest launches: what lies around a product is part of it.
+"""The operations for a single token on a GPU, with the fewest launches: the operations around a product are part of it.
 
-Derived from the operations for any number of tokens (`engine.backends.triton.executor`) in three steps. The last
-product of a sublayer adds its results to the stream: each program of it adds those that are its own, and no other
-reads them, so the stream stays where it is. An activation is part of the product before it. And a product norms the
-stream that it reads. A layer of the usual kind is then: product; heads; attention; product; product with its gate;
-product.
+They are derived from the operations for any number of tokens (`engine.backends.triton.executor`) in three steps. First,
+the last product of a sublayer adds its results to the stream in place: each of its programs adds its own results, which
+no other program reads. Second, an activation becomes part of the product before it. Third, a product normalises the
+stream that it reads. A typical layer is then: product; heads; attention; product; product with its gate; product.
 
-Where a part does not allow that (experts, norms after sublayers), its operations stay what
-they were.
+If a part does not allow this (experts, norms after sublayers), its operations do not change.
 """
 
 from __future__ import annotations
@@ -30,12 +28,12 @@ from engine.model.operations import Activate, HasRows, Multiply
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MultiplyRow(HasRows):
-    """The product of one row, with what lies around it.
+    """The product of one row, with the operations around it.
 
     Attributes:
-        norm: of x, which is the stream then.
+        norm: the norm of x, which is then the stream.
         function, gated: an activation of the results.
-        joins: the results are added to `out`, the stream, after `also`.
+        joins: whether the results are added to `out`, the stream, after `also`.
     """
 
     READS = ("x", "also", "joined")
@@ -77,7 +75,7 @@ HANDLERS: dict[type, Handler] = {MultiplyRow: _multiply}
 
 
 def row_operations(operations: Sequence[Fused], stream: Rows) -> list[RowOperation]:
-    """The operations for one token of those for any number."""
+    """The operations for one token, from the operations for any number."""
     made: list[RowOperation] = [
         MultiplyRow(one.linear, one.x, one.out) if isinstance(one, Multiply) and _served(one.linear) else one
         for one in operations
@@ -88,7 +86,7 @@ def row_operations(operations: Sequence[Fused], stream: Rows) -> list[RowOperati
 
 
 def _with_joins(operations: list[RowOperation], stream: Rows) -> list[RowOperation]:
-    """Results that join the stream next, as they are, are added to it at once."""
+    """Results that join the stream next, unchanged, are added to it at once."""
     made = list(operations)
     for i, (product, join) in enumerate(pairwise(operations)):
         if not (isinstance(product, MultiplyRow) and isinstance(join, Join)):
@@ -101,7 +99,7 @@ def _with_joins(operations: list[RowOperation], stream: Rows) -> list[RowOperati
 
 
 def _with_activations(operations: list[RowOperation]) -> list[RowOperation]:
-    """An activation becomes part of the product whose results it alone reads."""
+    """An activation becomes part of the product if nothing else reads the product's results."""
     made: list[RowOperation] = []
     for one in operations:
         before = made[-1] if made else None
@@ -116,7 +114,7 @@ def _with_activations(operations: list[RowOperation]) -> list[RowOperation]:
 
 
 def _with_norms(operations: list[RowOperation], stream: Rows) -> list[RowOperation]:
-    """A norm of the stream is made by the products that read it, if they are all that reads it."""
+    """The products that read a norm of the stream compute it themselves, if nothing else reads it."""
     made: list[RowOperation | None] = list(operations)
     for i, one in enumerate(operations):
         if not isinstance(one, Join) or one.addends or one.norm is None or one.out == stream:
@@ -133,8 +131,8 @@ def _with_norms(operations: list[RowOperation], stream: Rows) -> list[RowOperati
 
 
 def _readers(operations: list[RowOperation | None], start: int, rows: Rows, stream: Rows) -> list[int] | None:
-    """The products that read what an operation wrote to these rows; None if something else reads it, or the stream
-    is another by then."""
+    """The products that read what an operation wrote to these rows; None if something else reads it, or if the stream
+    changes before."""
     readers: list[int] = []
     changed = False
     for place in range(start + 1, len(operations)):
@@ -149,14 +147,15 @@ def _readers(operations: list[RowOperation | None], start: int, rows: Rows, stre
         if rows in written:
             return readers or None
         changed = changed or stream in written
-    return None  # it is what the stack gives
+    return None  # it is the stack's result
 
 
 def _served(linear: Linear, *, alone: bool = True) -> bool:
-    """There is a kernel for a product of one row; not alone: with a norm before it or an activation after it."""
+    """Whether a kernel exists for a product of one row, with a norm before it or an activation after it unless
+    `alone`."""
     return type(linear) is Linear and matvec.serves(_weight(linear), alone=alone)
 
 
 def _weight(linear: Linear) -> Tensor | Quantised:
-    """The weight as kernels read it."""
+    """The weight in the kernels' form."""
     return linear.weight if linear.few_bits is None else linear.few_bits

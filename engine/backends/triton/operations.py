@@ -1,4 +1,4 @@
-"""The operations that groups of a program's operations become on a GPU (`engine.backends.triton.executor`)."""
+"""The operations that combine groups of a program's operations on a GPU (`engine.backends.triton.executor`)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from engine.model.program import Operation
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Join(HasRows):
-    """The stream receives after(first addend) and the second one, two at most; out is the norm of the sum.
+    """The stream gets after(first addend) plus the second addend, two at most; out is the norm of the sum.
 
     Attributes:
         after: the norm of the first addend.
-        norm: None where the stream itself is read next.
-        out: the stream, where there is no norm or the norm takes the sum's place.
+        norm: None if the stream itself is read next.
+        out: the stream, if there is no norm or the norm replaces the sum.
     """
 
     READS = ("stream", "addends")
@@ -38,9 +38,9 @@ class StoreHeads(HasRows):
     """The work of `PrepareHeads`, for a decoder.
 
     Attributes:
-        angles: None where nothing rotates.
-        norms: of each head.
-        whole: of all queries at once, and of all keys.
+        angles: None if nothing rotates.
+        norms: norms per head.
+        whole: norms of all queries at once, and of all keys.
     """
 
     READS = WRITES = ("heads",)

@@ -1,4 +1,4 @@
-"""The way of keys and values into pages on a GPU: where each token goes, and what becomes of its vectors there."""
+"""Writes keys and values to pages on a GPU: the slot of each token, and the conversion of its vectors."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _HALVINGS = 20  # for 2^20 rows
 
 @triton.jit
 def _peak(x, mask):
-    """The largest absolute value of each row, [ROWS, 1], and how many NaN it has."""
+    """The largest absolute value of each row, [ROWS, 1], and its number of NaN."""
     size = tl.where(mask & (x == x), tl.abs(x), 0.0)
     return tl.max(size, 1, keep_dims=True), tl.sum((mask & (x != x)).to(tl.int32), 1, keep_dims=True)
 
 
 @triton.jit
 def _float_converted(x, FORMAT: tl.constexpr, PAGES: tl.constexpr):
-    """Numbers of a format in that of pages; what that cannot hold becomes NaN."""
+    """Numbers in the pages' format; values that it cannot represent become NaN."""
     converted = x.to(PAGES)
     if PAGES != FORMAT:
-        # Not of what was converted: where a GPU has no comparison of bfloat16, that takes another conversion.
+        # Compare in float32: a GPU that cannot compare bfloat16 would have to convert once more.
         back = converted.to(tl.float32)
         converted = tl.where(tl.abs(back) == float("inf"), float("nan"), back).to(PAGES)
     return converted
@@ -30,19 +30,19 @@ def _float_converted(x, FORMAT: tl.constexpr, PAGES: tl.constexpr):
 
 @triton.jit
 def _quantised(x, scale, STEPS: tl.constexpr):
-    """Steps of float32 numbers: int8, or the bits of float8_e4m3fn."""
+    """Quantised float32 numbers: int8, or the bits of float8_e4m3fn."""
     LIMIT: tl.constexpr = 127.0 if STEPS == 1 else 448.0
     steps = tl.math.div_rn(x, scale)
     steps = tl.where(steps == steps, steps, 0.0)
     steps = tl.minimum(tl.maximum(steps, -LIMIT), LIMIT)
     if STEPS == 1:
-        # Beyond 2^23 there are no fractions: adding so much rounds to the nearest number, halves to the even one.
+        # Beyond 2^23 there are no fractions, so adding this much rounds to the nearest integer, halves to the even one.
         found = ((steps + 12582912.0) - 12582912.0).to(tl.int8)
     else:
-        # By hand, because GPUs before sm_89 have no such conversion.
+        # Explicitly, because GPUs before sm_89 lack this conversion.
         bits = steps.to(tl.int32, bitcast=True)
         size = bits & 0x7FFFFFFF
-        normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960  # the exponent's bias is 7 and not 127
+        normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960  # the exponent's bias is 7, not 127
         small = ((tl.abs(steps) * 512.0 + 12582912.0) - 12582912.0).to(tl.int32)
         found = (tl.where(tl.abs(steps) < 0.015625, small, normal) + ((bits >> 24) & 128)).to(tl.uint8)
     return found
@@ -53,7 +53,7 @@ def store_vectors(
     a, b, rest, first, second, third, paired, single, head, there, slot, pages, scales, centre,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, FORMAT: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Store vectors of one token: their tiles a, b and rest, of features first, second and third."""
+    """Store the vectors of one token: their tiles a, b and rest, with the features first, second and third."""
     vector = slot * KV_HEADS + head
     place = pages + vector * HEAD_DIM
     if STEPS == 0:
@@ -73,7 +73,7 @@ def store_vectors(
         peak_rest, bad_rest = _peak(rest, single)
         peak = tl.maximum(tl.maximum(peak_a, peak_b), peak_rest)
         scale = tl.maximum(tl.math.div_rn(peak, LIMIT), 1.1754943508222875e-38)
-        # To bfloat16 by hand: Triton's interpreter would cut off what GPUs round.
+        # Explicitly to bfloat16: Triton's interpreter would truncate where GPUs round.
         bits = scale.to(tl.int32, bitcast=True)
         scale = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
         scale = tl.where(bad_a + bad_b + bad_rest > 0, float("nan"), scale)
@@ -91,11 +91,12 @@ def slots_kernel(
     out, tables, query_start, positions, tokens, rows, table_stride, table_width,
     PAGE: tl.constexpr, HALVINGS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The slot of each token, 0 for those past the last row or outside its table."""
+    """The slot of each token; 0 for tokens past the last row or outside its table."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = token < tokens
-    # The last row that does not begin after a token is the token's; rows without tokens begin where the next does. Its
-    # number is found by halving, as often as the most rows there can be take: once it is found it stays.
+    # A token belongs to the last row that does not begin after it; rows without tokens begin where the next row does.
+    # A binary search finds the row, with enough iterations for the largest number of rows; further iterations do not
+    # change the result.
     low = tl.zeros((BLOCK,), tl.int32)
     high = low + rows
     for _ in range(HALVINGS):
@@ -116,8 +117,8 @@ def slots_of(tables: Tensor, query_start: Tensor, positions: Tensor, page_size: 
 
     Args:
         tables: [R, max blocks] int32.
-        query_start: [R + 1] int32 first token of each row. Tokens past the last row's have slot 0, as have those whose
-            positions lie outside their tables.
+        query_start: [R + 1] int32 first token of each row. Tokens past the last row, and tokens whose positions are
+            outside their tables, have slot 0.
     """
     tokens, rows = positions.shape[0], tables.shape[0]
     out = torch.empty(tokens, dtype=torch.int64, device=positions.device)

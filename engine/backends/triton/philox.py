@@ -1,7 +1,7 @@
-"""The random numbers of `engine.scheduling.philox` on the device: the same words, the same doubles.
+"""The random numbers of `engine.scheduling.philox` on the device: the same words and doubles.
 
-A number depends on nothing but seed, choice index and output position, so that a step which is replayed from a CUDA
-graph needs no numbers from the host: it counts positions up itself.
+A number depends only on seed, choice index and output position. So a step that is replayed from a CUDA graph needs no
+numbers from the host: it advances positions itself.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def philox4x32(c0, c1, c2, c3, k0, k1):
     """Ten rounds of Philox4x32 (Salmon et al., SC 2011).
 
     Args:
-        c0, c1, c2, c3: words of the counter: uint32, of any one shape.
-        k0, k1: words of the key: uint32, of that shape.
+        c0, c1, c2, c3: words of the counter: uint32 of any common shape.
+        k0, k1: words of the key: uint32 of that shape.
 
     Returns:
         Four words: uint32.
@@ -40,7 +40,7 @@ def philox4x32(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def uniform(seed, choice, position):
-    """One number in [0, 1) with 53 random bits for each seed (int64), choice index and output position (int32)."""
+    """A number in [0, 1) with 53 random bits for each seed (int64), choice index and output position (int32)."""
     words = seed.to(tl.uint64, bitcast=True)
     zero = (words & 0).to(tl.uint32)
     first, second, _third, _fourth = philox4x32(
@@ -67,7 +67,7 @@ def _fill(seeds, choices, positions, out, count, BLOCK: tl.constexpr):
 
 
 def uniforms(seeds: Tensor, choices: Tensor, positions: Tensor) -> Tensor:
-    """Numbers [N] float64 for seeds [N] int64, whose bits count, choices [N] int32 and positions [N] int32."""
+    """Numbers [N] float64 for seeds [N] int64, of which all bits count, choices [N] int32 and positions [N] int32."""
     out = torch.empty(seeds.shape, dtype=torch.float64, device=seeds.device)
     if len(seeds):
         _fill[(triton.cdiv(len(seeds), _BLOCK),)](seeds, choices, positions, out, len(seeds), BLOCK=_BLOCK)

@@ -1,15 +1,15 @@
-"""The way from the projection of queries, keys and values to attention on a GPU, in one launch: norms of heads, rotary
-positions (arXiv:2104.09864), and the storage of keys and values in their pages.
+"""The work between the projection of queries, keys and values and attention on a GPU, in one launch: norms of heads,
+rotary positions (arXiv:2104.09864), and the writing of keys and values to their pages.
 
-Separately that would be up to six kernels, each of which reads and writes what the one before it wrote; here each
-number is read once and written once. A program takes one token and about 1024 numbers of its queries, keys or values:
-one token of a large model gives some six programs, which wait for memory side by side, and a few hundred tokens fill
-a GPU. The numbers that are turned together lie in two tiles of the same shape, so that a thread has both and turns them
-where they lie.
+As separate kernels, this would be up to six, each of which reads and writes the results of the previous one; here each
+number is read once and written once. A program processes one token and about 1024 numbers of its queries, keys or
+values: one token of a large model has some six programs, which wait for memory in parallel, and a few hundred tokens
+fill a GPU. Numbers that are rotated together are in two tiles of the same shape, so that a thread has both and rotates
+them in place.
 
-Where a token goes is worked out here: from its position and its row's block table where each row has one token, and
-otherwise from slots (`engine.backends.triton.pages`), which one launch makes for all layers. What would go to block
-0, which belongs to no sequence, or outside the pages, goes nowhere: so padding, whose tables are zeros, leaves no
+A token's slot is computed here from its position and its row's block table if each row has one token; otherwise it
+comes from slots (`engine.backends.triton.pages`), which one launch computes for all layers. Data for block 0, which
+belongs to no sequence, or for slots outside the pages is not written, so padding, whose tables are zeros, leaves no
 trace.
 """
 
@@ -35,14 +35,14 @@ _SLOTS, _TABLES = 1, 2
 
 
 class Angles(NamedTuple):
-    """The angles of the tokens at each position.
+    """The angles for each position.
 
     Attributes:
-        cos: [length, ..., head_dim], the same for two features that are turned together, and not read for those that
-            are not turned; sin: [length, ..., dim / 2]. Whole tables, of which each token reads a row.
-        interleaved: features 2i and 2i + 1 are turned together, not i and dim / 2 + i.
-        in_float32: heads are turned in float32 and rounded once; otherwise each product and sum is rounded, and the
-            angles are.
+        cos: [length, ..., head_dim], equal for two features that are rotated together, and not read for features that
+            are not rotated; sin: [length, ..., dim / 2]. Whole tables; each token reads one row.
+        interleaved: features 2i and 2i + 1 are rotated together, not i and dim / 2 + i.
+        in_float32: heads are rotated in float32 and rounded once; otherwise the angles and each product and sum are
+            rounded.
     """
 
     cos: Tensor
@@ -52,10 +52,10 @@ class Angles(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """Norms of each query and each key over its features; of one kind, with one eps.
+    """Norms of each query and each key over its features, all of one kind and with one eps.
 
     Attributes:
-        own: weights and biases are [heads * head_dim], each head's own.
+        own: weights and biases are [heads * head_dim], separate for each head.
     """
 
     queries: Norm
@@ -65,7 +65,7 @@ class HeadNorms(NamedTuple):
 
 @triton.jit
 def _limited(x, CLIP: tl.constexpr):
-    """Numbers as float32, limited to [-CLIP, CLIP] as their own format has it."""
+    """Numbers as float32, limited to [-CLIP, CLIP] as rounded to their own format."""
     FORMAT: tl.constexpr = x.dtype
     x = x.to(tl.float32)
     if CLIP is not None:
@@ -88,8 +88,8 @@ def rotate_kernel(
 ):  # fmt: skip
     """Program (t, c): HEADS of token t's queries, keys or values, in this order.
 
-    Heads of a token lie side by side, tokens a stride apart. Features are in three tiles: two that are turned together,
-    of HALF each, and those that are not.
+    The heads of a token are contiguous; tokens are a stride apart. Features are in three tiles: two of HALF features
+    each that are rotated together, and the rest.
     """
     token = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
@@ -124,8 +124,8 @@ def rotate_kernel(
     third = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
     single = third < HEAD_DIM
     heads = source + head * HEAD_DIM
-    # Everything is asked for before anything is waited for; only what depends on the position comes later. Weights of
-    # norms are never written; all else may be what the kernel before writes.
+    # Everything is loaded before anything is waited for, except what depends on the position. Weights of norms are
+    # never written; the previous kernel may write everything else.
     if NORM > 0:
         OFFSET: tl.constexpr = 1.0 if NORM == 3 else 0.0
         at = 0
@@ -198,7 +198,7 @@ def rotate_kernel(
             b = tl.where(paired, right, 0.0).to(FORMAT).to(tl.float32)
 
     if of_queries:
-        # A small tile is held by several warps: none may overwrite what another has still to read.
+        # Several warps hold a small tile: none may overwrite numbers that another has still to read.
         tl.debug_barrier()
         tl.store(heads + first, a.to(FORMAT), mask=there & paired)
         tl.store(heads + second, b.to(FORMAT), mask=there & paired)
@@ -218,13 +218,13 @@ def rotate_kernel(
 
 
 def rotate_(heads: Tensor, angles: Angles, positions: Tensor | None = None) -> None:
-    """Turn heads [T, n, head_dim] where they lie.
+    """Rotate heads [T, n, head_dim] in place.
 
     Args:
-        positions: [T]; None: token t takes row t of the angles.
+        positions: [T]; None: token t uses row t of the angles.
 
     Raises:
-        ValueError: shapes do not go together.
+        ValueError: shapes do not match.
     """
     _launch(heads, None, angles, positions, None, None, None, None, {"EARLY": False})
 
@@ -241,21 +241,22 @@ def rotate_and_store(
     clip: float | None = None,
     overlap: bool = False,
 ) -> None:
-    """Clip, norm and turn queries where they lie, and store keys, likewise, and clipped values in pages, as
-    `Paged.write` would; except that what goes to block 0 or outside the pages is not written.
+    """Clip, normalise and rotate queries in place, and store keys (likewise) and clipped values in pages, like
+    `Paged.write`, except that data for block 0 or outside the pages is not written.
 
     Args:
-        turning: [T, heads + kv_heads, head_dim], queries first; the keys stay as they were.
+        turning: [T, heads + kv_heads, head_dim], queries first; the keys are not changed.
         values: [T, kv_heads, head_dim].
-        angles: None where nothing turns.
-        positions: [T] int32 or int64. None: token t takes row t of the angles.
-        slots: [S] int64, S <= T: where the first S tokens go. None: token t is the only one of row t of
-            `cache.block_tables`, and goes where that table has its position; tokens past the last row go nowhere.
-        clip: numbers are limited to [-clip, clip] first.
-        overlap: begin while the kernel before this one ends, on a device that can (`engine.backends.triton.overlap`).
+        angles: None if nothing rotates.
+        positions: [T] int32 or int64. None: token t uses row t of the angles.
+        slots: [S] int64, S <= T: the slots of the first S tokens. None: token t is the only one of row t of
+            `cache.block_tables`, and its slot follows from that table and its position; tokens past the last row are
+            not written.
+        clip: limit numbers to [-clip, clip] first.
+        overlap: begin before the previous kernel ends, on a device that supports it (`engine.backends.triton.overlap`).
 
     Raises:
-        ValueError: shapes or formats do not go together.
+        ValueError: shapes or formats do not match.
     """
     _launch(turning, values, angles, positions, cache, slots, norms, clip, overlapping(overlap))
 
@@ -363,7 +364,7 @@ def _launch(
 
 
 def _bytes(pages: Tensor) -> Tensor:
-    """Pages of fp8 as the bytes that are written."""
+    """Pages of fp8 as the bytes to write."""
     return pages.view(torch.uint8) if pages.dtype == FP8 else pages
 
 
@@ -374,7 +375,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _token_stride(heads: Tensor) -> int:
-    """Numbers from one token to the next of heads [T, n, head_dim] that lie side by side in each token."""
+    """The stride between tokens of heads [T, n, head_dim], which are contiguous within a token."""
     stride, between, within = heads.stride()
     if within != 1 or (between != heads.shape[2] and heads.shape[1] > 1):
         raise ValueError(f"the heads of a token must be contiguous, got {_said(heads)}")

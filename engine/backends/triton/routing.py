@@ -1,4 +1,4 @@
-"""The assignment of tokens to experts, by kernels that ask the device nothing."""
+"""Assigns tokens to experts, in kernels, without reading from the device."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Pairs that one program of `_place` looks through; up to so many are counted there, too. And how many at a time: not
-# fewer for a small step, which would be a kernel of its own to compile, and finds the rest masked.
+# Pairs that one program of `_place` examines; up to this many are counted there too. Pairs examined at a time: not
+# fewer for a small step, which would need a kernel of its own, but masked.
 _CHUNK = 4096
 _BLOCK = 1024
 
@@ -22,7 +22,7 @@ def _route(logits, chosen, shares, count, ACTIVE: tl.constexpr, NORMALIZE: tl.co
     x = tl.load(logits + token * count + bins, mask=real, other=-float("inf")).to(tl.float32)
     powers = tl.exp(x - tl.max(x, 0))
     shared = powers / tl.sum(powers, 0)
-    # Experts are chosen even if the probabilities are not numbers: indices must be within bounds.
+    # Experts are chosen even if the probabilities are NaN, because indices must be within bounds.
     left = tl.where(real, tl.where(shared == shared, shared, 0.0), -2.0)
     for _ in tl.static_range(ACTIVE):
         left = tl.where(bins == tl.argmax(left, 0), -1.0, left)
@@ -36,7 +36,7 @@ def _route(logits, chosen, shares, count, ACTIVE: tl.constexpr, NORMALIZE: tl.co
 
 @triton.jit
 def _found(chosen, begin, pairs, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr):
-    """The number of the pairs from `begin` on that go to each expert."""
+    """The number of pairs from `begin` on that go to each expert."""
     found = tl.zeros((BINS,), tl.int32)
     for start in range(0, tl.minimum(pairs - begin, CHUNK), BLOCK):
         at = begin + start + tl.arange(0, BLOCK)
@@ -47,7 +47,7 @@ def _found(chosen, begin, pairs, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BINS:
 
 @triton.jit(do_not_specialize=["pairs"])
 def _count(chosen, counts, pairs, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr):
-    """counts [chunks, BINS]: how many pairs of each chunk go to each expert."""
+    """counts [chunks, BINS]: the number of pairs of each chunk that go to each expert."""
     chunk = tl.program_id(0)
     found = _found(chosen, chunk * CHUNK, pairs, CHUNK, BLOCK, BINS)
     tl.store(counts + chunk * BINS + tl.arange(0, BINS), found)
@@ -67,9 +67,9 @@ def _place(
     BLOCK: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Write down which pairs of a chunk are an expert's; the first chunk's program also the tiles of them all.
+    """Record which pairs of a chunk belong to each expert; the first chunk's program also records all tiles.
 
-    order: [pairs], expert by expert. tiles: how many there are, then (expert, first place in order, pairs) of each.
+    order: [pairs], expert by expert. tiles: their number, then (expert, first index in order, pairs) of each.
     """
     expert, chunk = tl.program_id(0), tl.program_id(1)
     bins = tl.arange(0, BINS)
@@ -105,15 +105,15 @@ def route(logits: Tensor, active: int, *, normalize: bool) -> tuple[Tensor, Tens
     """Weights (float32) and experts (int32) of each token, [T, active] both, in the order of the experts' numbers.
 
     Args:
-        logits: [T, count]. Of equal ones, the first is the likelier.
-        active: at most count.
-        normalize: a token's weights add up to 1.
+        logits: [T, count]. Of equal logits, the first counts as likelier.
+        active: experts per token, at most count.
+        normalize: whether a token's weights add up to 1.
     """
     tokens, count = logits.shape
     chosen = logits.new_empty(tokens, active, dtype=torch.int32)
     shares = logits.new_empty(tokens, active, dtype=torch.float32)
     bins = triton.next_power_of_2(count)
-    warps = 1 if bins <= 512 else 4  # within one warp nothing waits for another
+    warps = 1 if bins <= 512 else 4  # within one warp no thread waits for another
     _route[(tokens,)](
         logits.contiguous(), chosen, shares, count, ACTIVE=active, NORMALIZE=normalize, BINS=bins, num_warps=warps
     )
@@ -121,16 +121,16 @@ def route(logits: Tensor, active: int, *, normalize: bool) -> tuple[Tensor, Tens
 
 
 def align(chosen: Tensor, count: int, size: int, chunk: int = _CHUNK) -> tuple[Tensor, Tensor]:
-    """Pairs in the order of their experts (an expert's in theirs), and how they are cut into tiles.
+    """The pairs sorted by expert (in their own order within an expert), and their division into tiles.
 
     Args:
-        chosen: [T, active] int32, below count.
-        size: most pairs of a tile.
-        chunk: pairs that a program looks through; a power of 2.
+        chosen: [T, active] int32, less than count.
+        size: maximum pairs per tile.
+        chunk: pairs that a program examines; a power of 2.
 
     Returns:
         order: [T * active] int32.
-        tiles: int32: how many, then (expert, first place in the order, pairs) of each, with room for `most_tiles`.
+        tiles: int32: their number, then (expert, first index in order, pairs) of each, with room for `most_tiles`.
     """
     pairs = chosen.numel()
     order = torch.empty_like(chosen.view(-1))
@@ -148,10 +148,10 @@ def align(chosen: Tensor, count: int, size: int, chunk: int = _CHUNK) -> tuple[T
 
 
 def counted_before(pairs: int, chunk: int = _CHUNK) -> bool:
-    """Whether a kernel of its own counts so many pairs, before they are placed."""
+    """Whether a separate kernel counts this many pairs before they are placed."""
     return pairs > chunk
 
 
 def most_tiles(pairs: int, count: int, size: int) -> int:
-    """Tiles of `size` pairs that the experts take at most, each expert beginning a tile of its own."""
+    """Maximum number of tiles of `size` pairs, because each expert begins a new tile."""
     return (pairs + min(pairs, count) * (size - 1)) // size

@@ -1,10 +1,10 @@
 """Sampling on a GPU without sorting the vocabulary: launches of the kernels in `sampling_*.py`.
 
-What is read of B rows of V float32 logits: everything once by the walk (256 x 131072: 134 MB, 31 us at 4.3 TB/s),
-then about 1 KB for each of the few chunks with large logits. Rows whose filters keep many tokens are read six to
-eight times more (`sampling_wide.py`), by programs that all run at once. No launch depends on what is on the device:
-grids come from shapes, and every kernel can be captured in a CUDA graph. What is compiled does not depend on numbers
-that change from step to step, and memory is aligned alike: `DeviceSampler.warm` compiles all that serving needs.
+Data read for B rows of V float32 logits: everything once by the walk (256 x 131072: 134 MB, 31 us at 4.3 TB/s), then
+about 1 KB for each of the few chunks with large logits. Rows whose filters keep many tokens are read six to eight times
+more (`sampling_wide.py`), by programs that all run at once. No launch depends on data on the device: grids follow from
+shapes, and every kernel can be captured in a CUDA graph. Compile-time parameters do not depend on numbers that change
+between steps, and memory always has the same alignment: `DeviceSampler.warm` compiles everything that serving needs.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ _CHUNK = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The sizes by which kernels cut their work. The batch never decides them: sums would be made in another order.
+    """The sizes by which kernels divide their work. The batch never determines them, because sums would then have
+    another order.
 
     Attributes:
-        split: tokens that one program of the walk reads, a multiple of 64; powers of two all.
-        few: how many of the largest logits a threshold is looked for among, before all are.
-        room: how many are collected at most, at least twice as many.
-        depth: how many splits a pass over a row reads at a time.
+        split: tokens that one program of the walk reads, a multiple of 64; all sizes are powers of two.
+        few: the number of largest logits among which a threshold is searched first.
+        room: maximum number of collected logits, at least twice `few`.
+        depth: splits that a pass over a row reads at a time.
     """
 
     split: int = 2048
@@ -45,9 +46,9 @@ class Parameters:
     """The sampling parameters of S rows, on the device.
 
     Attributes:
-        table: [S, WORDS] int32, rows of the sampling table (`engine.interface.sampling_table`), side by side; 0
-            draws: of that row the likeliest token alone is wanted, less: it is unused.
-        uniforms: [S, D] float64, one for each draw; None if they are made on the device, of what the table says.
+        table: [S, WORDS] int32, contiguous rows of the sampling table (`engine.interface.sampling_table`); 0
+            draws: the row wants only the likeliest token; less: it is unused.
+        uniforms: [S, D] float64, one for each draw; None if the device computes them from the table.
     """
 
     table: Tensor
@@ -55,10 +56,10 @@ class Parameters:
 
 
 class Workspace:
-    """Device memory for what is left of a walk over up to `rows` rows: about 26 KB a row for 131072 tokens.
+    """Device memory for the results of a walk over up to `rows` rows: about 26 KB per row for 131072 tokens.
 
     Args:
-        vocabulary: tokens of a row.
+        vocabulary: tokens per row.
     """
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device, sizes: Sizes = SIZES):
@@ -83,12 +84,12 @@ class Workspace:
 
 
 class LogitRows:
-    """Rows of logits that have been walked over once.
+    """Rows of logits with statistics from one walk over them.
 
     Args:
-        logits: [S, vocabulary] of any float format; tokens of a row side by side.
-        parameters: how they will be drawn from.
-        room: for S rows or more; what it holds is this object's until the next one is made with it.
+        logits: [S, vocabulary] of any float format; the tokens of a row are contiguous.
+        parameters: the sampling parameters.
+        room: memory for S rows or more; it belongs to this object until another one is made with it.
 
     Raises:
         ValueError: the logits do not fit.
@@ -120,18 +121,18 @@ class LogitRows:
         )
 
     def choose(self, tokens: Tensor, chosen: Tensor, place: Tensor | None = None) -> None:
-        """Draw, or take the likeliest token; sums up the walk, too, and comes before all else.
+        """Sample, or take the likeliest token; this also sums up the walk, and must come first.
 
         Args:
-            tokens, chosen: [.., C] int32 and float32, written: the first num_draws columns of rows that draw, all of
-                others; and the logits of these tokens.
-            place: [S] int32 rows of them that are written; None for the first S.
+            tokens, chosen: [.., C] int32 and float32, outputs: the tokens and their logits, in the first num_draws
+                columns of rows that draw, and in all columns of others.
+            place: [S] int32 rows of the outputs; None for the first S.
         """
         room, given = self.room, self.parameters
         counted = given.uniforms is None
         every = room.every if place is None else place
         numbers = (
-            given.table if given.uniforms is None else given.uniforms,  # or what is not read
+            given.table if given.uniforms is None else given.uniforms,  # or data that is not read
             0 if given.uniforms is None else given.uniforms.shape[1],
         )
         row = (self.logits, self.logits.stride(0), room.vocabulary, every)
@@ -200,14 +201,14 @@ class LogitRows:
         chosen: Tensor | None = None,
         place: Tensor | None = None,
     ) -> None:
-        """Write the largest logits of some rows, best first, of equal ones the lowest token first.
+        """Write the largest logits of some rows, best first; equal ones in ascending order of tokens.
 
         Args:
             rows, counts: [M] int32.
-            tokens, scores, chosen: [.., C] int32, float32, float32, written: tokens, scores, logits; in the columns
+            tokens, scores, chosen: [.., C] int32, float32, float32, outputs: tokens, scores, logits; in the columns
                 beyond a row's count 0 and -inf.
-            before, after: [S] float32, taken from logits to make scores.
-            place: [M] int32 rows of `tokens` that are written; None for `rows`.
+            before, after: [S] float32, subtracted from logits to give scores.
+            place: [M] int32 rows of `tokens` to write; None for `rows`.
         """
         room = self.room
         width = tokens.shape[1]
@@ -239,11 +240,11 @@ class LogitRows:
         )
 
     def ranks(self, rows: Tensor, tokens: Tensor, ranks: Tensor, place: Tensor | None = None) -> None:
-        """Write how many logits are larger than those of tokens, and one.
+        """Write the ranks of tokens: the number of larger logits, plus one.
 
         Args:
             rows: [M] int32, in any order.
-            tokens, ranks: [.., C] int32; the rows `place` [M] of them are read and written, None for `rows`.
+            tokens, ranks: [.., C] int32; their rows `place` [M] are read and written; None for `rows`.
         """
         room, columns = self.room, tokens.shape[1]
         if not len(rows):
@@ -266,12 +267,12 @@ class LogitRows:
         ranks.index_copy_(0, where.long(), partial.sum(dim=1, dtype=torch.int32) + 1)
 
     def report(self, tokens: Tensor, chosen: Tensor, logprobs: Tensor, first: Tensor, *, counted: bool = False) -> None:
-        """Write log-probabilities of tokens under the model's own distribution: NaN where `chosen` is -inf.
+        """Write log-probabilities of tokens under the model's own distribution: NaN if `chosen` is -inf.
 
         Args:
             tokens, chosen, logprobs: [S, C].
-            first: [S] int32, written: the first column of the tokens.
-            counted: positions in the table are counted up by one in rows that draw.
+            first: [S] int32, output: the first column of the tokens.
+            counted: whether positions in the table advance by one in rows that draw.
         """
         columns = tokens.shape[1]
         sampling_best.report[(len(self.logits),)](
@@ -292,5 +293,6 @@ class LogitRows:
 
 
 def _block(columns: int) -> int:
-    """Columns that a program holds: one number for nearly all launches, so that little is compiled while serving."""
+    """Columns that a program holds: the same number for nearly all launches, so that little is compiled while
+    serving."""
     return max(64, int(triton.next_power_of_2(columns)))

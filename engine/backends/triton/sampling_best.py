@@ -1,4 +1,4 @@
-"""The best tokens of rows, best first, and what is reported of chosen ones: log-probabilities and ranks."""
+"""Finds the best tokens of rows, best first, and the reported values of chosen tokens: log-probabilities and ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.backends.triton.sampling_walk import NUM_DRAWS, WORDS, collect, key_
 @triton.jit
 def _ordered(value, token):
     """An int64 that orders by value, and equal values from the last token to the first."""
-    number = tl.where(value == 0.0, 0.0, value)  # -0.0 is no less than 0.0
+    number = tl.where(value == 0.0, 0.0, value)  # -0.0 equals 0.0
     return key_of(number) * 4294967296 + (2147483647 - token)
 
 
@@ -23,17 +23,17 @@ def best(
     tokens, scores, place, columns, chosen,
     TOPS: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Program (m) writes the `counts[m]` largest logits of row `rows[m]`, of equal ones the lowest token first.
+    """Program (m) writes the `counts[m]` largest logits of row `rows[m]`; equal ones in ascending order of tokens.
 
     Args:
-        counts: [M]; more than there are tokens means all.
-        before, after: [S] float32: what is taken from a logit, one after the other, to make its score.
-        tokens, scores: [.., columns], rows `place[m]` of which are written: 0 and -inf beyond the count. A row with
-            logits that are not numbers has any tokens; their scores are what comes of `before` and `after`.
+        counts: [M]; more than the number of tokens means all.
+        before, after: [S] float32: subtracted from a logit, one after the other, to give its score.
+        tokens, scores: [.., columns], of which rows `place[m]` are written: 0 and -inf beyond the count. A row with NaN
+            or inf gets arbitrary tokens; their scores follow from `before` and `after`.
         chosen: [.., columns] float32, written with the logits themselves.
 
-    A token after the other is the largest of those below the last one: among what was collected, or, where that has
-    no room for all that tie or lie in the same chunks, among all.
+    Each next token is the largest of those below the last one: among the collected logits, or among all if the
+    collection has no room for all that tie or are in the same chunks.
     """
     item = tl.program_id(0)
     row = tl.load(rows + item).to(tl.int64)
@@ -55,7 +55,7 @@ def best(
         row_logits, vocabulary, row_tops, num_tops, 1.0, bound,
         chunks + row * num_tops, values + row * ROOM, candidates + row * ROOM, TOPS, ROOM,
     )  # fmt: skip
-    # Tokens that are impossible, or no numbers, are not among them: -inf comes last, from the lowest token on.
+    # Impossible tokens and NaN are not among them: -inf comes last, in ascending order of tokens.
     fits = (found >= count) & (found <= ROOM)
     index = tl.arange(0, ROOM)
     held = index < tl.where(fits, found, 0)
@@ -89,12 +89,12 @@ def report(
     logits, stride, row_peak, row_log_sum, tokens, chosen, columns, logprobs, first, table,
     COLUMNS: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """Program (row) makes log-probabilities [S, columns] of tokens under the model's own distribution.
+    """Program (row) computes log-probabilities [S, columns] of tokens under the model's own distribution.
 
     Args:
-        chosen: [S, columns] what tokens were chosen for: NaN takes the place of what was impossible.
-        first: [S] int32, the tokens of the first column again.
-        table: [S, WORDS] int32; positions of rows that draw are counted up if COUNTED.
+        chosen: [S, columns] the logits of the chosen tokens: NaN replaces impossible ones.
+        first: [S] int32, output: the tokens of the first column.
+        table: [S, WORDS] int32; positions of rows that draw advance if COUNTED.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
@@ -119,7 +119,7 @@ def count_larger(
 
     Args:
         tokens: [.., columns], rows `place[m]`.
-        partial: [M, num_splits, columns] int32, written.
+        partial: [M, num_splits, columns] int32, output.
     """
     item, split = tl.program_id(0), tl.program_id(1)
     row_logits = logits + tl.load(rows + item).to(tl.int64) * stride

@@ -1,16 +1,17 @@
-"""Draws from rows that `summarize` has walked over: temperature, top-k, top-p, min-p, inverse CDF in vocabulary order.
+"""Samples from rows that `summarize` has walked over: temperature, top-k, top-p, min-p, inverse CDF in vocabulary
+order.
 
-Three ways, of which each row takes the shortest that is exact:
+There are three ways; each row uses the shortest exact one:
 
-- Nothing is filtered: the splits' weights say in which split the draw falls, and that split alone is read again.
-- What filters keep is among a row's few largest logits (256, or `top_k` up to 512): those are collected, from about as
-  many chunks, and everything is found among them. That is what models that know something nearly always give.
-- All else (`wide`): passes over the row narrow the threshold's bracket fourfold each, from what the walk knows of it
-  to as few logits as are collected; a last pass makes weights for each split. A program has a whole row: 256 rows of
-  128k, which are 134 MB, keep all of a large GPU busy (31 us a pass by its bandwidth, some 40 us by the instructions,
-  as estimated), a single row one multiprocessor of it. Rows that need none leave at once.
+- Nothing is filtered: the splits' weights determine the split of the draw, and only that split is read again.
+- Filters keep only some of a row's few largest logits (256, or `top_k` up to 512): these are collected from about as
+  many chunks, and the draw is made among them. Models that are sure nearly always give such rows.
+- Otherwise (`wide`): each pass over the row narrows the interval of the threshold to a quarter, from the walk's bounds
+  down to as few logits as can be collected; a last pass computes weights for each split. A program processes a whole
+  row: 256 rows of 128k, which are 134 MB, keep all of a large GPU busy (estimated 31 us a pass by its bandwidth, some
+  40 us by the instructions), but a single row only one multiprocessor. Programs of rows without work end at once.
 
-Sums are float64 and in one order, so that nothing depends on other rows or on chance.
+Sums are float64 in one fixed order, so results do not depend on other rows or on chance.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ TOP_K, TOP_P, MIN_P = tl.constexpr(word("top_k")), tl.constexpr(word("top_p")), 
 
 @triton.jit
 def _number(uniforms, table, row, column, width, COUNTED: tl.constexpr):
-    """The number of a row's draw: given, or made of what it is for."""
+    """The random number of a row's draw: given, or computed from the table."""
     if COUNTED:
         own = table + row * WORDS
         low, high = tl.load(own + SEED).to(tl.int64), tl.load(own + SEED + 1).to(tl.int64)
@@ -51,11 +52,11 @@ def _number(uniforms, table, row, column, width, COUNTED: tl.constexpr):
 
 @triton.jit
 def _weights(value, heat, reference, smallest, min_p):
-    """Weights of logits under filters, as float64: those of kept tokens, 0 for others.
+    """Weights of logits under filters, as float64; 0 for removed tokens.
 
     Args:
-        reference: the logit divided by the temperature that has weight 1.
-        smallest: least logit divided by the temperature that is kept.
+        reference: the logit (divided by the temperature) whose weight is 1.
+        smallest: the smallest kept logit (divided by the temperature).
     """
     scaled = divided(value, heat)
     weight = tl.exp(scaled - reference)
@@ -64,7 +65,7 @@ def _weights(value, heat, reference, smallest, min_p):
 
 @triton.jit
 def _among(weight, token, value, target, nothing):
-    """Token and logit where running sums of weights pass the target, or the last one that has weight."""
+    """Token and logit at which the running sum of weights passes the target, or the last token with weight."""
     running = tl.cumsum(weight, axis=0)
     possible = weight > 0.0
     at = tl.min(tl.where(possible & (running > target), token, 2147483647), axis=0)
@@ -80,7 +81,7 @@ def _in_splits(
     number, nothing,
     OWN: tl.constexpr, SPLITS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Token and logit of one draw, by the weights of splits.
+    """Token and logit of one draw, found through the weights of splits.
 
     Args:
         row_weights: [num_splits] float64, relative to each split's own peak if OWN, else to the row's.
@@ -91,7 +92,7 @@ def _in_splits(
     top = divided(peak, heat)
     if OWN:
         own = divided(tl.load(row_peaks + at, mask=at < num_splits, other=float("-inf")), heat)
-        # A split of nothing but -inf has weights relative to 0, and they are all 0.
+        # A split with only -inf has weights relative to 0, all of them 0.
         factor = tl.exp(own - top).to(tl.float64)
         weight = tl.where(own == float("-inf"), 0.0, weight * factor)
     running = tl.cumsum(weight, axis=0)
@@ -120,18 +121,18 @@ def choose(
     COUNTED: tl.constexpr, SPLITS: tl.constexpr, TOPS: tl.constexpr, ROOM: tl.constexpr, SPLIT: tl.constexpr,
     COLUMNS: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """Program (row) sums up what the walk has left, and chooses, unless that is left to `wide`.
+    """Program (row) sums up the walk's results and samples, unless it leaves the row to `wide`.
 
     Args:
-        place: [S] rows of `tokens` and `chosen` that are written.
-        table: [S, WORDS] (`engine.interface.sampling_table`); less than 0 draws: an unused row.
-        uniforms: [S, width] float64; if COUNTED they are made of what the table says.
-        row_peak, row_log_sum: [S] float32, written: the largest logit, and the log of the sum of exp(logit - peak),
-            NaN for a row that has NaN or inf, or nothing but -inf.
+        place: [S] rows of `tokens` and `chosen` to write.
+        table: [S, WORDS] (`engine.interface.sampling_table`); a row with less than 0 draws is unused.
+        uniforms: [S, width] float64; if COUNTED they are computed from the table.
+        row_peak, row_log_sum: [S] float32, outputs: the largest logit, and the log of the sum of exp(logit - peak), NaN
+            for a row with NaN or inf, or with nothing but -inf.
         chunks, values, candidates: scratch, [S, num_tops], [S, ROOM], [S, ROOM].
-        is_wide: [S] int32, written: 1 where `wide` has to draw.
-        tokens, chosen: [.., columns] written: the draws, or the likeliest token in all columns; and their logits.
-        FEW: how many of the largest logits a threshold is looked for among; ROOM is at least twice that.
+        is_wide: [S] int32, output: 1 if `wide` must sample.
+        tokens, chosen: [.., columns] outputs: the draws, or the likeliest token in all columns; and their logits.
+        FEW: the number of largest logits among which a threshold is searched first; ROOM is at least twice that.
     """
     row = tl.program_id(0).to(tl.int64)
     draws = tl.load(table + row * WORDS + NUM_DRAWS)
@@ -150,7 +151,7 @@ def choose(
     reference = tl.where(peak == float("-inf"), 0.0, peak)
     sums = tl.load(split_sum + row * num_splits + at, mask=known, other=0.0).to(tl.float64)
     factor = tl.where(peaks == float("-inf"), 0.0, tl.exp(peaks - reference))
-    # A split that has NaN or inf has a sum that is NaN; inf - inf has, too.
+    # A split with NaN or inf has a NaN sum, and inf - inf is NaN too.
     total = tl.sum(tl.where(sums == sums, sums * factor.to(tl.float64), sums), axis=0)
     log_sum = tl.log(total).to(tl.float32)
     log_sum = tl.where(total > 0.0, log_sum, float("nan"))
@@ -221,7 +222,7 @@ def choose(
             resolved = resolved | True
             nucleus = least_with(scaled, weight, goal, key_of(smallest), key_of(top_scaled) + 1)
             smallest = tl.maximum(smallest, nucleus)
-    # What was not collected has less weight than the bound.
+    # Logits that were not collected weigh less than the bound.
     resolved = resolved | (tl.exp(bound - top_scaled) < least)
     if resolved == 0:
         tl.store(is_wide + row, 1)

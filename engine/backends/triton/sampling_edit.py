@@ -23,7 +23,7 @@ def _penalize(logits, stride, vocabulary, keys, first, last, count, table, BLOCK
     known = at < count
     token = tl.load(keys + at, mask=known, other=-1) // 2
     before = tl.load(keys + at - 1, mask=known & (at > 0), other=-1) // 2
-    new = known & ((at == 0) | (token != before))  # of a token that occurs often, the first speaks for all
+    new = known & ((at == 0) | (token != before))  # if a token occurs several times, only the first counts
     times = (tl.load(last + at, mask=new, other=0) - tl.load(first + at, mask=new, other=0)).to(tl.float32)
     row = token // vocabulary
     where = logits + row * stride + token % vocabulary
@@ -37,10 +37,10 @@ def _penalize(logits, stride, vocabulary, keys, first, last, count, table, BLOCK
 
 
 def penalize(logits: Tensor, rows: Tensor, tokens: Tensor, is_output: Tensor, table: Tensor) -> None:
-    """Take penalties from logits [N, vocabulary] float32, in place, without knowing on the host which tokens occur.
+    """Subtract penalties from logits [N, vocabulary] float32, in place, without knowing on the host which tokens occur.
 
     Args:
-        rows, tokens, is_output: [M] what occurs: tokens within the vocabulary, as often as they do.
+        rows, tokens, is_output: [M] occurrences: tokens within the vocabulary, repeated as they occur.
         table: [N, WORDS] int32 (`engine.interface.sampling_table`).
     """
     vocabulary = logits.shape[1]
@@ -69,7 +69,7 @@ def mask(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
 
     Args:
         rows: [M] int32.
-        masks: [M, words] int32, side by side: tokens whose bits are 0.
+        masks: [M, words] int32, contiguous: tokens with bit 0 become impossible.
     """
     vocabulary = logits.shape[1]
     _mask[(len(rows), triton.cdiv(vocabulary, _MASK_BLOCK))](

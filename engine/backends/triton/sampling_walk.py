@@ -1,11 +1,12 @@
-"""The common part of sampling kernels: one walk over rows of logits that leaves few, and a look into the rest by it.
+"""The common part of sampling kernels: one walk over rows of logits that keeps few statistics, and reads of the rest
+guided by them.
 
 The walk (`summarize`) reads each row once, in splits of 2048 tokens whatever the batch, so that a row's sums have one
-order and one row fills a GPU as far as it can. It leaves, of each split, the peak, where it is, the least finite logit
-and the sums of exponentials; and the largest logit of each chunk of 64 tokens. The k-th largest of those maxima is a
-bound which the k largest logits reach and few others do: candidates (`collect`) are found in few chunks, and nothing
-is sorted. Searches for thresholds bisect the bits of floats, ordered as integers (`key_of`): each step is a count or
-a sum in float64 over what is held in registers.
+order and a single row uses as much of a GPU as possible. For each split it keeps the peak, its position, the smallest
+finite logit and the sums of exponentials; and for each chunk of 64 tokens the largest logit. The k-th largest of these
+maxima is a bound that the k largest logits reach and few others do: candidates (`collect`) are found in few chunks, and
+nothing is sorted. Searches for thresholds bisect the bits of floats, ordered as integers (`key_of`): each step is a
+count or a float64 sum over data in registers.
 """
 
 from __future__ import annotations
@@ -17,27 +18,27 @@ from engine.interface import sampling_table
 from engine.interface.sampling_table import word
 
 CHUNK = tl.constexpr(64)
-# Below this a softmax is one-hot in float32 for any two logits that differ.
+# Below this temperature, a softmax in float32 is one-hot for any two different logits.
 GREEDY_TEMPERATURE = tl.constexpr(1e-5)
-# Where in a row of the sampling table its columns are.
+# Positions of the columns in a row of the sampling table.
 WORDS = tl.constexpr(sampling_table.WORDS)
 NUM_DRAWS = tl.constexpr(word("num_draws"))
 TEMPERATURE = tl.constexpr(word("temperature"))
 # The key of -inf.
 LOWEST = tl.constexpr(-2139095041)
-# exp() of what lies farther below the peak is 0 in float32, denormals and all.
+# exp() of a logit farther below the peak is 0 in float32, even as a denormal.
 FARTHEST = tl.constexpr(104.0)
 
 
 @triton.jit
 def number_of(table, row, column: tl.constexpr):
-    """A float32 of a row of the sampling table."""
+    """A float32 from a row of the sampling table."""
     return tl.load(table + row * WORDS + column).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def key_of(value):
-    """An int64 that orders float32 as numbers are ordered; NaN is not allowed for."""
+    """An int64 with the same order as the float32; NaN is not allowed."""
     bits = value.to(tl.int32, bitcast=True)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.int64)
 
@@ -51,7 +52,7 @@ def value_of(key):
 
 @triton.jit
 def divided(value, divisor):
-    """value / divisor, rounded as on a CPU: order and ties of what comes out are those of torch."""
+    """value / divisor, rounded as on a CPU, so that order and ties equal torch's."""
     return tl.math.div_rn(value, divisor)
 
 
@@ -75,10 +76,11 @@ def summarize(
 
     Args:
         logits: [S, vocabulary], rows `stride` apart.
-        table: [S, WORDS]; weights are made for rows that draw with a temperature. Less than 0 draws: the row is unused.
-        split_peak, split_floor: [S, num_splits] float32, the largest logit and the least that is not -inf.
-        split_place: [S, num_splits] int32, the first token that has the peak.
-        split_sum: [S, num_splits] float32, sum of exp(logit - peak); NaN where a logit is NaN or inf.
+        table: [S, WORDS]; weights are computed for rows that draw with a temperature. A row with less than 0 draws is
+            unused.
+        split_peak, split_floor: [S, num_splits] float32, the largest logit and the smallest one that is not -inf.
+        split_place: [S, num_splits] int32, the first token with the peak.
+        split_sum: [S, num_splits] float32, sum of exp(logit - peak); NaN if a logit is NaN or inf.
         split_weight: [S, num_splits] float64, sum of exp(logit / temperature - peak / temperature).
         tops: [S, num_tops] float32, the largest logit of each chunk.
     """
@@ -110,7 +112,7 @@ def summarize(
 
 @triton.jit
 def kth_largest(values, k):
-    """The k-th largest of float32 values that are not NaN, of which there are k or more; -inf counts."""
+    """The k-th largest of at least k float32 values without NaN; -inf counts."""
     high = key_of(tl.max(values, axis=0)) + 1
     low = high * 0 + LOWEST
     while high - low > 1:
@@ -123,10 +125,10 @@ def kth_largest(values, k):
 
 @triton.jit
 def least_with(values, weights, goal, low, high):
-    """The largest number such that the weights (float64) of the values that reach it add up to `goal` at least.
+    """The largest number such that the weights (float64) of the values that reach it sum to at least `goal`.
 
     Args:
-        low, high: keys; `low` is taken to be enough, `high` not to be.
+        low, high: keys; `low` must reach the goal, `high` must not.
     """
     while high - low > 1:
         middle = (low + high) // 2
@@ -150,17 +152,16 @@ def collect(
     TOPS: tl.constexpr,
     ROOM: tl.constexpr,
 ):
-    """Writes the tokens whose logits, divided by `heat`, reach `bound` and are not -inf, in their order.
+    """Write the tokens whose logits, divided by `heat`, reach `bound` and are not -inf, in order.
 
     Args:
-        row_logits, row_tops: one row, and the largest logit of its chunks, `num_tops` <= TOPS.
+        row_logits, row_tops: one row, and the largest logits of its chunks, `num_tops` <= TOPS.
         chunks: [num_tops] int32 scratch.
-        values, tokens: [ROOM] where logits and tokens are written, as many as find room.
+        values, tokens: [ROOM] outputs: logits and tokens, as many as fit.
 
-    Returns:
-        How many they are; more than ROOM if there was none for all of them (not all are counted then).
+    Returns: Their number; more than ROOM if not all fitted (then not all are counted).
     """
-    LOOK: tl.constexpr = 32  # chunks that are looked into at a time
+    LOOK: tl.constexpr = 32  # chunks that are examined at a time
     at = tl.arange(0, TOPS)
     top = tl.load(row_tops + at, mask=at < num_tops, other=float("-inf"))
     inside = (divided(top, heat) >= bound) & (top > float("-inf"))

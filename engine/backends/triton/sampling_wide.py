@@ -1,9 +1,9 @@
-"""Draws from rows of which filters keep more than a few tokens: passes over a row that narrow the threshold down.
+"""Samples from rows of which filters keep more than a few tokens: passes over a row narrow the threshold.
 
-A pass counts the logits that reach each of three numbers, or sums up their weights, and leaves a quarter of the
-bracket at most. The numbers are a quarter of the bracket's values apart, which is quick where logits are spread as
-they mostly are; every fourth time a quarter of its keys, so that 16 such passes end whatever they are. Once no more
-logits are in the bracket than are collected, the rest is done among those.
+A pass counts the logits that reach each of three numbers, or sums their weights, and reduces the interval to at most a
+quarter. The three numbers divide the interval's values evenly, which is fast for usual distributions of logits; every
+fourth time they divide its keys, so that 16 such passes end for any distribution. Once the interval contains no more
+logits than can be collected, the rest is done among those.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _pass(
     DEPTH: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """How many logits of a row reach each of three numbers, and their weights."""
+    """The number of a row's logits that reach each of three numbers, and their weights."""
     column = tl.arange(0, SPLIT)
     n1, n2, n3 = tl.zeros((SPLIT,), tl.int32), tl.zeros((SPLIT,), tl.int32), tl.zeros((SPLIT,), tl.int32)
     w1, w2, w3 = tl.zeros((SPLIT,), tl.float64), tl.zeros((SPLIT,), tl.float64), tl.zeros((SPLIT,), tl.float64)
@@ -64,17 +64,16 @@ def _threshold(
     row_logits, vocabulary: tl.constexpr, heat, reference, low, high, goal, room,
     COUNTED: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """The largest number such that the logits that reach it are `goal` many at least (COUNTED), or have that weight.
+    """The largest number that at least `goal` logits reach (COUNTED), or that logits with that total weight reach.
 
     Args:
-        low, high: keys; `low` is taken to be enough, and nothing reaches `high`.
+        low, high: keys; `low` must reach the goal, and nothing reaches `high`.
         room: [ROOM] float32 scratch.
 
-    Returns:
-        That number, how many logits are above it, and their weight.
+    Returns: That number, the number of logits above it, and their weight.
     """
-    # Until a pass has counted what reaches `low`, all logits may. At least one pass runs: where Triton 3.6 sees that
-    # none is needed, it fails to compile the rest.
+    # Until a pass has counted the logits that reach `low`, all logits may reach it. At least one pass runs: if Triton
+    # 3.6 sees that none is needed, it fails to compile the rest.
     turn = low.to(tl.int32) * 0
     count_low = turn + (vocabulary if vocabulary > ROOM else ROOM + 1)
     count_high, weight_high = turn, reference.to(tl.float64) * 0.0
@@ -120,7 +119,7 @@ def _threshold(
         scaled = tl.load(room + index, mask=index < found, other=float("-inf"))
         weight = tl.where(index < found, tl.exp(scaled - reference), 0.0).to(tl.float64)
         if COUNTED:
-            # If they are fewer than was asked for, all of them are kept.
+            # If there are fewer than requested, all of them are kept.
             more = goal - count_high
             if found >= more:
                 threshold = kth_largest(scaled, more)
@@ -128,7 +127,7 @@ def _threshold(
             threshold = least_with(scaled, weight, goal - weight_high, low, high)
         count_high += tl.sum((scaled > threshold).to(tl.int32), axis=0)
         weight_high += tl.sum(tl.where(scaled > threshold, weight, 0.0), axis=0)
-        tl.debug_barrier()  # all threads have read the room before it is used again
+        tl.debug_barrier()  # all threads have read the memory before it is reused
     return threshold, count_high, weight_high
 
 
@@ -141,7 +140,8 @@ def wide(
     tokens, chosen, columns,
     COUNTED: tl.constexpr, SPLITS: tl.constexpr, ROOM: tl.constexpr, SPLIT: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (row) draws from a row which `choose` has left. Arguments as there; `split_weight` is written."""
+    """Program (row) samples from a row that `choose` has left to it. The arguments are those of `choose`;
+    `split_weight` is written."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(is_wide + row) == 0:
         return
@@ -153,7 +153,7 @@ def wide(
     at = tl.arange(0, SPLITS)
     known = at < num_splits
     floor = tl.min(tl.load(split_floor + row * num_splits + at, mask=known, other=float("inf")), axis=0)
-    # What is farther below has no weight.
+    # Logits farther below have no weight.
     smallest = tl.maximum(divided(floor, heat), reference - FARTHEST)
     high = key_of(reference) + 1
     own = tl.load(split_weight + row * num_splits + at, mask=known, other=0.0)
@@ -164,10 +164,10 @@ def wide(
         smallest, above, weight = _threshold(
             row_logits, vocabulary, heat, reference, key_of(smallest), high, k, row_room, True, DEPTH, SPLIT, ROOM
         )
-        # Of logits that are equal to the last one as many count as are asked for, if there are as many.
+        # Of logits equal to the last kept one, only as many count as requested.
         whole = tl.minimum(whole, weight + tl.exp(smallest - reference).to(tl.float64) * (k - above))
     if p < 1.0:
-        # Whatever is below this weighs less than what top-p leaves out, even if it were all tokens.
+        # Everything below this weighs less than the part that top-p removes, even if it were all tokens.
         left = tl.log((1.0 - p.to(tl.float64)) * whole / vocabulary).to(tl.float32)
         low = key_of(tl.maximum(smallest, reference + left - 0.01))
         goal = whole * p.to(tl.float64)

@@ -1,4 +1,4 @@
-"""The families, by the architecture name in a checkpoint's config; one file a family, found by itself."""
+"""The families, by the architecture name in a checkpoint's config; each file is found automatically."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from engine.model.table import Family, WeightTable
 
 
 def _discover() -> tuple[Family, ...]:
-    """The rows FAMILIES of this package's modules, and the FAMILY of each that has one, in the order of their names."""
+    """The rows FAMILIES of this package's modules, and the FAMILY of each module that has one, in the order of their
+    names."""
     found: list[Family] = []
     for module in pkgutil.iter_modules(__path__):
         content = vars(import_module(f"{__name__}.{module.name}"))
@@ -38,15 +39,15 @@ _BY_ARCHITECTURE: dict[str, Family] = {name: family for family in FAMILIES for n
 
 
 def supported() -> list[str]:
-    """Architecture names that can be loaded."""
+    """Supported architecture names."""
     return sorted(name for name, family in _BY_ARCHITECTURE.items() if family.weights is not None)
 
 
 def nearest(name: str) -> str | None:
-    """The supported architecture that `name` is most like: one of the same family; None if none is near.
+    """The supported architecture most similar to `name`: one of the same family; None if none is similar.
 
-    Names are compared by their words, without what the model is for: "Qwen2VLForConditionalGeneration" is like
-    "Qwen2ForCausalLM" since both begin with "qwen 2". An architecture that is not known shows no other kinship.
+    Names are compared by their words, without the task: "Qwen2VLForConditionalGeneration" is similar to
+    "Qwen2ForCausalLM" because both begin with "qwen 2". The name is all that is known about an unknown architecture.
     """
     words = _words(name)
     likeness = {other: _likeness(words, _words(other)) for other in _with_head()}
@@ -55,52 +56,52 @@ def nearest(name: str) -> str | None:
     return best if common or ratio > _NEAR else None
 
 
-_NEAR = 0.75  # how alike two whole names must be that have no first word in common: pixtral and mixtral, say
+_NEAR = 0.75  # minimum similarity of two names without a common first word, such as pixtral and mixtral
 _PURPOSE = re.compile(r"(LMHead|DoubleHeads|PreTrained|For[A-Z][A-Za-z]+)?(Model)?$")
 
 
 def _words(name: str) -> list[str]:
-    """GPTNeoXForCausalLM to gpt, neo, x: what a model is called, without what it is for."""
+    """GPTNeoXForCausalLM to gpt, neo, x: the name of the model without its task."""
     stem = _PURPOSE.sub("", name, count=1) or name
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d{1,9}", stem)]
 
 
 def _likeness(words: list[str], others: list[str]) -> tuple[int, int, float]:
-    """The likeness of two names: the number of equal first words, the distance of the versions that follow, and the
-    likeness as a whole."""
+    """The similarity of two names: the number of equal first words, the distance of the versions that follow, and the
+    similarity as a whole."""
     common = 0
     while common < min(len(words), len(others)) and words[common] == others[common]:
         common += 1
     one, other = (int(w[common]) if common < len(w) and w[common].isdecimal() else 1 for w in (words, others))
     first = others[0]
-    # A family's name may also have something before or after it: mllama, phimoe.
+    # A family's name may also have a prefix or a suffix: mllama, phimoe.
     if not common and len(first) > 2 and any(word.startswith(first) or word.endswith(first) for word in words):
         common = 1
     return common, -abs(one - other), difflib.SequenceMatcher(None, "".join(words), "".join(others)).ratio()
 
 
 def _with_head() -> list[str]:
-    """Supported architectures that have heads of their own."""
+    """Supported architectures with their own heads."""
     return [name for name in supported() if name not in _BY_ARCHITECTURE[name].headless]
 
 
 def nearest_by_settings(config: Any) -> str | None:
     """The supported architecture whose configs share most settings with this one; None if none shares enough.
 
-    For an architecture whose name shows no kinship: many are LLaMA's blocks under another name. Only settings'
-    names are compared, and only those that not every config has.
+    For an architecture whose name is not similar to any: many are LLaMA's blocks under another name. Only names of
+    settings are compared, and only those that not every config has.
     """
     likeness = {name: _shared(config, name) for name in _with_head()}
     best = max(likeness, key=lambda name: likeness[name])
     return best if likeness[best] > _SHARED else None
 
 
-_SHARED = 0.4  # of the settings that either has; encoder-decoders share less with any
-_DOUBT = 0.2  # a name says less than this difference between shares: gpt-oss is not GPT-NeoX
+_SHARED = 0.4  # share of the settings that either has; encoder-decoders share less with any
+_DOUBT = 0.2  # a similar name counts less than this difference of shares: gpt-oss is not GPT-NeoX
 
 
 def _shared(config: Any, name: str) -> float:
-    """The share of settings that a config and those of a supported architecture have in common."""
+    """The share of settings that a config has in common with those of a supported architecture."""
     own, others = own_settings(config), settings_of_class(_config_name(name))
     return len(own.keys() & others) / (len(own.keys() | others) or 1)
 
@@ -110,13 +111,13 @@ def _config_name(name: str) -> str:
 
 
 def _alternatives(config: Any) -> str:
-    """A sentence on what is nearest to a config's architecture, and whether it would do in its place."""
+    """A sentence about the architecture nearest to a config's, and whether it could be used instead."""
     name = architecture(config)
     if text := getattr(config, "text_config", None):
         kind = getattr(text, "model_type", "")
         inner = next((other for other in _with_head() if model_type_of(_config_name(other)) == kind), None)
         if inner is not None:
-            return f"A checkpoint of its language part alone ({inner}) would do."
+            return f"A checkpoint with only its language part ({inner}) is supported."
         return "Its language part is not supported either."
     near = nearest(name)
     if near is not None and _words(near) == _words(name):
@@ -125,21 +126,27 @@ def _alternatives(config: Any) -> str:
     if alike is not None and (near is None or _shared(config, near) < _shared(config, alike) - _DOUBT):
         near = alike
     if near is None:
-        return "No supported architecture is near it."
+        return "No supported architecture is similar."
     unknown = unknown_settings(config, _config_name(near))
     if unknown:
         more = f" (and {len(unknown) - 3} more)" if len(unknown) > 3 else ""
-        return f"The nearest, {near}, would not do as it is: it knows no setting {', '.join(unknown[:3])}{more}."
-    return f"The nearest, {near}, has the same settings; whether it computes the same, only transformers can tell."
+        return (
+            f"The most similar one, {near}, cannot replace it: it does not know the setting "
+            f"{', '.join(unknown[:3])}{more}."
+        )
+    return (
+        f"The most similar one, {near}, has the same settings; whether it computes the same, only transformers "
+        "can tell."
+    )
 
 
 def architecture(config: Any) -> str:
-    """The architecture name in a transformers config, "" if it holds none."""
+    """The architecture name in a transformers config, "" if there is none."""
     return next(iter(getattr(config, "architectures", None) or ()), "")
 
 
 def is_known(values: Mapping[str, Any]) -> bool:
-    """Whether a family describes the architecture that a config.json names."""
+    """Whether a family describes the architecture in a config.json."""
     named = values.get("architectures")
     name = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
     return name in ARCHITECTURES or name in _BY_ARCHITECTURE or (base_model(name) or "") in _BY_ARCHITECTURE
@@ -161,16 +168,16 @@ def find(config: Any) -> Family:
 
 
 def stored_scheme(config: Any) -> Scheme | None:
-    """The scheme by which a checkpoint stores quantised weights; None for plain weights.
+    """The scheme in which a checkpoint stores quantised weights; None for plain weights.
 
     Raises:
-        UnsupportedModelError: in a way that is not read, or that the family has no place for.
+        UnsupportedModelError: the scheme is not supported, or the family does not support it.
     """
     family = _BY_ARCHITECTURE.get(architecture(config))
     return find_scheme(config, reads_mxfp4=family is not None and family.reads_mxfp4)
 
 
-# What architectures need that no part expresses, by how their names begin.
+# Missing parts that architectures need, by the beginnings of their names.
 _REASONS = {
     "AXK1": "the sum of the experts and of the network for every token is normed, too",
     "BitNet": "results of attention and of the gates are normed before their last matrix",
@@ -181,7 +188,7 @@ _REASONS = {
     "GlmMoeDsa": "a sparse index chooses the tokens that attention sees",
     "JetMoe": "heads of attention are experts that each token chooses",
     "LongcatFlash": "layers have two attentions, and some experts return their input",
-    "MiMoV2Flash": "values have another size than keys",
+    "MiMoV2Flash": "values have a different size from keys",
     "T5Gemma2": "one softmax covers a decoder's own tokens and the encoder's",
     "MiniMaxM3": "a sparse index chooses the tokens that attention sees",
 }
@@ -198,9 +205,9 @@ def _unknown(config: Any) -> UnsupportedModelError:
             ": it keeps a state (recurrent or state-space layers) of a kind that is not implemented; implemented: "
             "gated short convolutions"
         )
-        instead = "No supported architecture would do in its place."
+        instead = "No supported architecture can replace it."
     elif getattr(config, "text_config", None):
-        why = ": it takes more than text"
+        why = ": it reads more than text"
     return UnsupportedModelError(
         f"The architecture {name!r} is not supported{why}. {instead or _alternatives(config)} {_LIST}"
     )
@@ -213,7 +220,7 @@ def describe(config: Any) -> ModelSpec:
     """The parts of a config's model, implemented or not.
 
     Raises:
-        UnsupportedModelError: unknown architecture, or a setting that no part expresses.
+        UnsupportedModelError: the architecture is unknown, or has a setting that no part expresses.
     """
     family, name = find(config), architecture(config)
     _refuse_overrides(config)
@@ -223,7 +230,7 @@ def describe(config: Any) -> ModelSpec:
     except OctavoError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        # What the config's class lets pass, and no check foresaw: an absent setting, a text for a number.
+        # Values that the config's class accepts and no check anticipated: a missing setting, a text for a number.
         raise UnsupportedModelError(
             f"The config's settings do not describe a model of the family {family.name} ({type(error).__name__}: "
             f"{error}). Correct config.json, or download the checkpoint again."
@@ -243,12 +250,12 @@ def describe(config: Any) -> ModelSpec:
 
 
 def _with_head_of(name: str, config: Any, model: ModelSpec, *, headless: bool) -> ModelSpec:
-    """A decoder-only model that ends as this architecture does, given one that its family describes.
+    """A decoder-only model with this architecture's head, derived from one that its family describes.
 
-    A decoder whose tokens see later ones writes nothing: without a language model's head, it is read as an encoder.
+    A decoder whose tokens see later ones cannot generate: without a language-model head, it is treated as an encoder.
     """
     assert model.decoder is not None
-    causal = all(block.attention.causal for block in model.decoder.blocks)
+    causal = all(block.attention.causal for block in model.decoder.blocks if block.attention.heads)
     if name not in _BY_ARCHITECTURE:
         model = replace(model, head=classifier(config, name))
     elif headless and isinstance(model.head, Lm) and not (causal and model.head.tied):
@@ -259,13 +266,13 @@ def _with_head_of(name: str, config: Any, model: ModelSpec, *, headless: bool) -
 
 
 def _refuse_overrides(config: Any) -> None:
-    """transformers heeds this in any config, although no family has it as a setting of its own."""
+    """transformers obeys this setting in any config, although no family declares it."""
     if getattr(config, "is_heterogeneous", False) and not str(config.model_type).startswith("gemma4"):
         raise UnsupportedModelError("The config has a per_layer_config, which is not implemented.")
 
 
 def context_length(config: Any, model: ModelSpec) -> int | None:
-    """Tokens of context that a config's model was made for; None if it does not say."""
+    """Context length that a config's model was made for; None if it does not say."""
     length = model.context_length or getattr(config, "max_position_embeddings", None) or model.max_positions
     return None if length is None else int(length)
 
@@ -274,7 +281,7 @@ def build_spec(config: Any) -> ModelSpec:
     """The parts of a config's model, all of them implemented.
 
     Raises:
-        UnsupportedModelError: names what is missing.
+        UnsupportedModelError: names the missing part.
     """
     model = describe(config)
     name = architecture(config)
@@ -294,12 +301,12 @@ def weight_table(config: Any, model: ModelSpec) -> WeightTable:
     """The names of the weights of a config's model.
 
     Raises:
-        UnsupportedModelError: the family is described only.
+        UnsupportedModelError: the family is described but not implemented.
     """
     family = find(config)
     if family.weights is None:
         raise UnsupportedModelError(f"{family.name} cannot be served yet.")
-    # A decoder that is read as an encoder is stored under the same names as one that is not.
+    # A decoder that is treated as an encoder is stored under the same names as other decoders.
     turned = model.decoder is None and family.spec(config).decoder is not None
     stored = replace(model, encoder=None, decoder=model.encoder) if turned else model
     if model.repeats is not None:

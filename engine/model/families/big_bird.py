@@ -36,7 +36,7 @@ def blocks_of(config: Any) -> SparseBlocks | None:
     """The blocks that the encoder's tokens see; None for all.
 
     Raises:
-        UnsupportedModelError: attention_type names no way to choose them.
+        UnsupportedModelError: attention_type names an unknown selection.
     """
     if config.attention_type not in (_FULL, _SPARSE):
         raise UnsupportedModelError(
@@ -46,7 +46,7 @@ def blocks_of(config: Any) -> SparseBlocks | None:
 
 
 def _head(config: Any) -> Head:
-    """The head of the architecture's name: BERT's, but for what classifies texts, and what finds answers."""
+    """The head for the architecture's name: BERT's, except for classifiers of texts and models that find answers."""
     if config.architectures[0].endswith("ForQuestionAnswering"):
         network = ResidualNetwork(dense_network(config), Norm("layer", config.layer_norm_eps, bias=True))
         return answer_span(config, network=network)

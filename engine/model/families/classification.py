@@ -1,6 +1,7 @@
-"""Classifiers over decoders: in transformers every family has them, and all are one matrix over the hidden states.
+"""Classifiers over decoders: every family in transformers has them, and each is one matrix over the hidden states.
 
-Over an encoder-decoder model, both stacks read the text, and two layers its last state (`RepeatedInput`)."""
+In a classifier over an encoder-decoder model, both stacks read the text, and two layers read its last state
+(`RepeatedInput`)."""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ from engine.model.spec import Classifier, Head, Lm
 from engine.model.table import WeightTable
 
 _TEXTS, _TOKENS = "ForSequenceClassification", "ForTokenClassification"
-_NAMES = ("score", "classifier")  # of the matrix
+_NAMES = ("score", "classifier")  # name of the matrix
 
 
 def base_model(name: str) -> str | None:
-    """The model without a head that a classifier of this name reads: LlamaModel for LlamaForTokenClassification.
+    """The headless model that a classifier of this name uses: LlamaModel for LlamaForTokenClassification.
 
-    None for architectures that are no classifiers.
+    None for other architectures.
     """
     for suffix in (_TEXTS, _TOKENS):
         if name.endswith(suffix):
@@ -33,9 +34,9 @@ def base_model(name: str) -> str | None:
 def classifier(config: Any, name: str) -> Classifier:
     """The head of a decoder's classifier of this name.
 
-    The class is read from the last token that is not pad_token_id. The reference skips all tokens with that id, even if
-    they belong to the text, such as a closing EOS if EOS is also the padding. Checkpoints were trained that way, so
-    Octavo does the same, although it pads nothing.
+    The class is computed from the last token that is not pad_token_id. The reference skips all tokens with that id,
+    even if they belong to the text, such as a closing EOS if EOS is also the padding. Checkpoints were trained that
+    way, so Octavo does the same, although it pads nothing.
     """
     if name.endswith(_TEXTS):
         return Classifier(labels=config.num_labels, pooling="last", bias=False, padding_id=config.pad_token_id)
@@ -56,7 +57,7 @@ def repeats_after_start(config: Any) -> RepeatedInput:
     start = getattr(config, "decoder_start_token_id", None)
     if not isinstance(start, int):
         raise UnsupportedModelError(
-            f"decoder_start_token_id of the config must be the id of the token that the decoder begins with, got "
+            "decoder_start_token_id of the config must be the id of the token with which the decoder begins, got "
             f"{start!r}."
         )
     return RepeatedInput(start, _end(config))
@@ -71,35 +72,35 @@ def _end(config: Any) -> int:
     end: Any = config.eos_token_id
     if not isinstance(end, int):
         raise UnsupportedModelError(
-            f"eos_token_id of the config must be the id of one token, at which a class is read off; got {end!r}."
+            f"eos_token_id of the config must be the id of one token, whose vector is classified; got {end!r}."
         )
     return end
 
 
 def with_joint_head(table: WeightTable) -> WeightTable:
-    """The table of an encoder-decoder model for its classifier."""
+    """The weights of an encoder-decoder model for its classifier."""
     entries = (entry for entry in table.entries if not entry.target.startswith("head."))
     found = first_token_weights("classification_head.dense", "classification_head.out_proj")
     return replace(
         table,
         entries=(*entries, *found),
         ignored=(*table.ignored, r"lm_head\.weight", r"final_logits_bias"),
-        # Some families store what both stacks have under a name of its own.
+        # Some families store the parts of both stacks under one name.
         renamed=((r"^transformer\.", ""), *table.renamed),
         head=None,
     )
 
 
 def with_head(table: WeightTable, head: Head) -> WeightTable:
-    """A decoder's table for a model with another head than a language model's, or none.
+    """The weights of a decoder for a model with another head than a language model's, or without one.
 
-    Heads that a checkpoint holds and the model does not ask for are left unused.
+    Heads in a checkpoint that the model does not use are left unused.
     """
     if isinstance(head, Lm):
         return table
     others = [] if table.head is None else [table.head.removesuffix(".weight")]
     if isinstance(head, Classifier):
-        # Older classes have another name for it; a parameter with two entries takes the one that is stored.
+        # Older classes have another name for it; a parameter with two entries uses the one that is stored.
         forms = [entry for name in _NAMES for entry in linear("head.output", name, head.bias, 0)]
         table = replace(table, entries=(*table.entries, *forms))
     else:

@@ -1,4 +1,4 @@
-"""CLIP: a causal encoder of texts and one of images, whose vectors lie in one space (arXiv:2103.00020)."""
+"""CLIP: a causal encoder of texts and an encoder of images with a common vector space (arXiv:2103.00020)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _of_texts(config: Any, features: int | None, twin: ModelSpec | None = None) 
     return ModelSpec(
         encoder=pre_norm_encoder(config, embedding, causal=True),
         decoder=None,
-        # Configs of the first checkpoints have 2, which their tokenizers do not use: the largest id ends a text there.
+        # Configs of the first checkpoints have 2, which their tokenizers do not use: there, the largest id ends a text.
         head=Embedder(pooling=AtToken(None if end == 2 else end), features=features),
         twin=twin,
     )
@@ -43,7 +43,7 @@ def _of_images(config: Any, features: int | None) -> ModelSpec:
 
 
 def weights(model: ModelSpec) -> WeightTable:
-    # The scale of similarities counts for losses and for probabilities of pairs alone.
+    # The scale of similarities only matters for losses and for probabilities of pairs.
     return two_towers(model, _text_head, _image_head, r"logit_scale")
 
 

@@ -1,4 +1,4 @@
-"""The parts that several families read from their configs and tables in the same way."""
+"""Parts that several families read from their configs and tables in the same way."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from engine.model.spec import (
 )
 from engine.model.table import Affine, Entry, Joined, Same, Stacked, Transform, Transposed
 
-# gelu_new, gelu_fast … are one function under several names: the tanh approximation.
+# gelu_new, gelu_fast … are names of the same function: the tanh approximation.
 _ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
     "relu2": "relu2",
@@ -50,7 +50,7 @@ def activation(name: str) -> Activation:
     """The activation of that name in a config.
 
     Raises:
-        UnsupportedModelError: not implemented.
+        UnsupportedModelError: the activation is not implemented.
     """
     if name not in _ACTIVATIONS:
         raise UnsupportedModelError(
@@ -61,7 +61,7 @@ def activation(name: str) -> Activation:
 
 
 def even_head_dim(hidden_size: int, heads: int) -> int:
-    """Features of a head, where the heads share the residual stream's evenly.
+    """Features per head, if the heads share the residual stream's features evenly.
 
     Raises:
         UnsupportedModelError: they cannot.
@@ -75,19 +75,19 @@ def even_head_dim(hidden_size: int, heads: int) -> int:
 
 
 def head_dim_of(config: Any) -> int:
-    """Features of a head: the config's head_dim, or each head's share of hidden_size."""
+    """Features per head: the config's head_dim, or each head's share of hidden_size."""
     own = getattr(config, "head_dim", None)
     size: int = config.hidden_size // config.num_attention_heads if own is None else own
     return size
 
 
 def attention(config: Any, *, heads: int | None = None, bias: bool = False, **parts: Any) -> Attention:
-    """Attention with a config's heads, KV heads and head_dim, its scores scaled by the root of head_dim.
+    """Attention with a config's heads, KV heads and head_dim; scores are scaled by the root of head_dim.
 
     Args:
-        heads: None: num_attention_heads.
-        bias: all of its projections have biases.
-        parts: further fields of `Attention`, and those that differ.
+        heads: None for num_attention_heads.
+        bias: whether all projections have biases.
+        parts: further fields of `Attention`, and fields that differ.
 
     Raises:
         UnsupportedModelError: the heads cannot share the KV heads evenly.
@@ -112,12 +112,12 @@ def attention(config: Any, *, heads: int | None = None, bias: bool = False, **pa
 
 
 def windowed(config: Any, windows: Iterable[Window | None], **parts: Any) -> list[Attention]:
-    """The attention of each layer, which differs in its window alone; `parts` as of `attention`."""
+    """The attention of each layer, which differs only in its window; `parts` as in `attention`."""
     return [attention(config, window=window, **parts) for window in windows]
 
 
 def multi_head(config: Any, *, heads: int | None = None, bias: bool = True, **parts: Any) -> Attention:
-    """Attention whose heads share hidden_size evenly and have keys and values each; arguments as of `attention`.
+    """Attention whose heads share hidden_size evenly and have separate keys and values; arguments as in `attention`.
 
     Raises:
         UnsupportedModelError: the heads cannot share it.
@@ -128,17 +128,17 @@ def multi_head(config: Any, *, heads: int | None = None, bias: bool = True, **pa
 
 
 def gated_network(config: Any, *, bias: bool = False) -> Gated:
-    """A gated feed-forward network of a config's intermediate_size and hidden_act."""
+    """A gated feed-forward network from a config's intermediate_size and hidden_act."""
     return Gated(config.intermediate_size, activation(config.hidden_act), bias)
 
 
 def dense_network(config: Any, *, bias: bool = True) -> Dense:
-    """A plain feed-forward network of a config's intermediate_size and hidden_act."""
+    """A plain feed-forward network from a config's intermediate_size and hidden_act."""
     return Dense(config.intermediate_size, activation(config.hidden_act), bias)
 
 
 def rms(config: Any) -> Norm:
-    """The RMS norm of a config's rms_norm_eps."""
+    """An RMS norm with a config's rms_norm_eps."""
     return Norm("rms", config.rms_norm_eps)
 
 
@@ -148,13 +148,13 @@ def lm(config: Any, **parts: Any) -> Lm:
 
 
 def with_head(config: Any) -> bool:
-    """Whether an architecture has a language model's head: a bias of the head is stored with it alone."""
+    """Whether an architecture has a language model's head; a bias of the head is stored only with it."""
     name: str = config.architectures[0]
     return name.endswith(("ForCausalLM", "LMHeadModel"))
 
 
 def tokens(config: Any, **parts: Any) -> Tokens:
-    """A token table of a config's vocab_size and hidden_size; `parts` are further fields of `Tokens`."""
+    """A token table with a config's vocab_size and hidden_size; `parts` are further fields of `Tokens`."""
     return Tokens(**({"vocab_size": config.vocab_size, "width": config.hidden_size} | parts))
 
 
@@ -171,15 +171,15 @@ def rotary(
     """The rotary part of a config whose `rope_parameters` are flat, or nested by layer type.
 
     Args:
-        head_dim: features of a head; None: see `head_dim_of`.
-        layer_type: whose parameters are meant, where they are nested.
-        partial: the family rotates only a share of the features, `partial_rotary_factor`.
-        interleaved: the family rotates pairs of neighbouring features.
-        in_float32: the family rotates in float32, whatever the format of queries and keys.
+        head_dim: features per head; None: see `head_dim_of`.
+        layer_type: the layer type whose parameters to use, if they are nested.
+        partial: whether the family rotates only a share of the features, `partial_rotary_factor`.
+        interleaved: whether the family rotates pairs of adjacent features.
+        in_float32: whether the family rotates in float32, whatever the format of queries and keys.
         shares: the family knows rope_type "proportional", which rotates some pairs of a head's features.
 
     Raises:
-        UnsupportedModelError: a scaling that is not implemented, or one whose settings do not fit.
+        UnsupportedModelError: a scaling is not implemented, or its settings are invalid.
     """
     settings = settings_of(config, layer_type)
     shares = shares and settings.get("rope_type") == "proportional"
@@ -197,7 +197,7 @@ def tempered(config: Any) -> Temperature:
     """The growth of queries with their position in a Mistral config: `llama_4_scaling_beta` of `rope_parameters`.
 
     Raises:
-        UnsupportedModelError: it is absent or no number.
+        UnsupportedModelError: it is absent or not a number.
     """
     settings = settings_of(config, None)
     growth, every = (settings.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings"))
@@ -210,10 +210,10 @@ def tempered(config: Any) -> Temperature:
 
 
 def sliding_window(size: int | None, *, causal: bool = True) -> Window | None:
-    """The window of a config's `sliding_window`, which counts the token itself; None for none.
+    """The window from a config's `sliding_window`, which includes the token itself; None for none.
 
     Raises:
-        UnsupportedModelError: it is below 1.
+        UnsupportedModelError: it is less than 1.
     """
     if size is None:
         return None
@@ -223,10 +223,10 @@ def sliding_window(size: int | None, *, causal: bool = True) -> Window | None:
 
 
 def layer_window(config: Any, layer_type: str, *, causal: bool = True) -> Window | None:
-    """The window of a layer of this type, as `layer_types` of a config names it.
+    """The window of a layer of this type, named in a config's `layer_types`.
 
     Raises:
-        UnsupportedModelError: another type, or a window of no size.
+        UnsupportedModelError: the type is unknown, or the window has no size.
     """
     if layer_type == "full_attention":
         return None
@@ -242,10 +242,10 @@ def layer_window(config: Any, layer_type: str, *, causal: bool = True) -> Window
 
 
 def layer_windows(config: Any) -> list[Window | None]:
-    """The window of each layer, by `layer_types`; none where there are no types.
+    """The window of each layer from `layer_types`; none without types.
 
     Raises:
-        UnsupportedModelError: a layer of another type, too few or too many of them, or a window of no size.
+        UnsupportedModelError: a layer has another type, the number of layers differs, or a window has no size.
     """
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     if len(types) != config.num_hidden_layers:
@@ -265,10 +265,10 @@ def routed(
     routing: Routing | None = None,
     router_bias: bool = False,
 ) -> Experts:
-    """Experts of which each token goes to `active`, `num_experts_per_tok` in configs.
+    """Experts with `active` experts per token, `num_experts_per_tok` in configs.
 
     Raises:
-        UnsupportedModelError: there are not so many.
+        UnsupportedModelError: there are fewer experts.
     """
     if not 1 <= active <= count:
         raise UnsupportedModelError(
@@ -278,10 +278,10 @@ def routed(
 
 
 def network_counts(config: Any) -> tuple[int, int]:
-    """`n_routed_experts` and `n_shared_experts`, where layers have experts beside a network for all tokens.
+    """`n_routed_experts` and `n_shared_experts`, for layers with experts beside a network for all tokens.
 
     Raises:
-        UnsupportedModelError: there are none of them.
+        UnsupportedModelError: one of them is missing.
     """
     count, shared = config.n_routed_experts, config.n_shared_experts
     if not count or not shared:
@@ -293,23 +293,23 @@ def network_counts(config: Any) -> tuple[int, int]:
 
 
 def corrected(config: Any, count: int) -> Corrected:
-    """Routing by sigmoid scores with a correction, in groups: `n_group`, `topk_group`, `routed_scaling_factor`.
+    """Routing by corrected sigmoid scores, in groups: `n_group`, `topk_group`, `routed_scaling_factor`.
 
     Raises:
-        UnsupportedModelError: the groups do not fit the experts.
+        UnsupportedModelError: the groups do not match the experts.
     """
     groups, kept = groups_of(config, count, leaders=2)
     return Corrected(groups=groups, open_groups=kept, least=1e-20, scale=config.routed_scaling_factor)
 
 
 def groups_of(config: Any, count: int, *, leaders: int) -> tuple[int, int]:
-    """`n_group` and `topk_group`: how many groups experts lie in, and how many of those a token sees.
+    """`n_group` and `topk_group`: the number of groups of experts, and the number of groups per token.
 
     Args:
-        leaders: experts of a group that speak for it.
+        leaders: the number of experts whose scores represent a group.
 
     Raises:
-        UnsupportedModelError: the groups do not fit the experts.
+        UnsupportedModelError: the groups do not match the experts.
     """
     groups, kept = config.n_group, config.topk_group
     if not (isinstance(groups, int) and groups >= 1 and count % groups == 0):
@@ -329,7 +329,7 @@ def qkv(target: str, sources: tuple[str, str, str], part: Attention, form: Trans
     """Separate query, key and value projections (names without .weight) in one fused matrix.
 
     Args:
-        form: how they are stored; None: as our matrix has them.
+        form: how they are stored; None: like our matrix.
     """
     lengths = (part.heads * part.head_dim, part.kv_heads * part.head_dim, part.kv_heads * part.head_dim)
     how = form or Joined(lengths)
@@ -338,7 +338,7 @@ def qkv(target: str, sources: tuple[str, str, str], part: Attention, form: Trans
 
 
 def cross(target: str, names: tuple[str, str, str, str], part: Attention) -> list[Entry]:
-    """Cross-attention, stored as query, key, value and output projections of these names."""
+    """Cross-attention that is stored as query, key, value and output projections with these names."""
     queries, keys, values, out = names
     length = part.kv_heads * part.head_dim
     kinds = ("weight", "bias") if part.qkv_bias else ("weight",)
@@ -350,8 +350,8 @@ def cross(target: str, names: tuple[str, str, str, str], part: Attention) -> lis
 
 
 def token_tables(model: ModelSpec, shared: str, encoder: str, decoder: str) -> list[Entry]:
-    """The token tables of an encoder-decoder model by these names: one for both stacks, stored under any of them, or
-    one for each, of which either may be stored as the shared one."""
+    """The token tables of an encoder-decoder model with these names: one for both stacks, stored under any of them, or
+    one for each, either of which may be stored as the shared one."""
     if not model.shared_tokens:
         stacks = {"encoder": encoder, "decoder": decoder}
         return [
@@ -365,10 +365,10 @@ def token_tables(model: ModelSpec, shared: str, encoder: str, decoder: str) -> l
 def linear(
     target: str, source: str, bias: bool, shard_axis: int | None, transform: Transform | None = None
 ) -> list[Entry]:
-    """A matrix and its bias, which is divided only where the outputs are.
+    """A matrix and its bias; the bias is divided only if the outputs are.
 
     Args:
-        transform: of the matrix, and of the bias unless the matrix is only transposed.
+        transform: the transform of the matrix, and of the bias unless the matrix is only transposed.
     """
     how = transform or Same()
     entries = [Entry(f"{target}.weight", (f"{source}.weight",), how, shard_axis=shard_axis)]
@@ -382,7 +382,7 @@ def linear(
 def norm(
     target: str, source: str, *, bias: bool, weight: bool = True, transform: Transform | None = None
 ) -> list[Entry]:
-    """A norm's weight, stored as `transform` says, and its bias, as far as it has them."""
+    """A norm's weight, stored according to `transform`, and its bias, if it has them."""
     own = [Entry(f"{target}.weight", (f"{source}.weight",), transform or Same())] if weight else []
     return own + ([Entry(f"{target}.bias", (f"{source}.bias",))] if bias else [])
 
@@ -405,10 +405,10 @@ def gated(target: str, source: str, part: Gated, names: tuple[str, str, str] = P
 
 
 def experts(target: str, source: str, part: Experts, names: tuple[str, str, str], router: str) -> list[Entry]:
-    """Gated experts, one group of matrices each under `source`.N, and their router.
+    """Gated experts, each with its own matrices under `source`.N, and their router.
 
     Args:
-        names: of each expert's gate, up and down projection.
+        names: names of each expert's gate, up and down projection.
         router: the router's name.
     """
     gate, up, down = names
@@ -424,7 +424,7 @@ def experts(target: str, source: str, part: Experts, names: tuple[str, str, str]
 
 
 def fused_experts(target: str, source: str, router: str) -> list[Entry]:
-    """The same experts stored as one tensor for all gate and up projections, and one for all down projections."""
+    """The same experts, stored as one tensor for all gate and up projections and one for all down projections."""
     return [
         Entry(f"{target}.router.weight", (f"{router}.weight",)),
         Entry(f"{target}.up.weight", (f"{source}.gate_up_proj",), shard_axis=1),
@@ -433,13 +433,13 @@ def fused_experts(target: str, source: str, router: str) -> list[Entry]:
 
 
 def output_table(model: ModelSpec, source: str) -> Entry:
-    """The output matrix of that name, under which one that is tied may be stored instead of the token table."""
+    """The output matrix with that name; a tied one may be stored under it instead of the token table."""
     tied = isinstance(model.head, Lm) and model.head.tied
     return Entry("decoder.embedding.tokens" if tied else "head.weight", (f"{source}.weight",), shard_axis=0)
 
 
 def head(model: ModelSpec, source: str) -> list[Entry]:
-    """The output matrix, where it is not the embedding's table, and its bias, if it has one."""
+    """The output matrix, unless it is the embedding's table, and its bias, if it has one."""
     if not isinstance(model.head, Lm):
         return []
     entries = linear("head", source, model.head.bias, shard_axis=0)
@@ -449,7 +449,7 @@ def head(model: ModelSpec, source: str) -> list[Entry]:
 def dense(
     target: str, source: str, part: Dense, names: tuple[str, str], matrix: Transform | None = None
 ) -> list[Entry]:
-    """The two matrices of a plain feed-forward network under `source`, stored as `matrix` says."""
+    """The two matrices of a plain feed-forward network under `source`, stored according to `matrix`."""
     up, down = names
     return [
         *linear(f"{target}.up", f"{source}.{up}", part.bias, 0, matrix),
@@ -458,10 +458,10 @@ def dense(
 
 
 def residual_scaled(entries: Iterable[Entry], factor: float, *, normed: bool = False) -> list[Entry]:
-    """A layer's entries, what it adds to the residual stream being scaled.
+    """A layer's entries; its contributions to the residual stream are scaled.
 
     Args:
-        normed: it is normed before it is added.
+        normed: whether it is normed before it is added.
     """
     if factor == 1.0:
         return list(entries)

@@ -63,7 +63,7 @@ def _attention_weights(target: str, source: str, part: Attention) -> list[Entry]
         Entry(
             f"{target}.spans.neighbours",
             (f"{separable}.depthwise.weight",),
-            # There are as many heads of convolutions as of attention.
+            # There are as many convolution heads as attention heads.
             Reshaped(((2 * width, 1, part.spans.kernel),)),
         ),
         Entry(f"{target}.spans.mix.weight", (f"{separable}.pointwise.weight",), Taps(1)),

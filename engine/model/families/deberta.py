@@ -1,4 +1,4 @@
-"""DeBERTa, the first version: disentangled attention, and a bias for queries and values alone (arXiv:2006.03654)."""
+"""DeBERTa, the first version: disentangled attention, and a bias only for queries and values (arXiv:2006.03654)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.model.table import Entry, Family, Interleaved, Sparse, WeightTable
 
 def spec(config: Any) -> ModelSpec:
     if getattr(config, "talking_head", False):
-        raise UnsupportedModelError("talking_head must be false: no part mixes the scores of heads.")
+        raise UnsupportedModelError("talking_head must be false: mixing the scores of heads is not implemented.")
     layer_norm = Norm("layer", config.layer_norm_eps, bias=True)
     attention = _attention(config)
     distances = None
@@ -44,7 +44,7 @@ def _attention(config: Any) -> Attention:
     position = None
     if config.relative_attention and ("c2p" in terms or "p2c" in terms):
         position = Disentangled("c2p" in terms, "p2c" in terms)
-    # Every term that is named counts, computed or not.
+    # Every named term counts, computed or not.
     return multi_head(config, scale=(head_dim * (1 + len(terms))) ** -0.5, position=position, causal=False)
 
 
@@ -59,7 +59,7 @@ def weights(model: ModelSpec) -> WeightTable:
         target, source = f"encoder.blocks.{i}.attention.inner", f"deberta.encoder.layer.{i}.attention.self"
         if isinstance(position, Disentangled) and position.content_to_position:
             keys = linear(f"{target}.distance_keys", f"{source}.pos_proj", True, 0)
-            # What keys of distances add to all scores of a query alike, softmax would take no notice of.
+            # softmax ignores a number that keys of distances add to all scores of a query.
             entries += [keys[0], Entry(keys[1].target, keys[1].sources, default=0.0)]
         if isinstance(position, Disentangled) and position.position_to_content:
             entries += linear(f"{target}.distance_queries", f"{source}.pos_q_proj", True, 0)

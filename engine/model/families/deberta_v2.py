@@ -1,4 +1,4 @@
-"""DeBERTa-v2 and v3: disentangled attention, on request a convolution beside the first layer (arXiv:2006.03654)."""
+"""DeBERTa-v2 and v3: disentangled attention, and an optional convolution beside the first layer (arXiv:2006.03654)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def spec(config: Any) -> ModelSpec:
 
 
 def embedding(config: Any, layer_norm: Norm) -> Tokens:
-    """Vectors of a config of DeBERTa's kind."""
+    """The embedding of a config like DeBERTa's."""
     width = _table_width(config)
     return Tokens(
         vocab_size=config.vocab_size,
@@ -71,8 +71,7 @@ def _table_width(config: Any) -> int:
 
 
 def _attention(config: Any, position: Disentangled | None, terms: int) -> Attention:
-    """Attention whose scores are scaled for their number of terms, which counts those of a model that has no
-    relative attention, too."""
+    """Attention whose scores are scaled by the number of terms, even in a model without relative attention."""
     heads, head_dim = config.num_attention_heads, even_head_dim(config.hidden_size, config.num_attention_heads)
     if (size := getattr(config, "attention_head_size", head_dim)) != head_dim:
         raise UnsupportedModelError(
@@ -89,8 +88,8 @@ def _distances(config: Any, layer_norm: Norm) -> DistanceVectors:
     buckets = getattr(config, "position_buckets", -1)
     if buckets == 1 or longest - 1 == buckets // 2 > 0:
         raise UnsupportedModelError(
-            f"position_buckets of the config is {buckets} and distances reach to {longest}: the buckets beyond half of "
-            "them widen geometrically up to there, for which there must be 2 at least, and their half must not be the "
+            f"position_buckets of the config is {buckets} and distances reach to {longest}: the buckets beyond half "
+            "of them widen geometrically up to there, so at least 2 are needed, and half of them must not be the "
             "last distance. Use other position_buckets, or -1 for none."
         )
     norms = [kind.strip() for kind in getattr(config, "norm_rel_ebd", "none").lower().split("|")]
@@ -126,17 +125,17 @@ def head_of(config: Any, layer_norm: Norm) -> Head:
                     f"{config.hidden_size} features, but the table has embedding_size {width}."
                 )
             return MaskedLm(
-                # The newer head always reads the token table.
+                # The newer head always uses the token table.
                 tied=config.tie_word_embeddings or not config.legacy,
                 activation=activation(config.hidden_act),
                 norm=layer_norm,
-                # The older head's first layer gives what the table has, the newer one's what it was given.
+                # The older head's first layer returns the table's width, the newer one's its input's width.
                 width=None if config.legacy else config.hidden_size,
             )
         case "ForSequenceClassification":
             if config.pooler_hidden_size != config.hidden_size:
                 raise UnsupportedModelError(
-                    f"pooler_hidden_size of the config is {config.pooler_hidden_size}; the head reads and gives "
+                    f"pooler_hidden_size of the config is {config.pooler_hidden_size}; the head reads and returns "
                     f"hidden_size {config.hidden_size} features, so both must be equal."
                 )
             return first_token_classifier(config, activation(config.pooler_hidden_act))
@@ -148,8 +147,8 @@ def head_of(config: Any, layer_norm: Norm) -> Head:
             return Pool()
 
 
-# Heads of other tasks, among them the two of pretraining (v3's discriminator is mask_predictions), and what a config
-# can switch off although it is stored.
+# Heads of other tasks, including the two of pretraining (v3's discriminator is mask_predictions), and parts that a
+# config can disable although they are stored.
 _UNUSED = (
     r"(cls|lm_predictions|mask_predictions|pooler|classifier|qa_outputs)\..*",
     r"deberta\.embeddings\.position_(ids|embeddings\..*)",
@@ -170,7 +169,7 @@ def weights(model: ModelSpec) -> WeightTable:
 
 
 def table(model: ModelSpec, layer: LayerNames, more: list[Entry]) -> WeightTable:
-    """The weights of a model of DeBERTa's kind, given the names in its layers and what it has beside BERT's parts."""
+    """The weights of a model like DeBERTa, from the names in its layers and its parts besides BERT's."""
     assert model.encoder is not None
     assert isinstance(model.encoder.embedding, Tokens)
     newer = isinstance(model.head, MaskedLm) and model.head.width is not None
@@ -184,7 +183,7 @@ def table(model: ModelSpec, layer: LayerNames, more: list[Entry]) -> WeightTable
 
 
 def _own_weights(model: ModelSpec) -> list[Entry]:
-    """The weights of a stack beside BERT's parts."""
+    """The weights of a stack's parts besides BERT's."""
     stack = model.encoder
     assert stack is not None
     entries: list[Entry] = []

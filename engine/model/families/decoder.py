@@ -1,6 +1,7 @@
 """A family of decoders as a row of a table: each argument of `decoder` is a part of the model, read from a config.
 
-`decoders.py`, `older_decoders.py` and `expert_decoders.py` hold the rows. What a row leaves out is as LLaMA has it.
+`decoders.py`, `older_decoders.py` and `expert_decoders.py` contain the rows. An argument that a row leaves out has
+LLaMA's value.
 """
 
 from __future__ import annotations
@@ -49,16 +50,16 @@ def decoder(
     """The family of these decoders.
 
     Args:
-        name, architectures, brings, reads_mxfp4: see `Family`. Those whose names end with Model have no head.
+        name, architectures, brings, reads_mxfp4: see `Family`. Architectures whose names end with Model have no head.
         attention, ffn: one for all layers, or a list with one for each.
-        mixing: of each layer the part that carries a state in the place of attention; None where it is attention.
-        norm: of the layers, and of the end unless `final_norm` says otherwise.
-        placement: of a layer's norms, given the config and the norm.
-        crosses: whether layers attend to an encoder as well, by attention of the same form.
+        mixing: for each layer, the part that carries a state instead of attention; None if it is attention.
+        norm: the norm of the layers, and of the end unless `final_norm` is set.
+        placement: the placement of a layer's norms, from the config and the norm.
+        crosses: whether layers also attend to an encoder, by attention of the same form.
         residual_scale, projection, context_length: see `Block`, `Stack` and `ModelSpec`.
         refuse: raises UnsupportedModelError for settings that no part expresses.
-        names: of the weights; None: LLaMA's.
-        weights: the table of weights, where names do not suffice.
+        names: names of the weights; None for LLaMA's.
+        weights: the table of weights, if names are not sufficient.
     """
 
     def spec(config: Any) -> ModelSpec:

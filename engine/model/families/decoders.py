@@ -1,4 +1,4 @@
-"""Decoders of LLaMA's kind: rows that say where a family differs, in the parts and in the names of its weights."""
+"""Decoders like LLaMA: rows with the differences of each family, in its parts and in the names of its weights."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ SANDWICH = (
 
 
 def _mistral(c: Any) -> list[Attention]:
-    # transformers reads a Mistral config with layer_types as a Ministral's.
+    # transformers treats a Mistral config with layer_types as a Ministral's.
     by_layer = c.model_type in ("ministral", "cwm")
     windows = layer_windows(c) if by_layer else [sliding_window(c.sliding_window)] * c.num_hidden_layers
     return windowed(c, windows, position=rotary(c), temperature=tempered(c) if c.model_type == "ministral3" else None)
 
 
 def _smollm3(c: Any) -> list[Attention]:
-    """Every few layers one without positions."""
+    """Every few layers, one has no positions."""
     if len(c.no_rope_layers) < c.num_hidden_layers:
         raise UnsupportedModelError(
             "no_rope_layers of the config must have one entry for each of num_hidden_layers "
@@ -90,7 +90,7 @@ def _ernie(c: Any) -> Attention:
 
 
 def exaone4(c: Any) -> list[Attention]:
-    """The layers with a window have rotary positions. If there are such layers, the others have none."""
+    """Layers with a window have rotary positions. If there are such layers, the others have none."""
     return [
         attention(
             c,
@@ -103,7 +103,7 @@ def exaone4(c: Any) -> list[Attention]:
 
 
 def _command_r(c: Any) -> list[Attention]:
-    """In R7B and A (`cohere2`) most layers have windows, and the others no positions."""
+    """In R7B and A (`cohere2`), most layers have windows, and the others have no positions."""
     second = c.model_type == "cohere2"
     return [
         attention(
@@ -148,7 +148,7 @@ def _gemma_norm(c: Any) -> Norm:
 
 
 def _causal_alone(c: Any, family: str) -> None:
-    # Gemma 2 in `transformers` masks later tokens in spite of this setting, but not with every kernel.
+    # Gemma 2 in `transformers` masks later tokens despite this setting, but not with every kernel.
     if getattr(c, "use_bidirectional_attention", None):
         raise UnsupportedModelError(
             f"use_bidirectional_attention of the config must be false for {family}, for which bidirectional attention "
@@ -188,7 +188,7 @@ def _gemma_weights(model: ModelSpec) -> WeightTable:
 def _gemma3(c: Any) -> list[Attention]:
     """A rotary base for each kind of layer."""
     if c.attn_logit_softcapping is not None:
-        # The reference reads the setting and caps nothing; it is not clear what such a checkpoint means.
+        # The reference reads the setting and does not cap anything; the meaning in such a checkpoint is unclear.
         raise UnsupportedModelError(
             "attn_logit_softcapping of the config must be null for Gemma 3, which normalises queries and keys "
             f"instead; got {c.attn_logit_softcapping}."
@@ -213,7 +213,7 @@ def _nanochat_norm(c: Any) -> Norm:
 
 
 def _other_way_round(part: Attention) -> Transform:
-    """With the halves of each head's queries and keys swapped, a rotation turns the other way."""
+    """With the halves of each head's queries and keys swapped, a rotation goes the other way."""
     heads = (part.heads, part.kv_heads, part.kv_heads)
     return Joined(tuple(n * part.head_dim for n in heads), (Swapped(part.heads), Swapped(part.kv_heads), Same()))
 
@@ -237,7 +237,7 @@ def _xielu_weights(target: str, source: str, part: FeedForward) -> list[Entry]:
         *linear(f"{target}.down", f"{source}.mlp.down_proj", part.bias, 1),
         Entry(f"{target}.positive", (f"{source}.mlp.act_fn.alpha_p",)),
         Entry(f"{target}.negative", (f"{source}.mlp.act_fn.alpha_n",)),
-        # These are no more than constants.
+        # These are only constants.
         Entry(f"{target}.linear", (f"{source}.mlp.act_fn.beta",), default=0.5),
         Entry(f"{target}.least", (f"{source}.mlp.act_fn.eps",), default=-1e-6),
     ]
@@ -308,7 +308,7 @@ FAMILIES = (
         ffn=lambda c: gated_network(c, bias=c.mlp_bias if c.model_type == "helium" else c.use_bias),
         norm=lambda c: Norm("rms", c.rms_norm_eps, in_float32=c.model_type == "helium"),
     ),
-    # arXiv:2402.00838. The eps is no setting of the config.
+    # arXiv:2402.00838. The eps is not a setting of the config.
     decoder(
         "OLMo",
         pairs("Olmo"),
@@ -344,7 +344,7 @@ FAMILIES = (
         attention=lambda c: attention(c, position=rotary(c, partial=True), window=sliding_window(c.sliding_window)),
         names=DecoderNames(qkv="self_attn.qkv_proj", ffn=("mlp.gate_up_proj", "mlp.down_proj")),
     ),
-    # arXiv:2402.16819. The reference adds the 1 to norms in the weights' own format as well.
+    # arXiv:2402.16819. The reference also adds 1 to norms in the weights' own format.
     decoder(
         "Nemotron",
         pairs("Nemotron"),
@@ -417,7 +417,7 @@ FAMILIES = (
         head=lambda c: lm(c, softcap=c.final_logit_softcapping),
         names=DecoderNames(norms=SANDWICH),
     ),
-    # Rotation the other way round, and norms of queries and keys after it.
+    # Rotation in the other direction, and norms of queries and keys after it.
     decoder(
         "nanochat",
         pairs("NanoChat"),

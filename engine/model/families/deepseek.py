@@ -1,5 +1,5 @@
-"""DeepSeek V2 and V3 and their kin: attention over latents, many small experts beside those for every token; some
-layers have none (arXiv:2405.04434, arXiv:2412.19437)."""
+"""DeepSeek V2 and V3 and their kin: attention over latents, and many small experts beside those for every token, except
+in some layers (arXiv:2405.04434, arXiv:2412.19437)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from engine.model.table import Entry, OfHeads
 def _attention(config: Any) -> Attention:
     second = _second(config)
     turned, content = config.qk_rope_head_dim, config.qk_nope_head_dim
-    # Mistral 4 says which share of a whole head rotates, GLM which share of what may rotate.
+    # Mistral 4 gives the share of a whole head that rotates, GLM the share of what may rotate.
     share_of = turned + content if config.model_type == "mistral4" else turned
     latent = Latent(
         width=config.kv_lora_rank,

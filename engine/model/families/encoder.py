@@ -1,6 +1,6 @@
 """A family of encoders as a row of a table: its stack and head, read from a config, and the names of its weights.
 
-`encoders.py` holds the rows. What names leave out is as BERT has it.
+`encoders.py` contains the rows. Names that are left out are BERT's.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def of(kinds: tuple[str, ...], *names: str) -> tuple[str, ...]:
     return tuple(f"{name}{kind}" for name in names for kind in kinds)
 
 
-# What kind of head an encoder has, as `HeadNames.unread` counts them.
+# The kind of an encoder's head, for `HeadNames.unread`.
 HeadKind = Literal["masked", "first", "each", "answer", "none"]
-# Buffers of old checkpoints, and a table that the config says is not used.
+# Buffers of old checkpoints, and a table that the config does not use.
 TABLES = r"embeddings\.((position|token_type)_ids|token_type_embeddings\.weight)"
-# How checkpoints converted from TensorFlow name what norms hold.
+# Names of norms' parameters in checkpoints converted from TensorFlow.
 OLD_NORMS = ((r"\.gamma$", ".weight"), (r"\.beta$", ".bias"))
 
 
@@ -47,12 +47,12 @@ class HeadNames:
     """Names of the weights of an encoder's heads.
 
     Attributes:
-        masked: of a masked-language-model head the dense layer, the norm and the output matrix.
+        masked: the dense layer, the norm and the output matrix of a masked-language-model head.
         masked_bias: another name of that matrix's bias.
         first: the two layers over the first token, which classify a text.
         each: the layer over each token.
         unread: patterns of names that no answer depends on (`WeightTable.ignored`), by the kind of the model's head.
-        always_unread: patterns beside any head.
+        always_unread: such patterns for any head.
     """
 
     masked: tuple[str, str, str]
@@ -64,25 +64,25 @@ class HeadNames:
 
 
 def bert_heads(stem: str) -> HeadNames:
-    """The heads as BERT names them, given what the encoder's names begin with."""
+    """BERT's names of heads, with the prefix of the encoder's names."""
     pooler = rf"{stem}\.pooler\..*"
     return HeadNames(
         masked=("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.decoder"),
         masked_bias="cls.predictions.bias",
         first=(f"{stem}.pooler.dense", "classifier"),
         unread={
-            # The other head of pretraining, and the pooler that it reads.
+            # The other head of pretraining, and the pooler that it uses.
             "masked": (r"cls\.seq_relationship\..*", pooler, r"cls\.predictions\.(decoder\.)?bias"),
             "each": (pooler,),
             "answer": (pooler,),
-            # ColBERT's matrix after the encoder is read with what lies beside the model (`engine.model.retrieval`).
+            # ColBERT's matrix after the encoder is read with the files beside the model (`engine.model.retrieval`).
             "none": (pooler, r"cls\..*", r"classifier\..*", r"qa_outputs\..*", r"linear\.weight"),
         },
     )
 
 
 def roberta_heads(stem: str) -> HeadNames:
-    """The heads as RoBERTa names them, given what the encoder's names begin with."""
+    """RoBERTa's names of heads, with the prefix of the encoder's names."""
     other = (r"lm_head\..*",)
     return HeadNames(
         masked=("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder"),
@@ -95,7 +95,7 @@ def roberta_heads(stem: str) -> HeadNames:
             "answer": other,
             "none": (r"(lm_head|classifier|qa_outputs)\..*",),
         },
-        # Old checkpoints hold buffers, and a pooler that no head reads.
+        # Old checkpoints contain buffers, and a pooler that no head uses.
         always_unread=(rf"{stem}\.embeddings\.position_ids", rf"{stem}\.pooler\..*"),
     )
 
@@ -119,11 +119,11 @@ class EncoderNames:
     """Names of an encoder's weights.
 
     Attributes:
-        stem: the beginning of all names but the heads'. Checkpoints of the headless model leave it out.
-        embedding_norm, expansion, final_norm: their names after the stem, where the model has them.
-        layers: their name after the stem, or a function from a layer's number to it.
+        stem: the prefix of all names except the heads'. Checkpoints of the headless model leave it out.
+        embedding_norm, expansion, final_norm: their names after the stem, if the model has them.
+        layers: their name after the stem, or a function from a layer's index to it.
         layer: the names in a layer.
-        heads: the heads; None: BERT's.
+        heads: names of the heads; None for BERT's.
         unread: patterns of further names that no answer depends on, after the stem and a dot.
         renamed: older names (`WeightTable.renamed`).
     """
@@ -155,8 +155,8 @@ def encoder(
     Args:
         name, architectures, brings, headless: see `Family`.
         stack, head: the encoder and its head, read from a config.
-        names: of the weights.
-        weights: the table of weights, where names do not suffice.
+        names: names of the weights.
+        weights: the table of weights, if names are not sufficient.
     """
 
     def spec(config: Any) -> ModelSpec:
@@ -178,14 +178,14 @@ def encoder(
 
 
 def _placed(stack: Stack) -> int | None:
-    """The length of the longest input, where positions are counted from the row after the padding's on."""
+    """The length of the longest input, if positions are counted from the row after the padding's."""
     positions = stack.embedding.positions
     counted = isinstance(positions, Learned) and positions.unplaced is not None
     return positions.size - positions.offset if isinstance(positions, Learned) and counted else None
 
 
 def encoder_table(model: ModelSpec, names: EncoderNames, more: tuple[Entry, ...] = ()) -> WeightTable:
-    """The weights of an encoder and its head under these names, and `more` of them."""
+    """The weights of an encoder and its head under these names, and `more` entries."""
     stack, stem, heads = model.encoder, names.stem, names.heads or bert_heads(names.stem)
     assert stack is not None
     assert isinstance(stack.embedding, Tokens)

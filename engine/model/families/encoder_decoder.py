@@ -1,6 +1,6 @@
-"""A family of BART's kind as a row of a table: the places where it differs, read from a config.
+"""A family like BART as a row of a table: its differences from BART, read from a config.
 
-`encoder_decoders.py` holds the rows.
+`encoder_decoders.py` contains the rows.
 """
 
 from __future__ import annotations
@@ -51,15 +51,16 @@ def encoder_decoder(
 
     Args:
         name, architectures, brings, repeats: see `Family`.
-        positions: added to the embeddings of both stacks.
-        pre: norms stand before the sublayers, and one after the last layer; else after each residual.
-        embedding_norm: the embeddings are normalised.
-        head_bias, attention_bias: the logits have a bias, and attention has biases.
-        vocabularies: sizes of the encoder's and of the decoder's own one, None if both stacks have one table.
-        reads, writes: the encoder and the decoder, given what BART would have.
+        positions: positions added to the embeddings of both stacks.
+        pre: whether norms come before the sublayers, with one after the last layer; otherwise they come after each
+            residual.
+        embedding_norm: whether the embeddings are normalised.
+        head_bias, attention_bias: whether the logits and the attention have biases.
+        vocabularies: sizes of the encoder's and the decoder's own vocabulary; None if both stacks share one table.
+        reads, writes: the encoder and the decoder, derived from BART's.
         refuse: raises UnsupportedModelError for further settings that no part expresses.
         output: the name of the output matrix.
-        more: the entries of what BART does not have.
+        more: entries for parts that BART does not have.
         renamed: older names (`WeightTable.renamed`).
     """
 
@@ -120,8 +121,8 @@ def _stack(
 
 
 def _check(config: Any, positions: Positions, *, pre: bool, embedding_norm: bool) -> None:
-    """Refuse what the architecture has no place for; settings of old configs that all relatives once shared must not
-    contradict it."""
+    """Refuse settings that the architecture does not support; settings of old configs that all relatives once shared
+    must not contradict it."""
     fixed = {"normalize_before": pre, "add_final_layer_norm": pre, "normalize_embedding": embedding_norm}
     if not isinstance(positions, Learned):
         fixed["static_position_embeddings"] = True
@@ -143,10 +144,10 @@ def learned(config: Any) -> Learned:
 
 
 def fixed_after_padding(config: Any) -> SpannedSinusoidal:
-    """Fixed positions that are counted from the row after the padding's on.
+    """Fixed positions that are counted from the row after the padding's.
 
     Raises:
-        UnsupportedModelError: the padding is no token.
+        UnsupportedModelError: the padding is not a token.
     """
     padding = config.pad_token_id
     if not isinstance(padding, int) or not 0 <= padding < config.vocab_size:
@@ -159,7 +160,7 @@ def fixed_after_padding(config: Any) -> SpannedSinusoidal:
 
 
 def weights(model: ModelSpec, output: str = "lm_head") -> WeightTable:
-    """Names of all tensors, as every relative has them.
+    """Names of all tensors, which all relatives share.
 
     Args:
         output: the name of the output matrix.
@@ -169,14 +170,14 @@ def weights(model: ModelSpec, output: str = "lm_head") -> WeightTable:
     assert isinstance(model.head, Lm)
     entries = [*token_tables(model, "model.shared.weight", *COPIES), output_table(model, output)]
     if model.head.bias:
-        # Models that were never resized may leave their bias of zeros out.
+        # Models that were never resized may lack their bias of zeros.
         entries.append(Entry("head.bias", ("final_logits_bias",), Row(), shard_axis=0, default=0.0))
     for side, stack in (("encoder", model.encoder), ("decoder", model.decoder)):
         entries += stack_weights(side, stack, replace(FAIRSEQ, stem=f"model.{side}"))
     return WeightTable(
         tuple(entries),
         prefix="model.",
-        # What fairseq noted, fixed positions under an old name, and a shared table that neither stack uses.
+        # Values that fairseq stored, fixed positions under an old name, and a shared table that neither stack uses.
         ignored=(
             r"model\.(encoder|decoder)\.version",
             r"model\.(encoder|decoder)\.embed_positions\.weights",
@@ -187,7 +188,7 @@ def weights(model: ModelSpec, output: str = "lm_head") -> WeightTable:
     )
 
 
-# A stack as fairseq names it, without its token table.
+# A stack under fairseq's names, without its token table.
 FAIRSEQ = StackNames(
     tokens="",
     positions="embed_positions.weight",

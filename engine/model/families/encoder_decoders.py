@@ -1,4 +1,4 @@
-"""BART and its kin: rows that say where a family differs."""
+"""BART and its relatives: rows with the differences of each family."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from engine.model.table import Entry
 def _without_prompt(config: Any) -> None:
     if getattr(config, "use_prompt", False):
         raise UnsupportedModelError(
-            "use_prompt must be false: no part puts learned keys and values before those of each layer."
+            "use_prompt must be false: learned keys and values before those of each layer are not implemented."
         )
 
 
 def _bart_repeats(config: Any) -> RepeatedInput:
-    # Texts of PLBART end with their language, with which its decoder begins, as that of mBART does.
+    # PLBART's texts end with their language, with which the decoder begins, as in mBART.
     return (repeats_after_last if config.model_type == "plbart" else repeats_after_start)(config)
 
 
@@ -53,7 +53,7 @@ def _fsmt_vocabularies(config: Any) -> tuple[int, int] | None:
 
 
 def _normed_before_positions(config: Any, decoder: Stack) -> Stack:
-    """The decoder's tokens are normed before their positions are added."""
+    """The decoder's tokens are normalised before their positions are added."""
     assert isinstance(decoder.embedding, Tokens)
     tokens = replace(decoder.embedding, token_norm=decoder.embedding.norm, norm=None)
     return replace(decoder, embedding=tokens)
@@ -63,8 +63,7 @@ def _normed_before_positions(config: Any, decoder: Stack) -> Stack:
 
 
 def _led_encoder(config: Any, encoder: Stack) -> Stack:
-    """A window in each layer, and a global token: the first one, as transformers' summaries are made, and as the models
-    were trained."""
+    """A window in each layer, and a global token: the first one, as in transformers' summaries and in training."""
     seen = GlobalTokens(FirstToken())
     blocks = tuple(
         replace(block, attention=replace(block.attention, window=window, global_tokens=seen))
@@ -90,7 +89,7 @@ def _led_more(model: ModelSpec) -> list[Entry]:
 
 
 def _under_berts_names(stem: str) -> tuple[tuple[str, str], ...]:
-    """Names of an encoder's attention that is stored as BERT's or Longformer's, given what they begin with."""
+    """Names of an encoder's attention that is stored like BERT's or Longformer's, with their prefix."""
     return (
         *((rf"\.self_attn\.{stem}\.{name}\.", f".self_attn.{name[0]}_proj.") for name in ("query", "key", "value")),
         (r"\.self_attn\.output\.", ".self_attn.out_proj."),

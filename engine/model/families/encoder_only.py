@@ -30,19 +30,19 @@ from engine.model.table import Entry
 
 
 def check_settings(config: Any, positions: str = "absolute") -> None:
-    """Refuse the settings that make something else of such a model.
+    """Refuse settings that would make another kind of model.
 
     Args:
-        positions: the position_embedding_type that the family honours.
+        positions: the position_embedding_type that the family supports.
 
     Raises:
-        UnsupportedModelError: it is to be a decoder, to tell positions apart in attention, or lacks heads.
+        UnsupportedModelError: the config describes a decoder, positions in attention, or a model without heads.
     """
     for name in ("is_decoder", "add_cross_attention"):
         if getattr(config, name, False):
             raise UnsupportedModelError(
                 f"The config sets {name}: this architecture is served as an encoder only, which sees all tokens of "
-                "an input. Set it to false if the checkpoint was trained as one."
+                "an input. Set it to false if the checkpoint was trained as an encoder."
             )
     kind = getattr(config, "position_embedding_type", None)
     if kind not in (None, positions):
@@ -52,16 +52,16 @@ def check_settings(config: Any, positions: str = "absolute") -> None:
         )
     if getattr(config, "pruned_heads", None):
         raise UnsupportedModelError(
-            "The config has pruned_heads: layers with fewer heads than others are not implemented. Use the checkpoint "
-            "that it was made of."
+            "The config has pruned_heads: layers with fewer heads than others are not implemented. Use the "
+            "checkpoint that it was made from."
         )
 
 
 def positions_after_padding(config: Any, padding: int | None) -> Learned:
-    """Learned positions that begin after the padding's row, and do not count tokens of its id (fairseq).
+    """Learned positions that begin after the padding's row and do not count tokens with its id (fairseq).
 
     Raises:
-        UnsupportedModelError: the id is none, or the table has no row after its own.
+        UnsupportedModelError: the id is not a token, or the table has no row after its own.
     """
     size = config.max_position_embeddings
     if not isinstance(padding, int) or not 0 <= padding < size - 1:
@@ -83,7 +83,7 @@ def post_norm_encoder(
     """BERT's encoder: norms after the residual, biases everywhere (arXiv:1810.04805).
 
     Args:
-        ffn: None: a network of intermediate_size and hidden_act.
+        ffn: None for a network with intermediate_size and hidden_act.
 
     Raises:
         UnsupportedModelError: the heads cannot share hidden_size evenly.
@@ -103,16 +103,16 @@ def post_norm_encoder(
 
 
 def pre_norm(encoder: Stack, layer_norm: Norm) -> Stack:
-    """An encoder with norms before its sublayers and one at its end, instead of those after sublayers."""
+    """An encoder with norms before its sublayers and one at its end, instead of norms after sublayers."""
     blocks = tuple(replace(block, placement=Pre(layer_norm, layer_norm)) for block in encoder.blocks)
     return replace(encoder, blocks=blocks, final_norm=layer_norm)
 
 
 def turned(encoder: Stack, theta: float, *, interleaved: bool = False, in_float32: bool = False) -> Stack:
-    """An encoder whose heads are rotated as a whole by their positions.
+    """An encoder whose positions rotate all features of its heads.
 
     Raises:
-        UnsupportedModelError: a head's features do not form pairs.
+        UnsupportedModelError: a head has an odd number of features.
     """
     head_dim = encoder.blocks[0].attention.head_dim
     if head_dim % 2:
@@ -138,15 +138,15 @@ def answer_span(config: Any, **parts: Any) -> AnswerSpan:
     """The head of a model that finds answers.
 
     Args:
-        parts: its dense layer, where it has one.
+        parts: its dense layer, if it has one.
 
     Raises:
-        UnsupportedModelError: it has other numbers of a token than two.
+        UnsupportedModelError: it has a number of outputs per token other than two.
     """
     if config.num_labels != 2:
         raise UnsupportedModelError(
-            f"num_labels of the config is {config.num_labels}, but a model that finds answers has 2 numbers of each "
-            "token: of their beginning and of their end."
+            f"num_labels of the config is {config.num_labels}, but a model that finds answers has 2 scores per "
+            "token, for an answer's beginning and end."
         )
     return AnswerSpan(**parts)
 
@@ -155,7 +155,7 @@ def question_end(config: Any) -> int:
     """The id of the token that ends the question before a text.
 
     Raises:
-        UnsupportedModelError: the config does not say.
+        UnsupportedModelError: the config does not contain it.
     """
     if not isinstance(config.sep_token_id, int):
         raise UnsupportedModelError(
@@ -175,7 +175,7 @@ def named_head(
     """The head that the architecture's name ends with.
 
     Args:
-        masked: of names that end with one of `masked_names`.
+        masked: the head for names that end with one of `masked_names`.
         activation: between the two layers over the first token.
     """
     name = config.architectures[0]
@@ -189,21 +189,21 @@ def named_head(
 
 
 def bert_head(config: Any) -> Head:
-    """The head of a config of BERT's kind."""
+    """The head of a config like BERT's."""
     masked = masked_lm(config, activation_of(config.hidden_act), config.layer_norm_eps)
     return named_head(config, masked, "tanh", ("ForMaskedLM", "ForPreTraining"))
 
 
 def roberta_head(config: Any) -> Head:
-    """The head of a config of RoBERTa's kind: GELU before the vocabulary, whatever hidden_act says."""
+    """The head of a config like RoBERTa's: GELU before the vocabulary, whatever hidden_act says."""
     return named_head(config, masked_lm(config, "gelu", config.layer_norm_eps), "tanh")
 
 
 def bert_stack(config: Any, positions: Learned | None, width: int | None = None) -> Stack:
-    """The encoder of a config of BERT's kind.
+    """The encoder of a config like BERT's.
 
     Args:
-        width: features of the vectors that it begins with, hidden_size by default.
+        width: features of the embeddings, hidden_size by default.
 
     Raises:
         UnsupportedModelError: a setting that no part expresses.
@@ -226,7 +226,7 @@ def bert_stack(config: Any, positions: Learned | None, width: int | None = None)
 
 
 def embedding_weights(model: ModelSpec, source: str, layer_norm: str = "embeddings.LayerNorm") -> list[Entry]:
-    """The tables that vectors are made of, and their norm, under BERT's names."""
+    """The embedding tables and their norm, under BERT's names."""
     assert model.encoder is not None
     assert isinstance(model.encoder.embedding, Tokens)
     embedding = model.encoder.embedding
@@ -252,7 +252,7 @@ def embedding_weights(model: ModelSpec, source: str, layer_norm: str = "embeddin
 
 
 def layer_target(number: int, block: Block) -> str:
-    """The beginning of the names of a layer's parameters; parameters beside the layer have other names."""
+    """The prefix of the names of a layer's parameters; parameters beside the layer have other names."""
     return f"encoder.blocks.{number}" if block.beside is None else f"encoder.blocks.{number}.inner"
 
 
@@ -262,9 +262,9 @@ def masked_lm_weights(
     """A masked-language-model head under these names.
 
     Args:
-        output: of the matrix, which may be stored instead of the token table that it is tied to.
-        bias: of the output's bias, where it may have a name of its own; the matrix's own bias goes first, since it is
-            what is added where both are stored.
+        output: name of the matrix, which may be stored instead of the token table that it is tied to.
+        bias: name of the output's bias, if it has a separate name; the matrix's own bias takes precedence, because it
+            is the one that is added if both are stored.
     """
     biases = [f"{output}.bias"] if bias is None else [f"{output}.bias", bias]
     return [

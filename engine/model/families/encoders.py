@@ -1,4 +1,4 @@
-"""Encoders of BERT's kind: rows that say where a family differs, in the parts and in the names of its weights."""
+"""Encoders like BERT: rows with the differences of each family, in its parts and in the names of its weights."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _from_padding(config: Any) -> Stack:
 
 
 def _mapped(config: Any, width: int) -> Stack:
-    """The vectors are mapped even where they are as wide as the layers."""
+    """The vectors are mapped even if they are as wide as the layers."""
     stack = _learned(config, width)
     return replace(stack, embedding=replace(stack.embedding, expansion=config.hidden_size))
 
@@ -93,7 +93,7 @@ def _rembert_weights(model: ModelSpec) -> WeightTable:
 
 def _roformer(config: Any) -> Stack:
     if config.rotary_value:
-        raise UnsupportedModelError("rotary_value of the config must be false: values that are rotated have no part.")
+        raise UnsupportedModelError("rotary_value of the config must be false: rotated values are not implemented.")
     return turned(bert_stack(config, None, config.embedding_size), 10_000.0, interleaved=True)
 
 
@@ -106,7 +106,7 @@ def _roformer_head(config: Any) -> Head:
 
 
 def _albert(config: Any) -> Stack:
-    """Groups of layers that are the same weights."""
+    """Groups of layers with the same weights."""
     layers, groups, inner = config.num_hidden_layers, config.num_hidden_groups, config.inner_group_num
     if layers % groups:
         raise UnsupportedModelError(
@@ -136,7 +136,7 @@ ALBERT = EncoderNames(
         masked_bias="predictions.bias",
         first=("albert.pooler", "classifier"),
         unread={
-            # The other head of pretraining, which tells the order of sentences.
+            # The other head of pretraining, which detects the order of sentences.
             "masked": (ALBERT_POOLER, r"sop_classifier\..*", r"predictions\.(decoder\.)?bias"),
             "each": (ALBERT_POOLER,),
             "answer": (ALBERT_POOLER,),
@@ -165,7 +165,7 @@ DISTILBERT_NORM = Norm("layer", 1e-12, bias=True)
 
 def _distilbert(config: Any) -> Stack:
     check_settings(config)
-    # With sinusoidal_pos_embds positions are only not trained: checkpoints store them as any others.
+    # With sinusoidal_pos_embds, positions are merely not trained: checkpoints store them like others.
     positions = Learned(config.max_position_embeddings)
     ffn = Dense(config.hidden_dim, activation(config.activation), bias=True)
     embedding = tokens(config, positions=positions, norm=DISTILBERT_NORM)
@@ -219,7 +219,7 @@ FAMILIES = (
         head=bert_head,
         names=EncoderNames(
             stem="bert",
-            # Buffers of old checkpoints, and tables that the config says are not used.
+            # Buffers of old checkpoints, and tables that the config does not use.
             unread=(r"embeddings\.(position|token_type)_ids", r"embeddings\.(token|task)_type_embeddings\.weight"),
             renamed=(*OLD_NORMS, (r"^ernie\.", "bert.")),
         ),
@@ -250,7 +250,7 @@ FAMILIES = (
             renamed=(*OLD_NORMS, (r"^data2vec_text\.", "roberta.")),
         ),
     ),
-    # A wide matrix of its own for the vocabulary (arXiv:2010.12821).
+    # A separate wide matrix for the vocabulary (arXiv:2010.12821).
     encoder(
         "RemBERT",
         of(KINDS, "RemBert"),
@@ -259,7 +259,7 @@ FAMILIES = (
         head=_rembert_head,
         weights=_rembert_weights,
     ),
-    # arXiv:2104.09864. The sines and cosines that checkpoints hold are those that the reference makes itself.
+    # arXiv:2104.09864. The sines and cosines in checkpoints are the ones that the reference computes itself.
     encoder(
         "RoFormer",
         of(KINDS, "RoFormer"),
@@ -283,7 +283,7 @@ FAMILIES = (
         names=EncoderNames(
             stem="electra",
             expansion="embeddings_project",
-            # What tells replaced tokens from others in pretraining is unread.
+            # The head that detects replaced tokens in pretraining is unread.
             heads=replace(GENERATOR_HEADS, always_unread=(r"discriminator_predictions\..*",)),
         ),
     ),

@@ -1,6 +1,6 @@
 """GLiNER (arXiv:2311.08526): an encoder with a head that scores spans of words for labels.
 
-Its library saves both as one model, whose gliner_config.json holds the encoder's config.
+Its library saves both as one model, whose gliner_config.json contains the encoder's config.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from engine.model.table import Entry, WeightTable
 from engine.model.weight_files import INDEX_FILE, SINGLE_FILE
 
 FILE = "gliner_config.json"
-_SETTINGS = "entity_settings"  # in the encoder's config: what the file says of the head
+_SETTINGS = "entity_settings"  # in the encoder's config: the file's settings of the head
 
 _ENCODER = "token_rep_layer.bert_layer.model."
-KIND = "gliner_uni_encoder_span"  # of the library's models; older files say less
+KIND = "gliner_uni_encoder_span"  # for the library's models; older files say less
 _KINDS = (None, "gliner", KIND)
-# What else the library builds, by the setting that asks for it, and what of its values is served.
+# Other parts that the library can build, by setting, and the values that are supported.
 _SERVED: dict[str, tuple[Any, ...]] = {
     "labels_encoder": (None,),
     "labels_encoder_config": (None,),
@@ -40,7 +40,7 @@ _SERVED: dict[str, tuple[Any, ...]] = {
     "post_fusion_schema": ("", None),
     "precomputed_prompts_mode": (False, None),
 }
-# The library's own values of these where a config says nothing.
+# The library's own values if a config lacks these settings.
 _DEFAULTS = {
     "span_mode": "markerV0",
     "subtoken_pooling": "first",
@@ -54,21 +54,21 @@ _DEFAULTS = {
     "ent_token": "<<ENT>>",
     "sep_token": "<<SEP>>",
 }
-# What an input may have for each of the words that are read at once, labels included, where positions have no end: the
-# library reads such inputs however many tokens they are.
+# Maximum tokens of an input per word read at once, including labels, if positions have no limit: the library reads such
+# inputs at any length.
 _TOKENS_PER_WORD = 4
 
 
 def encoder_config(path: Path, values: Mapping[str, Any]) -> Any:
-    """The encoder's config, which remembers what the file says of the head.
+    """The encoder's config, which keeps the file's settings of the head.
 
     Args:
         path: the checkpoint's folder.
-        values: what its file holds.
+        values: the content of its file.
 
     Raises:
-        ModelLoadError: it is not in the form in which it can be read.
-        UnsupportedModelError: another kind of GLiNER, or an encoder that is not known.
+        ModelLoadError: the file has another form.
+        UnsupportedModelError: another kind of GLiNER, or an unknown encoder.
     """
     file = path / FILE
     _refuse_others(file, values)
@@ -87,7 +87,7 @@ def encoder_config(path: Path, values: Mapping[str, Any]) -> Any:
 
     try:
         config: Any = published(AutoConfig.for_model(kind, **settings))
-    except Exception as error:  # transformers raises many kinds, all of them about these values
+    except Exception as error:  # transformers raises many kinds of errors, all of them about these values
         raise UnsupportedModelError(f"{file}: encoder_config cannot be read: {error}") from error
     config.architectures = [ENCODERS[kind]]
     setattr(config, _SETTINGS, {**_DEFAULTS, **values})
@@ -121,7 +121,7 @@ def _refuse_others(file: Path, values: Mapping[str, Any]) -> None:
 
 
 def entity_head(config: Any) -> LabelledSpans | None:
-    """The head that the encoder's config is from a checkpoint with; None of another config.
+    """The head for an encoder's config from a GLiNER checkpoint; None for other configs.
 
     Raises:
         UnsupportedModelError: its settings contradict each other.
@@ -153,10 +153,10 @@ def entity_head(config: Any) -> LabelledSpans | None:
 
 
 def with_entities(model: ModelSpec, head: LabelledSpans, trained: int | None) -> ModelSpec:
-    """An encoder with that head. Where positions have no end, it reads as much as the head was made for.
+    """An encoder with that head. If positions have no limit, its length is the one that the head was made for.
 
     Args:
-        trained: tokens of context that the encoder was made for.
+        trained: context length that the encoder was made for.
     """
     if model.max_positions is None:
         trained = max(trained or 0, _TOKENS_PER_WORD * head.reading.max_words)
@@ -164,7 +164,7 @@ def with_entities(model: ModelSpec, head: LabelledSpans, trained: int | None) ->
 
 
 def entity_weights(table: WeightTable, head: LabelledSpans, hidden: int) -> WeightTable:
-    """The encoder's table with that head. The library stores the encoder without its family's prefix."""
+    """The encoder's weights with that head. The library stores the encoder without its family's prefix."""
     entries = list(table.entries)
     if head.features != hidden:
         entries += _pair("head.projection", "token_rep_layer.projection")
@@ -179,7 +179,7 @@ def entity_weights(table: WeightTable, head: LabelledSpans, hidden: int) -> Weig
         ("span", "span_rep_layer.span_rep_layer.out_project"),
         ("label", "prompt_rep_layer"),
     ):
-        # ReLU and dropout lie between the two there.
+        # ReLU and dropout are between the two in the library.
         entries += [*_pair(f"head.{target}.inner", f"{source}.0"), *_pair(f"head.{target}.outer", f"{source}.3")]
     return replace(
         table, entries=tuple(entries), renamed=((f"^{re.escape(_ENCODER)}", table.prefix), *table.renamed), head=None

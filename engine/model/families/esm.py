@@ -1,4 +1,4 @@
-"""ESM: a pre-norm encoder of proteins, with learned or rotary positions, which scales inputs by their masks
+"""ESM: a pre-norm encoder of proteins with learned or rotary positions, which scales inputs by their masks
 (bioRxiv:2022.07.20.500902)."""
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ NAMES = EncoderNames(
 
 def _weights(model: ModelSpec) -> WeightTable:
     table = encoder_table(model, NAMES)
-    # The bias stands beside the matrix of a masked-language-model head, which has none.
+    # The bias is stored beside the matrix of a masked-language-model head, which has none.
     return replace(table, entries=tuple(e for e in table.entries if e.sources != ("lm_head.decoder.bias",)))
 
 

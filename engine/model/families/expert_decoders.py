@@ -65,7 +65,7 @@ def _phimoe(c: Any) -> Attention:
 
 
 def _phimoe_position(c: Any) -> Rotary:
-    """Rotated features are multiplied by a setting of the family's own, where positions are stretched."""
+    """If positions are stretched, rotated features are multiplied by a setting of this family."""
     part = rotary(c)
     if part.scaling is None:
         return part
@@ -174,7 +174,7 @@ def _hunyuan(c: Any) -> FeedForward | list[FeedForward]:
 
 def _qwen_moe(c: Any) -> list[Attention]:
     older = c.model_type == "qwen2_moe"
-    # Qwen3's config itself sets it to None if use_sliding_window is false; its layers are all alike.
+    # Qwen3's config sets it to None if use_sliding_window is false; all its layers are the same.
     windows = layer_windows(c) if older else [sliding_window(c.sliding_window)] * c.num_hidden_layers
     return windowed(
         c,
@@ -189,7 +189,7 @@ def _qwen_moe(c: Any) -> list[Attention]:
 def _qwen_networks(c: Any) -> list[FeedForward]:
     """Experts in every decoder_sparse_step-th layer, unless mlp_only_layers lists it.
 
-    Qwen2's have a network beside them that every token goes to, more or less.
+    Qwen2's layers also have a network for every token, weighted by a gate.
     """
     every, act = c.decoder_sparse_step, activation(c.hidden_act)
     if every < 1:
@@ -282,7 +282,7 @@ def _gpt_oss(c: Any) -> Experts:
 
 def _gpt_oss_weights(target: str, source: str, _part: FeedForward) -> list[Entry]:
     stored = f"{source}.mlp.experts"
-    # Gates and what they open lie in turns; blocks of MXFP4 hold rows of outputs, plain matrices rows of inputs.
+    # Gates and their counterparts alternate; blocks of MXFP4 contain rows of outputs, plain matrices rows of inputs.
     forms: list[tuple[str, str, Transform, int]] = [
         ("up", "gate_up_proj", Alternating(), 1),
         ("down", "down_proj", Same(), 2),
@@ -307,10 +307,10 @@ def _dbrx(c: Any) -> Attention:
 
 
 def _dbrx_position(c: Any) -> Rotary:
-    """The rotary base of attn_config counts if it has one.
+    """The rotary base of attn_config applies if there is one.
 
-    Published configs give it there, where transformers (5.23) does not look for it, and a model that was trained with
-    another base would answer nonsense.
+    Published configs have it there, where transformers (5.23) does not look; a model that was trained with another base
+    would answer nonsense.
     """
     found = rotary(c)
     theta = getattr(c.attn_config, "rope_theta", None)
@@ -330,7 +330,9 @@ def _dbrx_refusals(c: Any) -> None:
             f"ffn_config.moe_normalize_expert_weights must be 1 or null, got {own.moe_normalize_expert_weights}."
         )
     if others := sorted(set(own.ffn_act_fn) - {"name"}):
-        raise UnsupportedModelError(f"ffn_config.ffn_act_fn must hold a name alone, but holds {', '.join(others)}.")
+        raise UnsupportedModelError(
+            f"ffn_config.ffn_act_fn must contain only a name, but also contains {', '.join(others)}."
+        )
 
 
 def _dbrx_experts(c: Any) -> Experts:
@@ -377,7 +379,7 @@ FAMILIES = (
             )
         ),
     ),
-    # Two experts a token, chosen one after the other (arXiv:2404.14219).
+    # Two experts per token, chosen one after the other (arXiv:2404.14219).
     decoder(
         "Phi-3.5-MoE",
         (*pairs("Phimoe"), "PhiMoEForCausalLM"),
@@ -405,7 +407,7 @@ FAMILIES = (
         ),
         refuse=_olmoe_refusals,
     ),
-    # LLaMA's or Mixtral's blocks with constants that multiply.
+    # LLaMA's or Mixtral's blocks with constant factors.
     decoder(
         "Granite and GraniteMoE",
         pairs("Granite", "GraniteMoe", "GraniteMoeShared", "GraniteSWA", "GraniteMoeSWA"),
@@ -462,7 +464,7 @@ FAMILIES = (
         ffn=_glm4_networks,
         names=DecoderNames(guesses=True),
     ),
-    # What guesses later tokens (mtp) is unread in transformers, too.
+    # Layers that predict later tokens (mtp) are unread in transformers too.
     decoder(
         "ERNIE 4.5 with experts",
         pairs("Ernie4_5_Moe"),
@@ -492,7 +494,7 @@ FAMILIES = (
         names=DecoderNames(ffn=_gpt_oss_weights),
         reads_mxfp4=True,
     ),
-    # The eps is no setting of the config.
+    # The eps is not a setting of the config.
     decoder(
         "DBRX",
         pairs("Dbrx"),

@@ -1,4 +1,4 @@
-"""FNet: BERT's encoder with Fourier transforms in the place of attention (arXiv:2105.03824)."""
+"""FNet: BERT's encoder with Fourier transforms instead of attention (arXiv:2105.03824)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.model.spec import NO_ATTENTION, Block, Fourier, Post, Stack
 
 
 def _stack(config: Any) -> Stack:
-    # With use_tpu_fourier_optimizations the same transform is computed by other means.
+    # use_tpu_fourier_optimizations computes the same transform by other means.
     check_settings(config)
     layer_norm = Norm("layer", config.layer_norm_eps, bias=True)
     block = Block(

@@ -1,4 +1,4 @@
-"""Gemma 3n and 4 as text models: layers read vectors of their own for each token, and the last ones read the keys and
+"""Gemma 3n and 4 as text models: layers read separate vectors for each token, and the last ones read the keys and
 values of earlier layers. In Gemma 3n the stream has several versions."""
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _read_layers(c: Any) -> list[int | None]:
 
 
 def _of_layer(c: Any, layer: int) -> dict[str, int]:
-    """What layers may have of their own: the sizes of heads, and the number of KV heads."""
+    """What layers may have separately: the sizes of heads, and the number of KV heads."""
     own = (getattr(c, "layer_overrides", None) or {}).get(str(layer), {})
     return {
         "head_dim": own.get("head_dim", c.head_dim),
@@ -251,7 +251,7 @@ def _weights(model: ModelSpec) -> WeightTable:
     stack = model.decoder
     assert stack is not None
     names = replace(_PLAIN, ffn=_network_weights(stack.hidden_size), qk_norm="")
-    # Layers that read the keys of others may have matrices for keys that nobody reads.
+    # Layers that read the keys of others may have unused matrices for keys.
     unread = tuple(
         rf"layers\.{i}\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*"
         for i, block in enumerate(stack.blocks)
@@ -313,7 +313,7 @@ def _family(
     )
 
     def spec(config: Any) -> ModelSpec:
-        # transformers' own class refuses to tell what layers may have of their own.
+        # transformers' own class does not say what layers may have separately.
         plain = config if isinstance(config, PublishedConfig) else published(config)
         return whole(plain, base.spec(plain))
 

@@ -37,7 +37,7 @@ def _stack(config: Any) -> Stack:
     block = Block(
         placement=Post(layer_norm, layer_norm),
         attention=multi_head(config, position=TwoSidedSlopes(slopes(config.num_attention_heads)), causal=False),
-        # The gates' matrix has no bias, the other one has.
+        # The gates' matrix has no bias; the other one has.
         ffn=Gated(config.intermediate_size, _GATES[kind], bias=True),
     )
     return Stack(
@@ -50,7 +50,7 @@ def _stack(config: Any) -> Stack:
 
 def _network_weights(target: str, source: str, _part: FeedForward) -> list[Entry]:
     return [
-        # What is activated comes first, as in our own matrix.
+        # The activated part comes first, as in our own matrix.
         Entry(f"{target}.gate_up.weight", (f"{source}.mlp.gated_layers.weight",), shard_axis=0),
         Entry(f"{target}.gate_up.bias", (f"{source}.mlp.gated_layers.bias",), shard_axis=0, default=0.0),
         *linear(f"{target}.down", f"{source}.mlp.wo", True, 1),

@@ -1,4 +1,4 @@
-"""The kind of an unknown model, as far as the settings in its config tell."""
+"""The kind of an unknown model, as far as its config reveals it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.configs.published import published
 
-# Settings of recurrent and state-space layers, types of such layers, and families that have neither.
+# Settings of recurrent and state-space layers, names of such layer types, and families that have neither.
 _STATE = re.compile(r"(^|_)(mamba|ssm|lru|linear_conv|linear_attn|conv_l|time_step|state_size)(_|$)", re.IGNORECASE)
 _STATE_LAYERS = frozenset({"linear_attention", "conv", "mamba", "mamba2", "recurrent"})
 _ATTENTION_LAYERS = frozenset({"attention", "full_attention", "sliding_attention"})
@@ -20,7 +20,7 @@ _OF_TRAINING = re.compile(
 
 
 def keeps_state(config: Any) -> bool:
-    """Whether some of a model's layers, of its text part if it has one, keep a state instead of keys and values."""
+    """Whether some layers of a model (or of its text part, if it has one) keep a state instead of keys and values."""
     config = getattr(config, "text_config", None) or config
     kinds = (getattr(config, name, None) for name in ("layer_types", "layers_block_type", "block_types"))
     layers = {str(kind) for kind in next((found for found in kinds if found), ())}
@@ -39,20 +39,19 @@ def own_settings(config: Any) -> dict[str, Any]:
 
 @cache
 def settings_of_class(name: str) -> frozenset[str]:
-    """Names of the settings that configs of a class of transformers have, and not every config; empty if there is
-    none of that name."""
+    """Names of the settings of a transformers config class that not every config has; empty if there is no such
+    class."""
     kind = _class(name)
     return frozenset() if kind is None else frozenset(own_settings(kind()))
 
 
 def model_type_of(name: str) -> str | None:
-    """The type of models that configs of a class of transformers are for; None if there is none of that name."""
+    """The model type of a transformers config class; None if there is no such class."""
     return getattr(_class(name), "model_type", None)
 
 
 def unknown_settings(config: Any, name: str) -> list[str]:
-    """Settings of a config that a class of configs does not have, in their order: those that are on, and not for
-    training alone."""
+    """Settings of a config that a config class lacks, in order: only those that are on and not just for training."""
     known = settings_of_class(name)
     return [
         own
@@ -63,11 +62,11 @@ def unknown_settings(config: Any, name: str) -> list[str]:
 
 @cache
 def _of_any() -> frozenset[str]:
-    """Names of the settings of any config, and of what a published one has beside them."""
+    """Names of the settings that every config, or every published one, has."""
     return frozenset(vars(published(_class("PreTrainedConfig")())))
 
 
 def _class(name: str) -> Any:
-    import transformers  # slow, and only for what is refused
+    import transformers  # slow, and only used for refusals
 
     return getattr(transformers, name, None)

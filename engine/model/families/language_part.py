@@ -1,4 +1,4 @@
-"""Vision-language models whose language part is a family of its own: they are served as that, without what sees."""
+"""Vision-language models whose language part is a supported family: they are served as that family, without vision."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.model.table import WeightTable
 
 logger = logging.getLogger("octavo.model")
 
-# Those that, without an image, compute what their language part computes.
+# Models that, without an image, compute the same as their language part.
 ARCHITECTURES = frozenset(
     {
         "AyaVisionForConditionalGeneration",
@@ -34,8 +34,8 @@ ARCHITECTURES = frozenset(
         "SmolVLMForConditionalGeneration",
     }
 )
-# What they are built around, by the type of the inner config. Qwen's rotary positions have three axes, on which texts
-# stand at the same places.
+# Models that they are built around, by the type of the inner config. Qwen's rotary positions have three axes, which are
+# equal for texts.
 _FAMILIES = {
     "cohere": "CohereForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
@@ -63,14 +63,14 @@ _FAMILIES = {
     "smollm3": "SmolLM3ForCausalLM",
 }
 _WHOLE = "config_of_the_whole"
-_MARK = "language_part_of"  # in the config of a language part: the architecture of the whole
+_MARK = "language_part_of"  # in the config of a language part: the architecture of the whole model
 
 
 def language_part(config: Any) -> Any:
-    """The config of a vision-language model's language part; of any other model the config itself.
+    """The config of a vision-language model's language part; for other models, the config itself.
 
     Raises:
-        UnsupportedModelError: the language part is none that is served.
+        UnsupportedModelError: the language part is not supported.
     """
     name = next(iter(getattr(config, "architectures", None) or ()), "")
     if name not in ARCHITECTURES:
@@ -83,7 +83,7 @@ def language_part(config: Any) -> Any:
             f"{', '.join(sorted(_FAMILIES))}."
         )
     text.architectures = [own]
-    # What the whole says of the end of its texts, and whether its head is the table of tokens.
+    # Settings of the whole model about the end of texts, and whether its head is the token table.
     text.tie_word_embeddings = config.tie_word_embeddings
     for setting in ("dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id"):
         if getattr(text, setting, None) is None:
@@ -94,7 +94,7 @@ def language_part(config: Any) -> Any:
 
 
 def whole_of(config: Any) -> str | None:
-    """The architecture that this language part's config is from, or None."""
+    """The architecture of the whole model that this language part's config is from, or None."""
     name = getattr(config, _MARK, None)
     return name if isinstance(name, str) else None
 
@@ -112,7 +112,7 @@ def vision_of(config: Any) -> Vision | None:
 
 
 def without_vision(table: WeightTable) -> WeightTable:
-    """A family's table, for a checkpoint that also holds a vision encoder."""
+    """A family's weights in a checkpoint that also contains a vision encoder."""
     return replace(
         table,
         renamed=(

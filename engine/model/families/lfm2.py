@@ -30,7 +30,7 @@ def _attends(c: Any) -> list[bool]:
     """Whether each layer is attention.
 
     Raises:
-        UnsupportedModelError: a layer of another type, or too few or too many of them.
+        UnsupportedModelError: a layer has another type, or there are too few or too many.
     """
     types = c.layer_types or ["full_attention"] * c.num_hidden_layers
     if len(types) != c.num_hidden_layers:

@@ -1,5 +1,5 @@
-"""Llama 4, as a text model: layers that see a chunk, and every few one without positions that sees all; experts that
-read what was scaled for them, beside one for every token."""
+"""Llama 4 as a text model: layers that see a chunk, and every few layers one without positions that sees everything;
+experts with scaled inputs, beside one for every token."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _attentions(config: Any) -> list[Attention]:
             position=turned if rotates else None,
             temperature=None if rotates else tuned,
             window=_sight(config, kind),
-            # After rotation in the reference, which changes no square.
+            # After rotation in the reference, which does not change squares.
             qk_norm=norm if rotates else None,
             bias=config.attention_bias,
         )
@@ -64,7 +64,7 @@ def _sight(config: Any, kind: str) -> Sight | None:
 
 
 def _networks(config: Any) -> list[FeedForward]:
-    """A plain network for each layer, or experts, as `moe_layers` says."""
+    """A plain network for each layer, or experts, according to `moe_layers`."""
     act = activation(config.hidden_act)
     plain, expert = Gated(config.intermediate_size_mlp, act), Gated(config.intermediate_size, act)
     chosen = set(config.moe_layers)

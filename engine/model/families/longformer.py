@@ -25,10 +25,10 @@ def _stack(config: Any) -> Stack:
 
 
 def windows(config: Any, layers: int) -> list[Window]:
-    """The window of each layer: half of `attention_window` to either side.
+    """The window of each layer: half of `attention_window` on either side.
 
     Raises:
-        UnsupportedModelError: the setting does not say that of each layer.
+        UnsupportedModelError: the setting does not cover each layer.
     """
     sizes = config.attention_window
     sizes = [sizes] * layers if isinstance(sizes, int) else list(sizes)
@@ -52,7 +52,7 @@ def _global_tokens(config: Any) -> GlobalTokens | None:
 
 
 def global_weights(block: Block, target: str, source: str) -> list[Entry]:
-    """The projections for global tokens of a layer's attention, given our name of it and the stored one."""
+    """The projections for global tokens of a layer's attention, from our name and the stored name."""
     names = (f"{source}.query_global", f"{source}.key_global", f"{source}.value_global")
     return qkv(f"{target}.attention.inner.global_qkv", names, block.attention)
 

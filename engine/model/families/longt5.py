@@ -1,5 +1,4 @@
-"""LongT5: T5 whose encoder reads long texts, through a window in each layer and perhaps sums of blocks
-(arXiv:2112.07916)."""
+"""LongT5: T5 for long texts, with a window in each encoder layer and optional sums of blocks (arXiv:2112.07916)."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ def weights(model: ModelSpec) -> WeightTable:
         for i in range(len(model.encoder.blocks)):
             source = f"encoder.block.{i}.layer.0.SelfAttention.global_input_layer_norm.weight"
             entries.append(Entry(f"encoder.blocks.{i}.attention.inner.block_norm.weight", (source,)))
-    # The encoder's attention has a name for each kind.
+    # The encoder's attention has another name for each kind.
     renamed = ((r"\.(Local|TransientGlobal)SelfAttention\.", ".SelfAttention."),)
     return replace(table, entries=tuple(entries), renamed=renamed)
 

@@ -77,7 +77,7 @@ def spec(config: Any) -> ModelSpec:
 
 
 def _check(config: Any) -> None:
-    """Refuse what no published model has.
+    """Refuse settings that no published model has.
 
     Raises:
         UnsupportedModelError: names the setting.
@@ -108,7 +108,7 @@ def weights(model: ModelSpec) -> WeightTable:
     entries = embedding_weights(model, "mobilebert")
     around = model.encoder.embedding.neighbours
     if around is not None:
-        # What follows a token comes first.
+        # The part for the next token comes first.
         name, how = "mobilebert.embeddings.embedding_transformation", Reversed(around.taps)
         entries += [
             Entry("encoder.embedding.neighbours.weight", (f"{name}.weight",), how, shard_axis=0),

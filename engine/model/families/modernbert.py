@@ -1,4 +1,4 @@
-"""ModernBERT: pre-norm encoder, gated GELU, local and global layers with a theta each (arXiv:2412.13663)."""
+"""ModernBERT: pre-norm encoder, gated GELU, local and global layers with separate theta (arXiv:2412.13663)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def spec(config: Any) -> ModelSpec:
 
 
 def block_norm(config: Any) -> Norm:
-    """The norm that all places use."""
+    """The norm used everywhere."""
     return Norm("layer", config.norm_eps, bias=config.norm_bias)
 
 
@@ -64,7 +64,7 @@ def stack(config: Any, layer_norm: Norm, windows: Sequence[Window | None], *, ca
 
 
 def _windows(config: Any) -> list[Window | None]:
-    """The window of each layer: a local one sees half of `local_attention` to either side, and itself."""
+    """The window of each layer: a local one sees half of `local_attention` on either side, and itself."""
     types = config.layer_types
     if len(types) != config.num_hidden_layers:
         raise UnsupportedModelError(
@@ -126,7 +126,7 @@ def weights(model: ModelSpec) -> WeightTable:
     return WeightTable(tuple(entries), prefix="model.", ignored=tuple(ignored), head="decoder.weight")
 
 
-# A fused gate and up matrix has what is activated first, as in our own matrix.
+# In a fused gate and up matrix, the activated part comes first, as in our own matrix.
 NAMES = StackNames(
     tokens="embeddings.tok_embeddings",
     embedding_norm="embeddings.norm",

@@ -17,13 +17,13 @@ from engine.model.table import Family, WeightTable
 def spec(config: Any) -> ModelSpec:
     name = config.architectures[0]
     if name.endswith("ForSequenceClassification"):
-        raise UnsupportedModelError(f"{name} is not supported: no part has its layer before the scores of classes.")
+        raise UnsupportedModelError(f"{name} is not supported: its layer before the class scores is not implemented.")
     layer_norm = block_norm(config)
     decoder = stack(config, layer_norm, layer_windows(config), causal=True)
     layer = HeadLayer(activation(config.classifier_activation), layer_norm, bias=config.classifier_bias)
     with_head = name == "ModernBertDecoderForCausalLM"
     head = Lm(
-        # Without the layer, which the headless model does not store, the token table is no head.
+        # Without the layer, which the headless model does not store, the token table is not a head.
         tied=with_head and config.tie_word_embeddings,
         layer=layer if with_head else None,
         bias=with_head and config.decoder_bias,

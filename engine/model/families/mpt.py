@@ -1,6 +1,6 @@
 """MPT: ALiBi, no biases, clipped queries, keys and values.
 
-As in transformers (5.23), alibi_bias_max and logit_scale have no effect; a config that sets them is warned of.
+As in transformers (5.23), alibi_bias_max and logit_scale have no effect; a config that sets them causes a warning.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _check(config: Any) -> None:
 
 
 def _warn(config: Any) -> None:
-    """Say what the reference passes over in silence."""
+    """Warn about settings that the reference silently ignores."""
     passed = {
         "attn_config.alibi_bias_max": (config.attn_config.alibi_bias_max, 8),
         "logit_scale": (config.logit_scale, None),
@@ -52,9 +52,9 @@ def _warn(config: Any) -> None:
 
 
 def _refuse(config: Any) -> None:
-    """Refuse variants of the published code that the reference does not have, and would take for the usual form.
+    """Refuse variants of the published code that the reference lacks and would treat as the usual form.
 
-    Biases, learned positions and other widths need no word here: loading then finds tensors that have no place, or
+    Biases, learned positions and other widths need no check here: loading finds tensors without an entry, or with
     another shape.
     """
     own = config.attn_config
@@ -81,7 +81,7 @@ FAMILY = decoder(
     ("MptForCausalLM", "MPTForCausalLM", "MptModel"),
     "ALiBi, clipped queries, keys and values, norms without biases",
     attention=_attention,
-    # The reference pays no heed to expansion_ratio; a checkpoint of another width is refused by its shapes.
+    # The reference ignores expansion_ratio; a checkpoint of another width is refused by its shapes.
     ffn=lambda c: Dense(4 * c.hidden_size, "gelu"),
     norm=lambda c: Norm("layer", c.layer_norm_epsilon),
     context_length=lambda c: c.max_seq_len,

@@ -52,11 +52,11 @@ class ExpertNames:
     """Names of a layer's experts. They follow the name of the layer.
 
     Attributes:
-        router: the matrix that chooses.
-        each: what numbers of experts follow, and under them the `matrices`.
-        fused: under it lie the matrices of all experts as one; `fused_router` is the router's name then, if another.
-        always: the network of every token; `opening` the matrix that opens it.
-        corrections: the names that the correction of scores may have, stored as `correction_form` says.
+        router: the matrix of the router.
+        each: the prefix of expert indices; the `matrices` are below each index.
+        fused: the prefix of matrices of all experts in one; `fused_router` is then the router's name, if different.
+        always: the network for every token; `opening` is the matrix of its gate.
+        corrections: possible names of the score correction, stored according to `correction_form`.
     """
 
     router: str = "mlp.gate"
@@ -75,21 +75,21 @@ class LayerNames:
     """Names of a layer's weights, LLaMA's by default. They follow the name of the layer.
 
     Attributes:
-        qkv: the matrices of queries, keys and values, or the one matrix that holds all three.
+        qkv: the matrices of queries, keys and values, or the single matrix with all three.
         qkv_form: how they are stored; None: queries first, then keys, then values.
         out: the matrix after attention.
         gate: the matrix that makes the gates of attention's results.
-        attention: the entries of attention of another form, given our name, the layer's name and the part.
-        mixing: the entries of a layer that carries a state in the place of attention, likewise.
-        qk_norm: norms of queries and keys, with `{}` in the place of q or k, or `{word}` in that of query or key; with
-            `{head}` where the norm of each head is a vector of its own. Empty: `attention` gives them.
-        norms: one name for each norm of the placement, in the order in which a layer applies them.
-        ffn: gate, up and down of a gated network, or its fused gate and up, and down; up and down of a plain one.
-            A function for all others: it gets our name, the layer's name and the part.
-        experts: of the layers that have some.
+        attention: the entries of another form of attention, from our name, the layer's name and the part.
+        mixing: the entries of a layer that carries a state instead of attention, from the same arguments.
+        qk_norm: norms of queries and keys, with `{}` for q or k, or `{word}` for query or key, and with `{head}` if the
+            norm of each head is a separate vector. Empty if `attention` gives them.
+        norms: one name for each norm of the placement, in the order of application.
+        ffn: gate, up and down of a gated network, or its fused gate and up, and down; up and down of a plain one. For
+            other forms, a function of our name, the layer's name and the part.
+        experts: names for layers with experts.
         cross, cross_norm: queries, keys, values and output of attention to an encoder, and its norm.
-        matrix: how each matrix is stored; None: as ours.
-        norm_weight: how the weight of each norm is stored; None: as ours.
+        matrix: how each matrix is stored; None: like ours.
+        norm_weight: how the weight of each norm is stored; None: like ours.
     """
 
     qkv: str | tuple[str, str, str] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -117,9 +117,9 @@ class StackNames(LayerNames):
     """Names of the weights of an encoder or a decoder, LLaMA's by default.
 
     Attributes:
-        stem: the beginning of all names.
+        stem: the prefix of all names.
         tokens: the token table after the stem; empty if it is stored elsewhere.
-        positions: the position table, in full after the stem.
+        positions: the full name of the position table after the stem.
         embedding_norm, final_norm, layers: their names after the stem.
     """
 
@@ -133,14 +133,15 @@ class StackNames(LayerNames):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderNames(StackNames):
-    """Names of the weights of a model that is a decoder, LLaMA's by default.
+    """Names of the weights of a decoder-only model, LLaMA's by default.
 
-    Checkpoints of the headless model leave the first word of the stem out.
+    Checkpoints of the headless model omit the first word of the stem.
 
     Attributes:
         head: the output matrix.
         unread: patterns of names that no answer depends on (`WeightTable.ignored`), after the stem and a dot.
-        guesses: checkpoints hold layers after the last that guess later tokens; transformers leaves them unread, too.
+        guesses: whether checkpoints contain extra layers that predict later tokens; transformers does not read them
+            either.
         renamed: older names (`WeightTable.renamed`).
     """
 
@@ -167,7 +168,7 @@ def decoder_table(model: ModelSpec, names: DecoderNames) -> WeightTable:
 
 
 def stack_weights(side: str, stack: Stack, names: StackNames) -> list[Entry]:
-    """The weights of an encoder or a decoder; `side` says which, as our names do."""
+    """The weights of an encoder or a decoder; `side` says which, as in our names."""
     embedding, stem, entries = stack.embedding, names.stem, list[Entry]()
     assert isinstance(embedding, Tokens)
     if names.tokens:
@@ -191,7 +192,7 @@ def layer_weights(target: str, source: str, block: Block, names: LayerNames) -> 
         source: its name in checkpoints.
     """
     part, inner, ffn = block.attention, f"{target}.attention.inner", f"{target}.ffn.inner"
-    # A layer with fewer norms than names has one for both sublayers.
+    # A layer with fewer norms than names has one norm for both sublayers.
     entries = [
         entry
         for (place, own), name in zip(norm_places(block.placement), names.norms, strict=False)
@@ -229,7 +230,7 @@ def layer_weights(target: str, source: str, block: Block, names: LayerNames) -> 
 
 
 def norm_places(placement: Placement) -> list[tuple[str, Norm | None]]:
-    """Our names of a layer's norms, in the order in which the layer applies them."""
+    """Our names of a layer's norms, in the order of application."""
     match placement:
         case Pre(first, second):
             return [("attention.before", first), ("ffn.before", second)]
@@ -247,12 +248,12 @@ def norm_places(placement: Placement) -> list[tuple[str, Norm | None]]:
 
 
 def norm_weights(target: str, source: str, part: Norm | None, weight: Transform | None = None) -> list[Entry]:
-    """The weight and the bias of a norm, as far as it has them; None has neither."""
+    """The weight and the bias of a norm, if it has them; None has neither."""
     return [] if part is None else norm(target, source, bias=part.bias, weight=part.weight, transform=weight)
 
 
 def qk_norm_weights(target: str, names: str, part: Attention) -> list[Entry]:
-    """Norms of queries and keys, as far as attention has them; `names` as in `LayerNames.qk_norm`."""
+    """Norms of queries and keys, if attention has them; `names` as in `LayerNames.qk_norm`."""
     entries: list[Entry] = []
     for ours, word, heads in (("queries", "query", part.heads), ("keys", "key", part.kv_heads)):
         name = partial(names.format, word[0], word=word)

@@ -46,7 +46,7 @@ def by_layer(c: Any, dense: FeedForward, experts: FeedForward) -> list[FeedForwa
 def _shared(
     c: Any, width: int, routing: Routing, *, always: int | None = None, normalize: bool = True, bias: bool = False
 ) -> FeedForward:
-    """Experts of `width` features beside a network of `always` features, where there is one, which may have biases."""
+    """Experts of `width` features beside a network of `always` features, if there is one, which may have biases."""
     act = activation(c.hidden_act)
     chosen = routed(
         Gated(width, act), count=c.num_experts, active=c.num_experts_per_tok, normalize=normalize, routing=routing

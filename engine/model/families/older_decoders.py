@@ -1,4 +1,4 @@
-"""Decoders that name their weights otherwise than LLaMA does, among them GPT-2 and its kin."""
+"""Decoders whose weights have other names than LLaMA's, including GPT-2 and its relatives."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def _learned(c: Any) -> Tokens:
 
 
 def _group_by_group(part: Attention) -> Transform:
-    """Queries with the key and the value that they share."""
+    """Queries together with the key and the value that they share."""
     return Interleaved(part.kv_heads, part.heads // part.kv_heads, part.head_dim)
 
 
-# ---------------------------------------------------------------- GPT-2 and its kin
+# ---------------------------------------------------------------- GPT-2 and relatives
 
 # Causal masks that old checkpoints store as buffers are unread.
 GPT2 = DecoderNames(
@@ -77,7 +77,7 @@ def _gpt2(c: Any) -> list[Attention]:
 
 
 def _gpt_neo(c: Any) -> list[Attention]:
-    """Scores that are not scaled, and layers that see a window only."""
+    """Unscaled scores, and some layers with a window."""
     kinds = c.attention_layers
     if others := sorted(set(kinds) - {"global", "local"}):
         raise UnsupportedModelError(f"attention_types of the config holds {others[0]!r}; implemented: global, local.")
@@ -92,7 +92,7 @@ def _gpt_neo(c: Any) -> list[Attention]:
 
 
 def _four_times(c: Any, width: int | None) -> Dense:
-    """A network of that width, by default of four times hidden_size."""
+    """A network of that width, by default four times hidden_size."""
     return Dense(4 * c.hidden_size if width is None else width, activation(c.activation_function), bias=True)
 
 
@@ -107,12 +107,12 @@ def _gptj(c: Any) -> Attention:
         raise UnsupportedModelError(
             f"rotary_dim must be an even number from 2 to the {head_dim} features of a head, got {turned}."
         )
-    # The base is no setting of the config.
+    # The base is not a setting of the config.
     return multi_head(c, position=Rotary(turned, 10_000.0, interleaved=True), bias=False)
 
 
 def _gptj_weights(model: ModelSpec) -> WeightTable:
-    """Queries, keys and values apart as GPT-J stores them, or as CodeGen does."""
+    """Queries, keys and values as separate matrices, as in GPT-J, or as in CodeGen."""
     names = replace(
         GPT2,
         qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"),
@@ -136,7 +136,7 @@ def _gptj_weights(model: ModelSpec) -> WeightTable:
     return replace(table, entries=(*table.entries, *fused))
 
 
-# What `afn` of the first GPT may be; gelu is the approximation by tanh.
+# Possible values of the first GPT's `afn`; gelu is the approximation by tanh.
 AFN: dict[str, Activation] = {"relu": "relu", "gelu": "gelu_tanh", "silu": "silu", "swish": "silu"}
 
 
@@ -148,7 +148,7 @@ def _gpt(c: Any) -> Dense:
 
 def _gpt_neox(c: Any) -> Attention:
     head_dim = c.hidden_size // c.num_attention_heads
-    # No setting of this family, but rotary positions would heed it.
+    # Not a setting of this family, but rotary positions would obey it.
     if (getattr(c, "head_dim", None) or head_dim) != head_dim:
         raise UnsupportedModelError(
             f"head_dim must be hidden_size / num_attention_heads = {head_dim} for this architecture, got {c.head_dim}."
@@ -232,14 +232,14 @@ def _falcon_weights(model: ModelSpec) -> WeightTable:
 
 def _bloom_refusals(c: Any) -> None:
     if c.slow_but_exact and c.pretraining_tp > 1:
-        # The reference then leaves out the biases of the output projections, which no model was trained without.
+        # The reference then omits the biases of the output projections, but every model was trained with them.
         raise UnsupportedModelError(
             f"slow_but_exact with pretraining_tp {c.pretraining_tp} is not implemented. Set slow_but_exact to "
             "false: it was meant to change no more than rounding."
         )
 
 
-OFFSET = 2  # rows of OPT's, XGLM's and BioGPT's position tables that no token reads
+OFFSET = 2  # rows of OPT's, XGLM's and BioGPT's position tables that no token uses
 
 
 def _opt_embedding(c: Any) -> Tokens:
@@ -253,7 +253,7 @@ def _opt_embedding(c: Any) -> Tokens:
 
 def _opt_norm(c: Any) -> Norm:
     learned = c.layer_norm_elementwise_affine
-    return Norm("layer", 1e-5, bias=learned, weight=learned)  # the eps is no setting of the config
+    return Norm("layer", 1e-5, bias=learned, weight=learned)  # the eps is not a setting of the config
 
 
 OPT = DecoderNames(
@@ -264,7 +264,7 @@ OPT = DecoderNames(
     out=FAIRSEQ.out,
     norms=FAIRSEQ.norms,
     ffn=FAIRSEQ.ffn,
-    # A mark of the format that the first checkpoints store as a buffer.
+    # A format marker that the first checkpoints store as a buffer.
     unread=("version",),
 )
 
@@ -329,7 +329,7 @@ FAMILIES = (
         crosses=lambda c: c.add_cross_attention,
         names=replace(GPT2, matrix=Conv1d()),
     ),
-    # arXiv:2301.03988. The second name is of the time before transformers knew the family.
+    # arXiv:2301.03988. The second name is from before transformers supported the family.
     decoder(
         "GPT-BigCode",
         ("GPTBigCodeForCausalLM", "GPTBigCodeLMHeadModel", "GPTBigCodeModel"),
@@ -439,7 +439,7 @@ FAMILIES = (
         placement=_falcon_placement,
         weights=_falcon_weights,
     ),
-    # arXiv:2211.05100. Only some configs say which length the published models were trained with.
+    # arXiv:2211.05100. Only some configs contain the length that the published models were trained with.
     decoder(
         "BLOOM",
         pairs("Bloom"),
@@ -460,7 +460,7 @@ FAMILIES = (
             unread=(r"h\.\d+\.self_attention\.scale_mask_softmax\.causal_mask",),
         ),
     ),
-    # arXiv:1909.05858. The eps of all norms but the last is no setting of the config.
+    # arXiv:1909.05858. The eps of all norms except the last is not a setting of the config.
     decoder(
         "CTRL",
         ("CTRLLMHeadModel", "CTRLModel"),

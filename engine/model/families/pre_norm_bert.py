@@ -1,4 +1,4 @@
-"""MegatronBERT, XLM-R XL and RoBERTa-PreLayerNorm: encoders of BERT's and RoBERTa's parts with norms before sublayers
+"""MegatronBERT, XLM-R XL and RoBERTa-PreLayerNorm: encoders with parts of BERT and RoBERTa, and norms before sublayers
 (arXiv:1909.08053, arXiv:2105.00572)."""
 
 from __future__ import annotations

@@ -55,12 +55,12 @@ def spec(config: Any) -> ModelSpec:
         encoder=stack("encoder"),
         decoder=stack("decoder"),
         head=Lm(tied=config.tie_word_embeddings),
-        context_length=config.max_position_embeddings - 2,  # a token's row and that of the next one
+        context_length=config.max_position_embeddings - 2,  # a token's row and the row of the next token
     )
 
 
 def _check(config: Any) -> None:
-    """Refuse what the reference cannot compute, or computes in two ways."""
+    """Refuse settings that the reference cannot compute, or computes in two ways."""
     if not config.add_cross_attention:
         raise UnsupportedModelError("add_cross_attention must be true: the decoder attends to the encoder.")
     if config.pad_token_id != 0:
@@ -114,7 +114,7 @@ NAMES = StackNames(
 
 
 def _stack(side: str, stack: Stack) -> list[Entry]:
-    """Names of what a stack has besides its token table."""
+    """Names in a stack besides its token table."""
     entries = stack_weights(side, stack, replace(NAMES, stem=f"prophetnet.{side}"))
     for i, block in enumerate(stack.blocks):
         if block.attention.query_bias:

@@ -1,7 +1,7 @@
-"""The settings of rotary positions in a config (`rope_parameters`) to the scaling that they ask for.
+"""Converts a config's settings of rotary positions (`rope_parameters`) to a scaling.
 
-Names, defaults and formulas are those of transformers' `modeling_rope_utils`. A setting that is absent or makes
-no sense is refused by name: a guessed one would only show as worse answers.
+Names, defaults and formulas are those of transformers' `modeling_rope_utils`. A missing or invalid setting is refused
+by name, because a guess would only show as worse answers.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from engine.model.positions import (
 
 
 def settings_of(config: Any, layer_type: str | None) -> Mapping[str, Any]:
-    """The settings that hold for layers of this type, which may be the same for all.
+    """The settings for layers of this type, which may be the same for all.
 
     Raises:
-        UnsupportedModelError: there are settings by layer type, and none for this one.
+        UnsupportedModelError: there are settings by layer type, but none for this one.
     """
     settings: Mapping[str, Any] = config.rope_parameters or {}
     nested = sorted(n for n, value in settings.items() if isinstance(value, Mapping) or n.endswith("_attention"))
@@ -36,7 +36,7 @@ def settings_of(config: Any, layer_type: str | None) -> Mapping[str, Any]:
     if not isinstance(found, Mapping):
         wanted = "one set for all layers" if layer_type is None else f"some for {layer_type}"
         raise UnsupportedModelError(
-            f"rope_parameters in the checkpoint's config holds settings for {', '.join(nested)}, but this "
+            f"rope_parameters in the checkpoint's config contains settings for {', '.join(nested)}, but this "
             f"architecture needs {wanted}."
         )
     return found
@@ -53,11 +53,11 @@ def rotated(settings: Mapping[str, Any], head_dim: int, *, partial: bool, shares
     """The number of a head's features that rotate.
 
     Args:
-        partial: the family rotates only a share of them, `partial_rotary_factor`.
+        partial: whether the family rotates only a share of them, `partial_rotary_factor`.
         shares: it rotates some pairs of all of them (`ShareScaling`).
     """
     share = settings.get("partial_rotary_factor")
-    if share is None or shares:  # the others do not turn
+    if share is None or shares:  # the others are not rotated
         share = 1.0
     elif share != 1.0 and not partial:
         raise UnsupportedModelError(f"partial_rotary_factor must be 1 for this architecture, got {share}.")
@@ -71,13 +71,13 @@ def rotated(settings: Mapping[str, Any], head_dim: int, *, partial: bool, shares
 
 
 def scaling_of(config: Any, settings: Mapping[str, Any], dim: int, *, shares: bool = False) -> Scaling | None:
-    """The stretching of the frequencies of `dim` rotated features.
+    """The scaling of the frequencies of `dim` rotated features.
 
     Args:
         shares: the family knows rotations of some pairs (`ShareScaling`).
 
     Raises:
-        UnsupportedModelError: a scaling that is not implemented, or one whose settings are absent or do not fit.
+        UnsupportedModelError: a scaling is not implemented, or its settings are missing or invalid.
     """
     match settings.get("rope_type", settings.get("type", "default")):
         case "default":
@@ -95,7 +95,7 @@ def scaling_of(config: Any, settings: Mapping[str, Any], dim: int, *, shares: bo
         case "dynamic":
             if dim == 2:
                 raise UnsupportedModelError("rope_type dynamic needs more than 2 rotated features.")
-            # As the reference has it: the length of pretraining is max_position_embeddings, whatever else is said.
+            # As in the reference, the length of pretraining is max_position_embeddings, whatever other settings say.
             return DynamicScaling(_number(settings, "factor"), _length(config, "max_position_embeddings"))
         case "llama3":
             low = _number(settings, "low_freq_factor")
@@ -113,7 +113,7 @@ def scaling_of(config: Any, settings: Mapping[str, Any], dim: int, *, shares: bo
                 slow=_turns(settings, "beta_slow", 1),
                 original_length=_original_length(config, settings),
                 attention_factor=_yarn_attention_factor(settings, factor),
-                # The reference looks for this one beside the settings by layer type, not in them.
+                # The reference looks for this setting beside the settings by layer type, not in them.
                 truncate=bool(config.rope_parameters.get("truncate", True)),
             )
         case "longrope":
@@ -135,7 +135,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _number(settings: Mapping[str, Any], name: str, default: float | None = None, *, above: float = 0.0) -> float:
-    """A setting; `default` stands in for one that is absent, null or 0."""
+    """A setting; `default` replaces a missing one, null or 0."""
     value = settings.get(name)
     if default is not None and not value:
         return float(default)
@@ -148,9 +148,9 @@ def _number(settings: Mapping[str, Any], name: str, default: float | None = None
 
 
 def _turns(settings: Mapping[str, Any], name: str, default: float) -> float:
-    """The number of turns of a feature over the original length."""
+    """The number of rotations of a feature over the original length."""
     turns = _number(settings, name, default)
-    if not 1e-18 <= turns <= 1e18:  # of others the logarithm is none
+    if not 1e-18 <= turns <= 1e18:  # the logarithm of others does not exist
         raise UnsupportedModelError(f"{name} in the config's rope_parameters must be from 1e-18 to 1e18: {turns!r}.")
     return turns
 
@@ -163,7 +163,8 @@ def _length(config: Any, name: str) -> int:
 
 
 def _original_length(config: Any, settings: Mapping[str, Any]) -> int:
-    """Tokens of context in pretraining. What stands beside the settings counts more, unless they go by layer type."""
+    """Context length in pretraining. The value beside the settings takes precedence, unless the settings are by layer
+    type."""
     by_layer_type = settings is not config.rope_parameters
     if not by_layer_type and getattr(config, "original_max_position_embeddings", None) is not None:
         return _length(config, "original_max_position_embeddings")
@@ -173,14 +174,14 @@ def _original_length(config: Any, settings: Mapping[str, Any]) -> int:
 
 
 def _factor(config: Any, settings: Mapping[str, Any]) -> float:
-    """The config's own, else how far the context was stretched."""
+    """The config's own factor, else the stretching of the context."""
     if settings.get("factor") is None:
         return _length(config, "max_position_embeddings") / _original_length(config, settings)
     return _number(settings, "factor")
 
 
 def _yarn_attention_factor(settings: Mapping[str, Any], factor: float) -> float:
-    """The config's own, else what arXiv:2309.00071 (3.4) recommends."""
+    """The config's own factor, else the recommendation of arXiv:2309.00071 (3.4)."""
     if settings.get("attention_factor") is not None:
         return _number(settings, "attention_factor")
 
@@ -194,7 +195,7 @@ def _yarn_attention_factor(settings: Mapping[str, Any], factor: float) -> float:
 
 
 def _long_attention_factor(config: Any, settings: Mapping[str, Any]) -> float:
-    """The config's own, else what arXiv:2402.13753 recommends."""
+    """The config's own factor, else the recommendation of arXiv:2402.13753."""
     if settings.get("attention_factor") is not None:
         return _number(settings, "attention_factor")
     factor = _factor(config, settings)

@@ -40,7 +40,7 @@ def spec(config: Any) -> ModelSpec:
             causal=False,
             bias=bias,
         ),
-        # GTE's gate and up projections have no biases, its down projection has one.
+        # GTE's gate and up projections have no biases; its down projection has one.
         ffn=dense_network(config) if kind == "jina_embeddings_v3" else gated_network(config, bias=kind == "gte"),
     )
     encoder = Stack(
@@ -54,7 +54,7 @@ def spec(config: Any) -> ModelSpec:
 
 
 def _heads(stem: str, masked: tuple[str, str, str], bias: str, first: tuple[str, str]) -> HeadNames:
-    """Names of heads; the pooler is unread unless the head of the first token has it."""
+    """Names of heads; the pooler is unread unless the head of the first token uses it."""
     pooler = rf"{stem}\.pooler\..*"
     return HeadNames(
         masked=masked,

@@ -1,4 +1,4 @@
-"""SigLIP: an encoder of texts and one of images, whose vectors lie in one space; a learned query pools an image
+"""SigLIP: an encoder of texts and an encoder of images with a common vector space; a learned query pools an image
 (arXiv:2303.15343)."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _of_images(config: Any) -> ModelSpec:
 
 
 def weights(model: ModelSpec) -> WeightTable:
-    # Scale and offset of similarities count for probabilities of pairs alone.
+    # Scale and offset of similarities only matter for probabilities of pairs.
     images = model.twin or model
     assert images.encoder is not None
     head = partial(_image_head, images.encoder.hidden_size)

@@ -1,7 +1,7 @@
-"""Switch Transformers: T5 with layers of experts, of which each token goes to one (arXiv:2101.03961).
+"""Switch Transformers: T5 with layers of experts, one per token (arXiv:2101.03961).
 
-An expert of the encoder takes `expert_capacity` tokens of an input. A decoder's tokens come one by one, so that there
-is always room for them; only where `transformers` is given the beginning of an answer at once it counts there, too.
+An expert of the encoder takes `expert_capacity` tokens of an input. A decoder's tokens come one by one, so there is
+always room for them; only if `transformers` gets several decoder tokens at once does the limit apply there too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def spec(config: Any) -> ModelSpec:
 
 
 def _networks(config: Any, *, decoder: bool) -> list[FeedForward]:
-    """Every so many layers one of experts, the second being the first of them."""
+    """Experts in every n-th layer, the second layer being the first of them."""
     dense = Dense(config.d_ff, activation(config.dense_act_fn))
     experts = Experts(
         dense,

@@ -1,4 +1,4 @@
-"""T5, UMT5 and their encoder alone: relative position buckets, no score scaling (arXiv:1910.10683)."""
+"""T5, UMT5 and their encoder alone: relative position buckets, unscaled scores (arXiv:1910.10683)."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 
 
 def spec(config: Any) -> ModelSpec:
-    # transformers has it from tie_word_embeddings of the stored config, and ties whatever that says; mT5 never scales.
+    # transformers takes it from tie_word_embeddings of the stored config, and ties whatever that says; mT5 never
+    # scales.
     scaled = getattr(config, "scale_decoder_outputs", False)
     return ModelSpec(
         encoder=encoder(config),
         decoder=stack(config, [feed_forward(config)] * config.num_decoder_layers, decoder=True),
         head=Lm(tied=config.tie_word_embeddings, input_scale=config.d_model**-0.5 if scaled else 1.0),
-        # Distances have no end; this is what the models were trained with.
+        # Distances have no limit; this is the length of training.
         context_length=getattr(config, "n_positions", None) or TRAINED_LENGTH,
     )
 
@@ -45,7 +46,7 @@ def feed_forward(config: Any) -> Dense | Gated:
 
 
 def stack(config: Any, networks: list[FeedForward], *, decoder: bool) -> Stack:
-    """A stack of one layer for each feed-forward network; all of them add one bias of buckets."""
+    """A stack with one layer per feed-forward network; all of them add the same bias of buckets."""
     norm = Norm("rms", config.layer_norm_epsilon)
     blocks = tuple(
         Block(
@@ -78,7 +79,7 @@ def _buckets(config: Any, *, decoder: bool) -> RelativeBuckets:
 
 
 def own_biases(shared: Stack) -> Stack:
-    """The same stack with a bias of buckets for each layer."""
+    """The same stack with a separate bias of buckets for each layer."""
     blocks = (
         replace(block, attention=replace(block.attention, position=shared.shared_bias)) for block in shared.blocks
     )
@@ -102,7 +103,7 @@ def weights(model: ModelSpec, network: Callable[[str, str, FeedForward], list[En
     """Names of all tensors.
 
     Args:
-        network: the entries of a feed-forward network, given its name here and what its layer's begin with.
+        network: the entries of a feed-forward network, from its name here and its layer's prefix.
     """
     assert model.decoder is not None
     assert model.encoder is not None
@@ -111,7 +112,7 @@ def weights(model: ModelSpec, network: Callable[[str, str, FeedForward], list[En
     entries += [*stack_weights("encoder", model.encoder, network), *stack_weights("decoder", model.decoder, network)]
     return WeightTable(
         tuple(entries),
-        # A bias that old checkpoints store and nothing reads, and a shared table that neither stack uses.
+        # A bias that old checkpoints store and nothing uses, and a shared table that neither stack uses.
         ignored=(
             r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
             *(() if model.shared_tokens else (r"shared\.weight",)),
@@ -125,7 +126,7 @@ def weights(model: ModelSpec, network: Callable[[str, str, FeedForward], list[En
 def stack_weights(
     side: str, stack: Stack, network: Callable[[str, str, FeedForward], list[Entry]] = dense_or_gated
 ) -> list[Entry]:
-    """The weights of the encoder or the decoder, all but the token table; `network` as in `weights`."""
+    """The weights of the encoder or the decoder, without the token table; `network` as in `weights`."""
     own, other, last = "layer.0.SelfAttention", "layer.1.EncDecAttention", 2 if side == "decoder" else 1
     names = StackNames(
         stem=side,
@@ -153,7 +154,7 @@ def _bias(target: str, source: str) -> Entry:
 
 
 def _own_biases(config: Any) -> ModelSpec:
-    """UMT5: layers have a bias of relative buckets each."""
+    """UMT5: each layer has a bias of relative buckets."""
     model = spec(config)
     assert model.encoder is not None
     assert model.decoder is not None
@@ -170,14 +171,14 @@ def _encoder_alone(config: Any) -> ModelSpec:
 def _encoder_weights(model: ModelSpec) -> WeightTable:
     assert model.encoder is not None
     own, shared = "encoder.embed_tokens.weight", "shared.weight"
-    # Where both tables are stored and differ, the encoder's own is read.
+    # If both tables are stored and differ, the encoder's own is used.
     names = (shared, own) if model.shared_tokens else (own,)
     return WeightTable(
         (
             *(Entry("encoder.embedding.tokens", (name,), shard_axis=0) for name in names),
             *stack_weights("encoder", model.encoder),
         ),
-        # What was trained with a decoder may still have it.
+        # A checkpoint that was trained with a decoder may still contain it.
         ignored=(r"decoder\..*", r"lm_head\.weight", *(() if model.shared_tokens else (r"shared\.weight",))),
         copies=(own,),
     )

@@ -68,7 +68,7 @@ def _stack(config: Any, *, crosses: bool) -> Stack:
 
 
 def _window(config: Any, kind: str, *, causal: bool) -> Window | None:
-    """The window of a layer; in the encoder the token sees as many to both sides, itself not counted."""
+    """A layer's window; in the encoder, a token sees this many tokens on both sides, not counting itself."""
     window = layer_window(config, kind)
     return window if causal or window is None else Window(window.left + 1, window.left + 1)
 

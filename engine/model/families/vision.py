@@ -1,4 +1,5 @@
-"""The common part of families of image encoders: patches, blocks with a norm before each sublayer, their weights."""
+"""The common part of families of image encoders: patches, blocks with a norm before each sublayer, and their
+weights."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from engine.model.positions import Learned
 from engine.model.spec import Block, Embedder, ModelSpec, Patches, Pre, Stack, Tokens
 from engine.model.table import Entry, Reshaped, WeightTable
 
-_MOST_PIXELS = 1 << 14  # of a side
+_MOST_PIXELS = 1 << 14  # maximum patches of a side
 
 
 def pair(name: str, size: Any) -> tuple[int, int]:
-    """Height and width, of a setting that is one number for both, or two.
+    """Height and width from a setting that is one number for both, or two.
 
     Raises:
         UnsupportedModelError: it is neither.
@@ -32,11 +33,11 @@ def pair(name: str, size: Any) -> tuple[int, int]:
 
 
 def patches(config: Any, *, bias: bool, first: int, layer_norm: Norm | None = None) -> Patches:
-    """Patches of `image_size` and `patch_size`, with a learned position for each vector.
+    """Patches from `image_size` and `patch_size`, with a learned position for each vector.
 
     Args:
         first: learned vectors before them.
-        layer_norm: of the sum.
+        layer_norm: a norm of the sum.
 
     Raises:
         UnsupportedModelError: no patch fits into an image.
@@ -80,7 +81,7 @@ def pre_norm_encoder(config: Any, embedding: Tokens | Patches, *, qkv_bias: bool
 
 
 def kernel(target: str, source: str, part: Patches) -> list[Entry]:
-    """The matrix of patches, stored as a convolution's kernel and its bias."""
+    """The matrix of patches, stored as a convolution's kernel and bias."""
     stored = (part.width, part.channels, *part.patch)
     entries = [Entry(f"{target}.weight", (f"{source}.weight",), Reshaped((stored,)), shard_axis=0)]
     return entries + ([Entry(f"{target}.bias", (f"{source}.bias",), shard_axis=0)] if part.bias else [])
@@ -95,7 +96,7 @@ LAYER = LayerNames(
 
 
 def layers_weights(stack: Stack, source: str, names: LayerNames = LAYER, target: str = "encoder") -> list[Entry]:
-    """The layers of `pre_norm_encoder`, given the stored name of the list of layers, and our name of the stack."""
+    """The layers of `pre_norm_encoder`, from the stored name of the list of layers and our name of the stack."""
     return [
         entry
         for i, block in enumerate(stack.blocks)
@@ -104,7 +105,7 @@ def layers_weights(stack: Stack, source: str, names: LayerNames = LAYER, target:
 
 
 def _text_entries(model: ModelSpec) -> list[Entry]:
-    """An encoder of texts that stands beside one of images, without its head."""
+    """An encoder of texts beside an encoder of images, without its head."""
     assert model.encoder is not None
     source = "text_model"
     return [
@@ -116,7 +117,7 @@ def _text_entries(model: ModelSpec) -> list[Entry]:
 
 
 def _image_entries(model: ModelSpec, target: str) -> list[Entry]:
-    """An encoder of images that may stand beside one of texts, without its head; our names begin with `target`."""
+    """An encoder of images, perhaps beside an encoder of texts, without its head; our names begin with `target`."""
     assert model.encoder is not None
     embedding = model.encoder.embedding
     assert isinstance(embedding, Patches)
@@ -140,11 +141,11 @@ def two_towers(
     images: Callable[[Embedder, str], list[Entry]],
     unread: str,
 ) -> WeightTable:
-    """A model that is an encoder of texts, one of images, or both, the second as the `twin` of the first.
+    """A model with an encoder of texts, an encoder of images, or both, the second as the `twin` of the first.
 
     Args:
         texts: the head of the encoder of texts.
-        images: the head of the one of images, given what its parameters' names begin with.
+        images: the head of the encoder of images, from the prefix of its parameters' names.
         unread: a pattern of further names that are not read.
     """
     assert model.encoder is not None

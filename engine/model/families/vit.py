@@ -1,4 +1,4 @@
-"""ViT: an encoder of image patches with a class token (arXiv:2010.11929); DeiT, with one more for its teacher
+"""ViT: an encoder of image patches with a class token (arXiv:2010.11929); DeiT adds a token for its teacher
 (arXiv:2012.12877)."""
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def weights(model: ModelSpec) -> WeightTable:
         *norm("encoder.final_norm", f"{source}.layernorm", bias=True),
         *_head_weights(model.head),
     ]
-    # The pooler of the pretraining's task, and what stood for patches that a model was to guess.
+    # The pooler of the pretraining's task, and the replacement of masked patches.
     ignored = [rf"{source}\.pooler\.dense\.(weight|bias)", rf"{source}\.embeddings\.mask_token"]
     if isinstance(model.head, Pool):
         ignored.append(r"(cls_|distillation_)?classifier\.(weight|bias)")

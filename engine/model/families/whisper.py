@@ -88,7 +88,7 @@ def weights(model: ModelSpec) -> WeightTable:
 
 
 def _without_key_bias(entry: Entry) -> Entry:
-    """The biases of queries, keys and values, or of the latter two: keys have none."""
+    """The biases of queries, keys and values, or of the latter two; keys have none."""
     kept = tuple(source for source in entry.sources if not source.endswith(".k_proj.bias"))
     if len(kept) == len(entry.sources):
         return entry

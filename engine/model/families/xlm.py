@@ -21,12 +21,12 @@ from engine.model.positions import Learned
 from engine.model.spec import AnswerSpan, Classifier, Dense, Head, MaskedLm, ModelSpec, Pool
 from engine.model.table import Entry, Family, WeightTable
 
-# Which hidden state the classes of a text are read off, by summary_type.
+# The hidden state from which a text's classes are computed, by summary_type.
 _SUMMARIES: dict[str, Literal["cls", "mean", "last"]] = {
     "first": "cls",
     "last": "last",
     "mean": "mean",
-    "cls_index": "last",  # where a request names no other token
+    "cls_index": "last",  # if a request names no other token
 }
 
 
@@ -40,8 +40,8 @@ def spec(config: Any) -> ModelSpec:
     if not config.is_encoder:
         raise UnsupportedModelError("is_encoder of the config must be true: transformers has no decoder for it either.")
     layer_norm = Norm("layer", config.layer_norm_eps, bias=True)
-    # With sinusoidal_embeddings positions are only not trained: checkpoints store them as any others. No request names
-    # the language of its tokens, and without one transformers adds no vector of it either.
+    # With sinusoidal_embeddings, positions are merely not trained: checkpoints store them like others. No request names
+    # the language of its tokens, and without one transformers adds no language vector either.
     embedding = tokens(config, positions=Learned(config.max_position_embeddings), norm=layer_norm)
     ffn = Dense(4 * config.emb_dim, "gelu" if config.gelu_activation else "relu", bias=True)
     encoder = post_norm_encoder(config, embedding, layer_norm, ffn=ffn)
@@ -53,7 +53,7 @@ def _head(config: Any) -> Head:
     if name.endswith("WithLMHeadModel"):
         if config.asm:
             raise UnsupportedModelError(
-                "asm of the config must be false: no part computes an adaptive softmax over the vocabulary."
+                "asm of the config must be false: an adaptive softmax over the vocabulary is not implemented."
             )
         return MaskedLm(tied=config.tie_word_embeddings)
     if name.endswith("ForSequenceClassification"):
@@ -67,12 +67,12 @@ def _classifier(config: Any) -> Classifier:
     """One matrix over a summary of the text.
 
     Raises:
-        UnsupportedModelError: it is made in another way, or an activation comes after the matrix.
+        UnsupportedModelError: the summary is made in another way, or an activation follows the matrix.
     """
     for name in ("summary_use_proj", "summary_proj_to_labels"):
         if not getattr(config, name):
             raise UnsupportedModelError(
-                f"{name} of the config must be true: the matrix that it is about gives classes."
+                f"{name} of the config must be true: the matrix that it enables returns the classes."
             )
     if config.summary_activation:
         raise UnsupportedModelError(

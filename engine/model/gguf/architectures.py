@@ -1,4 +1,4 @@
-"""The architectures of GGUF files: the config that transformers would have, and its names of the tensors."""
+"""The architectures of GGUF files: the equivalent transformers config, and transformers' names of the tensors."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Architecture:
     """An architecture of llama.cpp.
 
     Attributes:
-        config: of the metadata.
-        layer: tensors of a layer, without `.weight` and `.bias`, or, with these, what is called otherwise in full; of
-            experts, or heads, that are stored together one for each, with `{}` for its number.
-        layers: what stands before a layer's number.
+        config: makes the config from the metadata.
+        layer: tensors of a layer, without `.weight` and `.bias`, or in full if their end differs; for experts or heads
+            that are stored together, one name for each, with `{}` for its index.
+        layers: the prefix of a layer's index.
         outer: tensors beside the layers.
-        arranged: of tensors, named as in `layer` or `outer`, that lie otherwise.
+        arranged: transforms of tensors, named as in `layer` or `outer`, with another layout.
     """
 
     config: Callable[[Metadata], Config]
@@ -51,7 +51,7 @@ class Placed:
     """A tensor under transformers' name.
 
     Attributes:
-        expert: which of the experts, or heads, that are stored together; None for all of the tensor.
+        expert: the index of one of several experts or heads that are stored together; None for the whole tensor.
     """
 
     name: str
@@ -69,8 +69,8 @@ def describe(file: Gguf) -> tuple[Architecture, Config]:
     """The architecture of a file, and its config.
 
     Raises:
-        UnsupportedModelError: an architecture, or a setting of it, that is not read.
-        ModelLoadError: a setting is absent, or makes no sense.
+        UnsupportedModelError: the architecture, or one of its settings, is not supported.
+        ModelLoadError: a setting is missing or invalid.
     """
     metadata = Metadata(file)
     kind = file.metadata.get("general.type", "model")
@@ -102,9 +102,10 @@ def describe(file: Gguf) -> tuple[Architecture, Config]:
 
 
 def place(file: Gguf, architecture: Architecture, config: Config) -> Iterator[Placed]:
-    """The tensors of a file under transformers' names, in the file's order; those that have none keep their own."""
+    """The tensors of a file under transformers' names, in the file's order; tensors without one keep their own
+    names."""
     for info in file.tensors.values():
-        if info.name in DENSE:  # they are in folders of their own
+        if info.name in DENSE:  # they are in separate folders
             continue
         if info.name in (FACTORS, LONG_FACTORS, SHORT_FACTORS):  # they are in the config
             continue
@@ -123,13 +124,13 @@ def place(file: Gguf, architecture: Architecture, config: Config) -> Iterator[Pl
 
 
 def place_alone(info: TensorInfo, architecture: str, config: Config) -> Placed:
-    """A tensor of a file that holds no model, under transformers' name; its own name if it has none.
+    """A tensor of a file without a model, under transformers' name; its own name if it has none.
 
     Args:
-        config: the numbers of heads of the model that the tensor is for.
+        config: the config (for the numbers of heads) of the model that the tensor is for.
 
     Raises:
-        UnsupportedModelError: an architecture that is not read.
+        UnsupportedModelError: the architecture is not supported.
     """
     found = _ARCHITECTURES.get(architecture)
     if found is None:
@@ -141,7 +142,7 @@ def place_alone(info: TensorInfo, architecture: str, config: Config) -> Placed:
 
 
 def _renamed(info: TensorInfo, architecture: Architecture, config: Config) -> Placed:
-    """A tensor under transformers' name, in which `{}` stands for the number of an expert, or of a head."""
+    """A tensor under transformers' name, in which `{}` is replaced by the index of an expert or a head."""
     found = _LAYER.fullmatch(info.name)
     if found is None:
         stem, _, ending = info.name.rpartition(".")
@@ -170,8 +171,8 @@ def _plain(
     """The settings of most architectures.
 
     Args:
-        apart: settings in which layers differ; they are left to the caller.
-        embeds: the model sees later tokens, and makes vectors of texts.
+        apart: settings in which layers differ; the caller handles them.
+        embeds: whether the model sees later tokens, and computes vectors of texts.
     """
     heads, hidden = metadata.count("attention.head_count"), metadata.count("embedding_length")
     if not heads or "token_embd.weight" not in metadata.file.tensors:
@@ -179,14 +180,14 @@ def _plain(
     head_dim, layers = metadata.count("attention.key_length", hidden // heads), metadata.count("block_count")
     if not head_dim or layers > len(metadata.file.tensors):
         raise ModelLoadError(
-            f"{metadata.file.path} says that it has {layers} layers with heads of {head_dim} features, but it holds "
-            f"{len(metadata.file.tensors)} tensors. Download it again."
+            f"{metadata.file.path} says that it has {layers} layers with heads of {head_dim} features, but it "
+            f"contains {len(metadata.file.tensors)} tensors. Download it again."
         )
     heads_of_keys = heads
     if "attention.head_count_kv" not in apart:
         heads_of_keys = metadata.count("attention.head_count_kv", heads)
     width = 0 if "feed_forward_length" in apart else metadata.count("feed_forward_length", 0)
-    metadata.must_be("attention.value_length", head_dim, otherwise="values of another size than keys are")
+    metadata.must_be("attention.value_length", head_dim, otherwise="values of a different size from keys are")
     if not embeds:
         metadata.must_be("attention.causal", True, otherwise="attention to later tokens is")
         metadata.must_be("pooling_type", 0, otherwise="vectors of texts are")
@@ -324,7 +325,7 @@ def _gemma_3(metadata: Metadata, *, embeds: bool = False) -> Config:
 
 def _gemma_embedding(metadata: Metadata) -> Config:
     """EmbeddingGemma: what follows the hidden states is in `sentence_files`."""
-    metadata.must_be("attention.causal", False, otherwise="attention to earlier tokens alone is")
+    metadata.must_be("attention.causal", False, otherwise="attention to earlier tokens only is")
     metadata.count("pooling_type", 1)
     for name in DENSE:
         stem = name.removesuffix(".weight")
@@ -342,11 +343,11 @@ _POOLING = {1: "mean", 2: "cls", 3: "lasttoken"}
 
 
 def sentence_files(file: Gguf) -> dict[str, Any]:
-    """The files that tell how a model that makes vectors of texts pools hidden states, as sentence-transformers has
-    them; empty for other models.
+    """The files that say how a model for vectors pools hidden states, in sentence-transformers' format; empty for other
+    models.
 
     Raises:
-        UnsupportedModelError: another pooling.
+        UnsupportedModelError: the pooling is different.
     """
     metadata = Metadata(file)
     if metadata.architecture != "gemma-embedding":
@@ -429,7 +430,7 @@ def _gemma_4(metadata: Metadata) -> Config:
     config = _gemma_layers(metadata, _plain(metadata, "gemma4_text", "Gemma4ForCausalLM", apart=apart))
     layers, wide = config["num_hidden_layers"], config["head_dim"]
     narrow = metadata.count("attention.key_length_swa", wide)
-    metadata.must_be("attention.value_length_swa", narrow, otherwise="values of another size than keys are")
+    metadata.must_be("attention.value_length_swa", narrow, otherwise="values of a different size from keys are")
     metadata.must_be("rope.dimension_count", wide, otherwise="a rotation of some features is")
     metadata.must_be("rope.dimension_count_swa", narrow, otherwise="a rotation of some features is")
     widths = [int(each) for each in metadata.each("feed_forward_length", layers)]
@@ -440,8 +441,8 @@ def _gemma_4(metadata: Metadata) -> Config:
     doubled = len(set(widths)) > 1
     if any(width != widths[0] * (2 if doubled and i >= first else 1) for i, width in enumerate(widths)):
         raise UnsupportedModelError(
-            f"{metadata.file.path}: feed_forward_length is {widths}; supported of GGUF files of Gemma 4: one width, or "
-            "twice as much in the layers that read the keys of others. Use the checkpoint in safetensors."
+            f"{metadata.file.path}: feed_forward_length is {widths}; supported in GGUF files of Gemma 4: one width, "
+            "or twice that in the layers that read other layers' keys. Use the checkpoint in safetensors."
         )
     local = next((own[i] for i, kind in enumerate(kinds) if kind != "full_attention"), own[0])
     experts = "blk.0.ffn_gate_inp.weight" in tensors
@@ -498,7 +499,8 @@ def _layer_types(windowed: list[bool]) -> list[str]:
 
 
 def _query_scalar(config: Config, layers_of_largest: int) -> float:
-    """GGUF files do not say what scores are scaled by: llama.cpp knows the largest models by their number of layers."""
+    """GGUF files do not contain the scale of scores: llama.cpp recognises the largest models by their number of
+    layers."""
     if config["num_hidden_layers"] == layers_of_largest:
         scalar: int = config["hidden_size"] // config["num_attention_heads"]
         return scalar
@@ -554,7 +556,7 @@ def _command_r(metadata: Metadata) -> Config:
 
 def _stablelm(metadata: Metadata) -> Config:
     config = _plain(metadata, "stablelm", "StableLmForCausalLM", norm="layer")
-    # Converters write that blocks are parallel where a config does not say so: what there is of norms tells.
+    # Converters mark blocks as parallel even if a config does not say so; the stored norms show whether that is true.
     metadata.must_be("use_parallel_residual", True, False, otherwise="others are")
     return _partial_rotation(
         metadata,

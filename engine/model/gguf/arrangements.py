@@ -1,4 +1,4 @@
-"""The layout of tensors in a GGUF file that differs from that of transformers."""
+"""Tensor layouts in a GGUF file that differ from those of transformers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Arrangement(ABC):
     """The change of a tensor's layout as it is read."""
 
     by_rows = False
-    """Some rows can be read alone."""
+    """Whether some rows can be read alone."""
     keeps_rows = False
-    """It only puts whole rows elsewhere."""
+    """Whether it only moves whole rows."""
 
     @abstractmethod
     def shape(self, stored: Shape) -> Shape:
@@ -42,7 +42,7 @@ class AsStored(Arrangement):
 
 @dataclass(frozen=True)
 class Interleaved(Arrangement):
-    """Rows of queries or keys in the order in which llama.cpp turns neighbours: the two halves of a head alternate."""
+    """Rows of queries or keys in llama.cpp's order for rotating neighbours: the two halves of a head alternate."""
 
     heads: int
     keeps_rows = True
@@ -57,7 +57,7 @@ class Interleaved(Arrangement):
 
 @dataclass(frozen=True)
 class AboveOne(Arrangement):
-    """Weights of norms that count from 1 are stored with 1 added."""
+    """Weights of norms that are deviations from 1 are stored with 1 added."""
 
     def shape(self, stored: Shape) -> Shape:
         return stored
@@ -68,7 +68,7 @@ class AboveOne(Arrangement):
 
 @dataclass(frozen=True)
 class OneRow(Arrangement):
-    """A matrix of one row that is stored without that dimension."""
+    """A matrix with one row that is stored without that dimension."""
 
     def shape(self, stored: Shape) -> Shape:
         return stored if len(stored) == 2 else (1, *stored)

@@ -1,7 +1,7 @@
-"""The formats in which a GGUF file holds numbers: blocks of some numbers each, with what scales them.
+"""The number formats of a GGUF file: blocks of numbers with their scales.
 
-What each bit means is told by ggml's reference (ggml-quants.c). Products and sums are made in float32 in the order
-that the reference has them, so that the numbers are the same to the last bit.
+ggml's reference (ggml-quants.c) defines the meaning of each bit. Products and sums are computed in float32 in the
+reference's order, so that the numbers are the same to the last bit.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Grouped = tuple[Tensor, Tensor, Tensor | None]
 group's scale, plus the minimum."""
 
 Decode = Callable[[Tensor], Grouped]
-"""Makes the groups of blocks, whose bytes are [blocks, size]."""
+"""Makes the groups from blocks, whose bytes are [blocks, size]."""
 
 Lines = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
-"""Makes of bytes [blocks, size] integers as our own 4 bits have them, int32 [blocks, numbers / 32, 4], and the scales
-and minima [blocks, numbers / 32] with which they are the numbers."""
+"""Converts bytes [blocks, size] to integers in the order of Octavo's 4-bit format, int32 [blocks, numbers / 32, 4],
+with the scales and minima [blocks, numbers / 32] that turn them into numbers."""
 
 _CHUNK = 1 << 20
-"""Numbers that are decoded at once: what is made on the way takes some 20 bytes of each."""
+"""Numbers decoded at once: intermediate results take some 20 bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,13 @@ class BlockFormat:
     """A format.
 
     Attributes:
-        name: as ggml has it.
-        numbers, size: of a block, how many numbers it has and the bytes that these take.
-        plain: the format of torch that this is, if it is one.
-        decode: None if it is none, or is not read.
-        halves: where in a block float16 numbers are.
-        lines: where numbers are integers of 4 bits on a line for each 32 of them, makes these of bytes [blocks, size].
+        name: ggml's name.
+        numbers, size: the numbers and the bytes of a block.
+        plain: the equivalent torch format, if there is one.
+        decode: None if the format is plain or not supported.
+        halves: positions of float16 numbers in a block.
+        lines: if numbers are 4-bit integers with a scale and a minimum for each 32, makes these from bytes [blocks,
+            size].
     """
 
     name: str
@@ -57,21 +58,21 @@ class BlockFormat:
 
     @property
     def kind(self) -> Literal["int8", "int4"] | None:
-        """Our own format that holds the numbers exactly, with more bits if necessary; None if there is none."""
+        """Our own format that represents the numbers exactly, with more bits if necessary; None if there is none."""
         return "int8" if self.name == "Q8_0" else None if self.lines is None else "int4"
 
     @property
     def own_kind(self) -> BlockKind | Literal["int8", "int4"] | None:
-        """The kind of block that is multiplied in no more bits than the file's; None if there is none."""
+        """The kind of block that is multiplied with no more bits than the file's; None if there is none."""
         name = self.name.lower()
         return cast(BlockKind, name) if name in get_args(BlockKind) else self.kind
 
 
 def dequantise(data: Tensor, format: BlockFormat, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The numbers [n] of bytes [n / numbers * size], rounded to a format, or as they are where they are plain.
+    """The numbers [n] of bytes [n / numbers * size], rounded to a format, or unchanged if they are plain.
 
     Raises:
-        UnsupportedModelError: the format is not read.
+        UnsupportedModelError: the format is not supported.
     """
     if format.plain is not None:
         return data.view(format.plain)
@@ -104,13 +105,13 @@ def numbers_of(grouped: Grouped) -> Tensor:
 
 
 def as_blocks(data: Tensor, format: BlockFormat, rows: int) -> Blocks:
-    """A matrix of a format whose `own_kind` is a `BlockKind`, as it is.
+    """A matrix of a format whose `own_kind` is a `BlockKind`, unchanged.
 
     Args:
         data: bytes of its rows, which are not copied.
 
     Raises:
-        ModelLoadError: a scale is no finite number.
+        ModelLoadError: a scale is not a finite number.
     """
     blocks = data.view(-1, format.size)
     for place in format.halves:
@@ -130,15 +131,15 @@ def groups_of(weight: Blocks) -> Grouped:
 
 
 def held_size(kind: BlockKind, numbers: int) -> int:
-    """Bytes of so many numbers as kernels read them: in K formats scales and minima of 6 bits are a byte each."""
+    """Bytes of this many numbers in the kernels' form: in K formats, 6-bit scales and minima take a byte each."""
     format = format_of(kind)
     more = {"Q3_K": 4, "Q4_K": 4, "Q5_K": 4, "IQ4_XS": 2}.get(format.name, 0)
     return numbers // format.numbers * (format.size + more)
 
 
 def as_quantised(data: Tensor, format: BlockFormat, rows: int) -> Quantised:
-    """A matrix of a format that has a `kind`, as that; scales and minima of Q4_K are rounded to halves, which those of
-    the others are.
+    """A matrix of a format with a `kind`, in that kind; scales and minima of Q4_K are rounded to float16, which those
+    of the other formats already are.
 
     Args:
         data: bytes of its rows.
@@ -169,16 +170,16 @@ def _half(octets: Tensor) -> Tensor:
 
 
 def _fields(octets: Tensor, width: int, bits: int) -> Tensor:
-    """Integers [blocks, groups, 8 / bits, width] of so many bits: a group is `width` bytes, whose lowest bits are the
-    first `width` integers."""
+    """Integers [blocks, groups, 8 / bits, width] with this many bits: a group is `width` bytes, whose lowest bits are
+    the first `width` integers."""
     grouped = octets.reshape(len(octets), -1, width)
     shifts = range(0, 8, bits)
     return torch.stack([grouped >> shift & (1 << bits) - 1 for shift in shifts], dim=2)
 
 
 def _halves_as_ours(octets: Tensor) -> tuple[Tensor, Tensor]:
-    """Bytes [blocks, runs, width] whose lower halves are the integers of one group, or of its beginning, and whose
-    upper halves those of the next, or of its end: these two as our own 4 bits, int32 [blocks, runs, width / 8]."""
+    """Bytes [blocks, runs, width] whose lower halves are the integers of one group (or its beginning) and whose upper
+    halves are those of the next (or its end): both as our own 4 bits, int32 [blocks, runs, width / 8]."""
     words = octets.clone(memory_format=torch.contiguous_format).view(torch.int32)  # a copy is aligned
     first, second = words[..., 0::2], words[..., 1::2]
     lower, upper = 0x0F0F0F0F, -0x0F0F0F10  # of each byte
@@ -204,7 +205,7 @@ def _q4_1(blocks: Tensor) -> Grouped:
 
 
 def _int4_128(blocks: Tensor) -> Grouped:
-    """Activations have scales for 32 inputs, so that scales and minima are there four times."""
+    """Activations have scales for 32 inputs, so scales and minima are repeated four times."""
     q = _fields(blocks[:, :64], 4, 4).view(-1, 4, 32)
     return q, _half(blocks[:, 64:66]).expand(-1, 4), _half(blocks[:, 66:]).expand(-1, 4)
 
@@ -236,7 +237,7 @@ def _q2_k(blocks: Tensor) -> Grouped:
 
 
 def _q3_k(blocks: Tensor) -> Grouped:
-    """16 groups of 16, with a scale of 6 bits each. The third bit of a number says that 4 is not to be subtracted."""
+    """16 groups of 16, with a 6-bit scale each. If the third bit of a number is set, 4 is not subtracted."""
     high, low, packed = blocks[:, :32], blocks[:, 32:96], blocks[:, 96:108]
     sixths = _fields(packed[:, :8], 8, 4).view(-1, 16) | _fields(packed[:, 8:], 4, 2).view(-1, 16) << 4
     scales = _half(blocks[:, 108:]) * (sixths.float() - 32)
@@ -245,7 +246,7 @@ def _q3_k(blocks: Tensor) -> Grouped:
 
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight scales and eight minima [blocks, 8], of 6 bits each times a half, by the first 16 bytes of a block."""
+    """Eight scales and eight minima [blocks, 8], of 6 bits each times a float16, from the first 16 bytes of a block."""
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((first & 63, third & 15 | first >> 2 & 48), dim=1)
     minima = torch.cat((second & 63, third >> 4 | second >> 2 & 48), dim=1)
@@ -266,14 +267,14 @@ def _q5_k(blocks: Tensor) -> Grouped:
 
 
 def _q6_k(blocks: Tensor) -> Grouped:
-    """16 groups of 16, with a scale of 8 bits each."""
+    """16 groups of 16, with an 8-bit scale each."""
     low, high = _fields(blocks[:, :128], 64, 4).view(-1, 16, 16), _fields(blocks[:, 128:192], 32, 2).view(-1, 16, 16)
     scales = _half(blocks[:, 208:]) * blocks[:, 192:208].view(torch.int8).float()
     return (low | high << 4).char() - 32, scales, None
 
 
 _UNEVEN = torch.tensor((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), dtype=torch.int8)
-"""What the integers of IQ4 stand for."""
+"""The values of IQ4's integers."""
 
 
 def _iq4_nl(blocks: Tensor) -> Grouped:
@@ -281,7 +282,7 @@ def _iq4_nl(blocks: Tensor) -> Grouped:
 
 
 def _iq4_xs(blocks: Tensor) -> Grouped:
-    """8 groups of 32, with a scale of 6 bits each."""
+    """8 groups of 32, with a 6-bit scale each."""
     low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=2).view(-1, 8)
     high = (blocks[:, 2:4, None] >> torch.tensor((0, 2, 4, 6), dtype=torch.uint8) & 3).view(-1, 8)
     scales = _half(blocks[:, :2]) * ((low | high << 4).float() - 32)
@@ -289,7 +290,7 @@ def _iq4_xs(blocks: Tensor) -> Grouped:
 
 
 _FP4 = torch.tensor((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), dtype=torch.int8)
-"""What the integers of MXFP4 stand for, doubled."""
+"""The values of MXFP4's integers, doubled."""
 
 
 def _mxfp4(blocks: Tensor) -> Grouped:
@@ -333,23 +334,23 @@ _FORMATS: dict[int, BlockFormat] = {
     40: BlockFormat("NVFP4", 64, 36),
     41: BlockFormat("Q1_0", 128, 18),
 }
-"""By ggml's number of each."""
+"""By ggml's number."""
 
 
 _INT4_128 = BlockFormat("INT4_128", 128, 68, decode=_int4_128, halves=(64, 66))
-"""No format of a file."""
+"""Not a format of a file."""
 
 
 def format_of(kind: BlockKind) -> BlockFormat:
-    """The format whose blocks are so."""
+    """The format with this kind of block."""
     return next(format for format in (*_FORMATS.values(), _INT4_128) if format.own_kind == kind)
 
 
 def find_format(number: int) -> BlockFormat | None:
-    """The format that ggml calls so; None for none."""
+    """The format with this name in ggml; None if there is none."""
     return _FORMATS.get(number)
 
 
 def readable_formats() -> tuple[str, ...]:
-    """The names of those that are read."""
+    """The names of the supported formats."""
     return tuple(format.name for format in _FORMATS.values() if format.plain is not None or format.decode is not None)

@@ -1,5 +1,5 @@
-"""The parts of a GGUF file: metadata, and the places of its tensors. The reader believes nothing in it: it compares
-each count and each place with the bytes that are there before it makes anything of it."""
+"""The parts of a GGUF file: metadata, and the positions of its tensors. The reader trusts nothing in the file: it
+compares each count and each position with the existing bytes before it builds anything from it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _SCALARS: dict[int, tuple[str, int]] = {
     0: ("B", 1), 1: ("b", 1), 2: ("H", 2), 3: ("h", 2), 4: ("I", 4), 5: ("i", 4), 6: ("f", 4), 7: ("B", 1),
     10: ("Q", 8), 11: ("q", 8), 12: ("d", 8),
 }  # fmt: skip
-"""Kinds of values of one size: what `struct` calls them, and their bytes."""
+"""Kinds of values with a fixed size: their `struct` codes and bytes."""
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _LEAST_KEY = 8 + 4 + 1  # a length, a kind, and a value of one byte
-_LEAST_TENSOR = 8 + 4 + 8 + 4 + 8  # a length, how many sizes, one of them, a format, an offset
+_LEAST_TENSOR = 8 + 4 + 8 + 4 + 8  # a length, the number of dimensions, one of them, a format, an offset
 _MOST_KEYS = 1 << 16
 _MOST_TENSORS = 1 << 18
 _MOST_NAME = 1 << 16
@@ -42,7 +42,7 @@ class TensorInfo:
     """A tensor of a file.
 
     Attributes:
-        shape: rows first, as torch has it; the file has it the other way round.
+        shape: rows first, as in torch; the file has the reverse order.
         begin, size: its bytes in the file.
     """
 
@@ -64,12 +64,12 @@ class Gguf:
 
 
 def read_gguf(path: Path) -> Gguf:
-    """The header of a file; nothing of its tensors is read.
+    """Read the header of a file; no tensor is read.
 
     Raises:
-        ModelLoadError: it is no GGUF file, or it is damaged or incomplete.
-        UnsupportedModelError: it is of a version, or holds a format, that is not known.
-        PermissionError: it may not be read.
+        ModelLoadError: it is not a GGUF file, or it is damaged or incomplete.
+        UnsupportedModelError: its version, or a format in it, is unknown.
+        PermissionError: the file is not readable.
     """
     try:
         with path.open("rb") as file:
@@ -89,8 +89,8 @@ class _Reader:
         self._data = data
         self._size = len(data)
         self._place = len(MAGIC)
-        self._items = 0  # of all arrays so far
-        self._texts = 0  # of these, those that are texts
+        self._items = 0  # items of all arrays so far
+        self._texts = 0  # of these, the texts
 
     def read(self) -> Gguf:
         version = self._version()
@@ -114,7 +114,7 @@ class _Reader:
             if name in tensors:
                 self._fail(f"it holds the tensor {_shown(name)} twice")
             if offset % alignment:
-                self._fail(f"the tensor {_shown(name)} begins at {offset}, which is no multiple of {alignment}")
+                self._fail(f"the tensor {_shown(name)} begins at {offset}, which is not a multiple of {alignment}")
             size = math.prod(shape) // format.numbers * format.size
             if size > self._size - start - offset:
                 self._fail(
@@ -140,11 +140,11 @@ class _Reader:
         )
 
     def _count(self, what: str, least: int, most: int) -> int:
-        """The number of items that follow, each of at least so many bytes."""
+        """The number of items that follow, each of at least this many bytes."""
         count: int = self._scalar("Q", 8, f"the number of its {what}")
         room = (self._size - self._place) // least
         if count > min(room, most):
-            limit = f"no file may have more than {most}" if count > most else f"only {room} would have room in it"
+            limit = f"at most {most} are allowed" if count > most else f"it has room for only {room}"
             self._fail(f"it says that it has {count} {what}, but {limit}")
         return count
 
@@ -160,7 +160,7 @@ class _Reader:
         self._fail(f"the value of {_shown(key)} is of the kind {kind}, which GGUF does not have")
 
     def _array(self, key: str) -> list[Any]:
-        kind: int = self._scalar("I", 4, f"the kind of what {_shown(key)} holds")
+        kind: int = self._scalar("I", 4, f"the kind of the values of {_shown(key)}")
         if kind == _ARRAY:
             self._fail(f"{_shown(key)} holds arrays within an array, which no model needs")
         if kind != _STRING and kind not in _SCALARS:
@@ -177,19 +177,19 @@ class _Reader:
         return [bool(value) for value in found] if kind == _BOOL else list(found)
 
     def _texts_of(self, key: str, count: int) -> list[str]:
-        """A vocabulary has hundreds of thousands: reading each by `_text` would take seconds."""
+        """A vocabulary has hundreds of thousands of texts; reading each by `_text` would take seconds."""
         data, size, place, found = self._data, self._size, self._place, []
         length_at = struct.Struct("<Q").unpack_from
         for _ in range(count):
             length = length_at(data, place)[0] if place + 8 <= size else _MOST_TEXT + 1
             if length > min(_MOST_TEXT, size - place - 8):
                 self._place = place
-                self._text(f"a value of {_shown(key)}", _MOST_TEXT)  # says what is wrong
+                self._text(f"a value of {_shown(key)}", _MOST_TEXT)  # raises the error
             begin, place = place + 8, place + 8 + length
             try:
                 found.append(data[begin:place].decode())
             except UnicodeDecodeError as error:
-                self._fail(f"a value of {_shown(key)} is no text in UTF-8 ({error.reason})")
+                self._fail(f"a value of {_shown(key)} is not UTF-8 text ({error.reason})")
         self._place = place
         return found
 
@@ -198,7 +198,7 @@ class _Reader:
         count: int = self._scalar("I", 4, f"the number of sizes of {_shown(name)}")
         if not 1 <= count <= _MOST_SIZES:
             self._fail(f"the tensor {_shown(name)} has {count} dimensions; 1 to {_MOST_SIZES} are possible")
-        what = f"where the tensor {_shown(name)} is"
+        what = f"the position of the tensor {_shown(name)}"
         sizes = [self._scalar("Q", 8, what) for _ in range(count)]
         kind: int = self._scalar("I", 4, what)
         offset: int = self._scalar("Q", 8, what)
@@ -208,11 +208,13 @@ class _Reader:
                 f"{self._path}: the tensor {_shown(name)} is stored in the unknown format {kind}."
             )
         if not all(sizes) or math.prod(sizes) > self._size * format.numbers:  # Python's integers have no limit
-            self._fail(f"the tensor {_shown(name)} has the sizes {sizes}, more than the file holds, or none")
+            self._fail(
+                f"the tensor {_shown(name)} has the sizes {sizes}, which is more than the file contains, or zero"
+            )
         if sizes[0] % format.numbers:
             self._fail(
-                f"the tensor {_shown(name)} has rows of {sizes[0]} numbers, which is no multiple of the "
-                f"{format.numbers} of a block of {format.name}"
+                f"the tensor {_shown(name)} has rows of {sizes[0]} numbers, which is not a multiple of "
+                f"{format.numbers}, the size of a block of {format.name}"
             )
         return name, tuple(reversed(sizes)), format, offset
 
@@ -223,7 +225,7 @@ class _Reader:
         try:
             return bytes(self._take(length, what)).decode()
         except UnicodeDecodeError as error:
-            self._fail(f"{what} is no text in UTF-8 ({error.reason})")
+            self._fail(f"{what} is not UTF-8 text ({error.reason})")
 
     def _scalar(self, letter: str, size: int, what: str) -> Any:
         return struct.unpack("<" + letter, self._take(size, what))[0]
@@ -231,8 +233,8 @@ class _Reader:
     def _take(self, size: int, what: str) -> bytes:
         if size > self._size - self._place:
             self._fail(
-                f"the file ends where {what} should be: {size} bytes are needed from byte {self._place} on, and the "
-                f"file has {self._size}"
+                f"the file ends before {what}: {size} bytes are needed from byte {self._place} on, and the file has "
+                f"{self._size}"
             )
         begin, self._place = self._place, self._place + size
         return self._data[begin : self._place]

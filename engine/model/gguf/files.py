@@ -1,4 +1,4 @@
-"""GGUF files by their names: which one of a folder is a model."""
+"""Decides by names which GGUF file of a folder is a model."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _SHOWN = 5
 _MOST_METADATA = 1 << 28  # bytes; a vocabulary of 262 thousand tokens takes 10 million
 
 PART = re.compile(r"-\d{5}-of-(\d{5})$")
-"""How the stem of a file ends that is one of several of a model, and how many these are."""
+"""The end of the stem of a file that is one part of a model, with the number of parts."""
 
 
 def single_file(folder: Path) -> Path | None:
-    """The GGUF file that is a folder's model; None if it holds safetensors, or no GGUF file.
+    """The GGUF file that is a folder's model; None if the folder contains safetensors or no GGUF file.
 
     Raises:
         ModelLoadError: there are several, or parts of one.
     """
-    # Projectors of images lie beside the models that they are for.
+    # Image projectors are stored beside their models.
     found = sorted(file for file in folder.glob(f"*{SUFFIX}") if not file.name.startswith("mmproj"))
     if not found or any(folder.glob("*.safetensors*")):
         return None
@@ -39,13 +39,13 @@ def single_file(folder: Path) -> Path | None:
 
 
 def mentions_chat_template(path: Path) -> bool:
-    """Whether the metadata of a GGUF file has a chat template; True also if the file cannot be searched.
+    """Whether the metadata of a GGUF file contains a chat template; also True if the file cannot be searched.
 
-    Metadata stand before the list of tensors, so the search ends at its first well-known name.
+    Metadata come before the list of tensors, so the search ends at its first well-known name.
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             end = content.find(b"token_embd.weight", 0, _MOST_METADATA)
             return end < 0 or content.find(b"tokenizer.chat_template", 0, end) >= 0
     except (OSError, ValueError):  # ValueError: an empty file
-        return True  # loading it will say what is wrong
+        return True  # loading it will report the error

@@ -1,7 +1,7 @@
-"""A folder that stands for a GGUF file: a config, a tokenizer and a link to the file, laid out like any checkpoint.
+"""A folder that represents a GGUF file: a config, a tokenizer and a link to the file, laid out like any checkpoint.
 
-It is kept in this user's cache, under a name that changes with the file, and made once: a vocabulary without merges
-takes a second to read. To find one that was made, torch is not imported.
+It is stored in this user's cache, under a name that changes with the file, and made only once, because reading a
+vocabulary without merges takes a second. Finding an existing one does not import torch.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ if TYPE_CHECKING:
 LINK = "model.gguf"
 """The name of the link to the file."""
 NO_TOKENIZER = "no_tokenizer.txt"
-"""The file that says why there is no tokenizer."""
+"""The file with the reason if there is no tokenizer."""
 _FORMAT = 5
-"""Changes with what is written."""
+"""Changes with the contents of the folder."""
 _UNFINISHED = ".octavo-writing-"
 _KEPT_SECONDS = 30 * 24 * 3600
 
 
 def lacks_tokenizer(folder: Path) -> str:
-    """The reason why no tokenizer can be made of the GGUF file that a folder stands for, and what to do; "" if one
-    can, or the folder stands for none."""
+    """The reason why the tokenizer of the GGUF file behind a folder cannot be built, and what to do; "" if it can, or
+    if the folder does not represent a GGUF file."""
     file = folder / NO_TOKENIZER
     return " ".join(file.read_text(encoding="utf-8").split()) if file.is_file() else ""
 
 
 def stand_in(path: Path) -> Path:
-    """The folder that stands for a GGUF file, which is made if it is not there.
+    """The folder that represents a GGUF file; made if it does not exist.
 
     Raises:
-        ModelLoadError: the file cannot be read, or the folder not be made.
-        UnsupportedModelError: the model is of a kind that is not read.
+        ModelLoadError: the file cannot be read, or the folder cannot be made.
+        UnsupportedModelError: this kind of model is not supported.
     """
     whole, name = _identified(path)
     problem: OSError | RuntimeError | None = None
@@ -70,7 +70,7 @@ def stand_in(path: Path) -> Path:
 
 
 def made_before(path: Path) -> Path | None:
-    """The folder that stands for a GGUF file, if it is there.
+    """The folder that represents a GGUF file, if it exists.
 
     Raises:
         ModelLoadError: the file cannot be read.
@@ -80,7 +80,7 @@ def made_before(path: Path) -> Path | None:
 
 
 def _identified(path: Path) -> tuple[Path, str]:
-    """The file itself, and the name of the folder that stands for it."""
+    """The file itself, and the name of the folder that represents it."""
     try:
         whole = path.resolve(strict=True)
         status = whole.stat()
@@ -101,8 +101,8 @@ def _spare() -> Path:
 
 
 def _make(folder: Path, path: Path) -> None:
-    """Make the folder beside its place and rename it: no reader sees half of it, and two processes may make the
-    same."""
+    """Make the folder under a temporary name and rename it, so that no reader sees an incomplete one and two processes
+    may make the same."""
     from engine.model.gguf.container import read_gguf  # brings torch
 
     contents = _contents(read_gguf(path))
@@ -119,7 +119,7 @@ def _make(folder: Path, path: Path) -> None:
         try:
             draft.rename(folder)
         except OSError:
-            if not folder.is_dir():  # else another process was faster
+            if not folder.is_dir():  # otherwise another process was faster
                 raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -148,7 +148,7 @@ def _contents(file: Gguf) -> dict[str, Any]:
 
 
 def _dtype(file: Gguf) -> str:
-    """The format to compute in: that of the largest tensor, bfloat16 where it is stored quantised."""
+    """The format to compute in: that of the largest tensor, bfloat16 if it is quantised."""
     import torch
 
     largest = max(file.tensors.values(), key=lambda info: info.size, default=None)
@@ -157,7 +157,7 @@ def _dtype(file: Gguf) -> str:
 
 
 def _tidy(place: Path) -> None:
-    """Remove folders of files that are gone, or were not used for long, and what killed processes have left."""
+    """Remove folders whose files are gone or were not used for long, and remnants of killed processes."""
     now = time.time()
     for folder in place.iterdir():
         with contextlib.suppress(OSError):

@@ -1,5 +1,5 @@
-"""A GGUF file's metadata about its model, read by name and kind. A value that no code has read is refused at the
-end, so that none is overlooked."""
+"""A GGUF file's metadata about its model, read by name and type. A value that no code has read is refused at the end,
+so that no setting is overlooked."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model.gguf.container import Gguf
 
 _HARMLESS = ("tensor_data_layout", "vocab_size", "rope.scaling.finetuned")
-"""Of an architecture's settings those that change nothing, or that tensors tell better."""
+"""Settings of an architecture that change nothing, or that tensors determine."""
 
 
 class Metadata:
-    """The settings of an architecture, below its name; others by their whole names.
+    """The settings of an architecture, by the name after its prefix; others by their full names.
 
     Args:
-        file: with the tensors, some of which reveal a setting.
+        file: the file with its tensors, some of which reveal a setting.
     """
 
     def __init__(self, file: Gguf):
@@ -26,21 +26,21 @@ class Metadata:
         self._asked = {f"{self.architecture}.{name}" for name in _HARMLESS}
 
     def has(self, name: str) -> bool:
-        """There is such a setting of the architecture."""
+        """Whether the architecture has this setting."""
         return f"{self.architecture}.{name}" in self.file.metadata
 
     def count(self, name: str, default: int | None = None) -> int:
-        """A whole number; of a list with one value for each layer, that value.
+        """An integer; for a list with one value per layer, the common value.
 
         Raises:
-            ModelLoadError: there is none, or another kind of value.
+            ModelLoadError: it is missing, or has another type.
             UnsupportedModelError: layers differ in it.
         """
         value = self._value(name, default)
         if isinstance(value, list) and value:
             if any(other != value[0] for other in value):
                 raise UnsupportedModelError(
-                    f"{self.file.path}: layers differ in {self.architecture}.{name}, which is not supported of GGUF "
+                    f"{self.file.path}: layers differ in {self.architecture}.{name}, which is not supported in GGUF "
                     "files. Use the checkpoint in safetensors."
                 )
             value = value[0]
@@ -52,7 +52,7 @@ class Metadata:
         """A finite number.
 
         Raises:
-            ModelLoadError: there is none, or another kind of value.
+            ModelLoadError: it is missing, or has another type.
         """
         value = self._value(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
@@ -63,7 +63,7 @@ class Metadata:
         """Numbers, one for each layer; one number stands for all.
 
         Raises:
-            ModelLoadError: there is none, another kind of value, or another number of them.
+            ModelLoadError: the value is missing, of another kind, or has another count.
         """
         value = self._value(name, default)
         found = value if isinstance(value, list) else [value] * layers
@@ -75,7 +75,7 @@ class Metadata:
         """A text.
 
         Raises:
-            ModelLoadError: there is none, or another kind of value.
+            ModelLoadError: it is missing, or has another type.
         """
         value = self._value(name, default)
         if not isinstance(value, str):
@@ -83,20 +83,20 @@ class Metadata:
         return value
 
     def must_be(self, name: str, *allowed: Any, otherwise: str) -> None:
-        """Refuse other values of a setting that may be absent.
+        """Refuse other values of an optional setting.
 
         Raises:
-            UnsupportedModelError: with what is not supported.
+            UnsupportedModelError: names the unsupported feature.
         """
         if self.has(name) and (value := self._value(name, None)) not in allowed:
             wanted = " or ".join(map(str, allowed))
             raise UnsupportedModelError(
-                f"{self.file.path}: {self.architecture}.{name} must be {wanted}, got {ascii(value)[:80]}: {otherwise} "
-                "not supported of GGUF files of this architecture. Use the checkpoint in safetensors."
+                f"{self.file.path}: {self.architecture}.{name} must be {wanted}, got {ascii(value)[:80]}: "
+                f"{otherwise} not supported in GGUF files of this architecture. Use the checkpoint in safetensors."
             )
 
     def check_all_asked(self) -> None:
-        """Refuse settings of the architecture that nothing has asked for.
+        """Refuse settings of the architecture that no code has read.
 
         Raises:
             UnsupportedModelError: names them.
@@ -105,7 +105,7 @@ class Metadata:
         left = sorted(name for name in self.file.metadata if name.startswith(prefix) and name not in self._asked)
         if left:
             raise UnsupportedModelError(
-                f"{self.file.path} has settings that are not supported of GGUF files of the architecture "
+                f"{self.file.path} has settings that are not supported in GGUF files of the architecture "
                 f"{self.architecture}: {', '.join(left[:5])}. Use the checkpoint in safetensors."
             )
 

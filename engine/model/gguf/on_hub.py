@@ -15,10 +15,10 @@ _SHOWN = 12
 
 
 def named_file(model: str) -> tuple[str, str] | None:
-    """The repository, and the name or pattern of the file in it; None if the text names no GGUF file on the hub.
+    """The repository, and the name or pattern of the file in it; None if the text does not name a GGUF file on the hub.
 
-    `org/name:Q4_K_M` is what llama.cpp and vLLM call the file whose name ends so, `org/name/*Q4_K_M.gguf` one by its
-    path. A path below a folder that is here is none.
+    As in llama.cpp and vLLM, `org/name:Q4_K_M` names the file whose name ends so; `org/name/*Q4_K_M.gguf` names one by
+    its path. A path below an existing local folder is not a name on the hub.
     """
     match = _NAMED.fullmatch(model)
     if match is None or model.startswith(".") or Path(model).parts[0] == ".." or Path(match[1]).parent.is_dir():
@@ -27,10 +27,10 @@ def named_file(model: str) -> tuple[str, str] | None:
 
 
 def choose(names: Iterable[str], repository: str, wanted: str) -> str | None:
-    """The one GGUF file of a repository that is meant, by its path there; None if there is none.
+    """The single matching GGUF file of a repository, by its path there; None if none matches.
 
     Raises:
-        ModelLoadError: several are meant, or a model of several files.
+        ModelLoadError: several match, or a model of several files.
     """
     found = sorted(name for name in names if _is_model(name) and _means(wanted, name))
     if not found:
@@ -51,7 +51,7 @@ def nothing_chosen(names: Iterable[str], repository: str, wanted: str) -> str:
     """The error message if `choose` finds no file."""
     there = sorted(filter(_is_model, names))
     held = f"its GGUF files are {_some(there)}" if there else "it has no GGUF files"
-    return f"{repository} holds no GGUF file {wanted}: {held}."
+    return f"{repository} does not contain the GGUF file {wanted}: {held}."
 
 
 def _means(wanted: str, name: str) -> bool:
@@ -61,7 +61,7 @@ def _means(wanted: str, name: str) -> bool:
 
 
 def _is_model(name: str) -> bool:
-    """Projectors of images lie beside the models that they are for."""
+    """Image projectors are stored beside their models."""
     return name.endswith(SUFFIX) and not PurePosixPath(name).name.startswith("mmproj")
 
 

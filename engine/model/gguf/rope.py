@@ -1,4 +1,4 @@
-"""The settings of rotary positions in a GGUF file, as `rope_parameters` of a config."""
+"""A GGUF file's settings of rotary positions, as `rope_parameters` of a config."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from engine.model.gguf.metadata import Metadata
 from engine.model.gguf.tensors import read_numbers
 
 FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
-"""Tensors that divide the frequencies: whatever the length, or that of long and of short sequences."""
+"""Tensors that divide the frequencies: for any length, or for long and for short sequences."""
 
 
 def rope_parameters(metadata: Metadata) -> dict[str, Any]:
     """The settings of rotary frequencies.
 
     Raises:
-        UnsupportedModelError: in a way that is not read.
+        UnsupportedModelError: the settings are not supported.
     """
     settings: dict[str, Any] = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base", 10_000.0)}
     factor = metadata.number("rope.scaling.factor", metadata.number("rope.scale_linear", 1.0)) or 1.0
@@ -51,12 +51,10 @@ def rope_parameters(metadata: Metadata) -> dict[str, Any]:
             )
     if FACTORS in metadata.file.tensors:
         if settings["rope_type"] != "default":
-            raise UnsupportedModelError(
-                f"{metadata.file.path} stretches frequencies twice: by {FACTORS} and by {kind}."
-            )
+            raise UnsupportedModelError(f"{metadata.file.path} scales frequencies twice: by {FACTORS} and by {kind}.")
         divisors = read_numbers(metadata.file, FACTORS)
         settings |= {
-            # Divisors that hold for all lengths.
+            # Divisors for all lengths.
             "rope_type": "longrope", "short_factor": divisors, "long_factor": divisors, "attention_factor": 1.0,
             "original_max_position_embeddings": metadata.count("context_length"), "factor": 1.0,
         }  # fmt: skip

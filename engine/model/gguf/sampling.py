@@ -1,4 +1,4 @@
-"""The sampling defaults of a GGUF file as `generation_config.json` has them: its own, and llama.cpp's for the rest."""
+"""A GGUF file's sampling defaults in the form of `generation_config.json`: its own, and llama.cpp's for the rest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KEYS = {
     "xtc_probability": "xtc_probability",
     "xtc_threshold": "xtc_threshold",
     "penalty_repeat": "repetition_penalty",
-    # Not implemented: named in a warning.
+    # Not implemented: a warning names them.
     "mirostat": "mirostat",
     "sequence": "sampling_sequence",
 }
@@ -27,7 +27,7 @@ _PREFIX = "general.sampling."
 
 
 def sampling_fields(file: Gguf) -> dict[str, Any]:
-    """The fields that the file's metadata sets, and as `FALLBACK` those of llama.cpp that it leaves open."""
+    """The fields that the file's metadata sets, and under `FALLBACK` llama.cpp's values of the others."""
     found = {
         field: _plain(file.metadata[_PREFIX + key]) for key, field in _KEYS.items() if _PREFIX + key in file.metadata
     }
@@ -40,5 +40,5 @@ def sampling_fields(file: Gguf) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A float32 as it is written in few digits: 0.6, not 0.6000000238418579."""
+    """A float32 with few digits: 0.6, not 0.6000000238418579."""
     return float(str(np.float32(value))) if isinstance(value, float) else value

@@ -1,4 +1,4 @@
-"""The rules by which byte-level tokenizers split texts before they merge bytes, by llama.cpp's names for them."""
+"""The rules by which byte-level tokenizers split texts before they merge bytes, by llama.cpp's names."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _words(digits: str) -> str:
-    """Words with the character before them, so many digits, other signs with line ends after them, and blanks."""
+    """Words with the character before them, this many digits, other signs with line ends after them, and blanks."""
     return rf"{_CONTRACTIONS}|{_WORD}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 
 
 def _cased(after: str, digits: str) -> str:
-    """Words within which no capital follows a small letter, with what may end them."""
+    """Words in which no capital follows a small letter, with their possible endings."""
     upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     before = r"[^\r\n\p{L}\p{N}]?"
     return (
@@ -46,13 +46,13 @@ _SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r"})
 _WHOLE = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "tekken"})
 
 MERGES_LAST = _WHOLE
-"""What is in the vocabulary as a whole is one token, whatever the merges say."""
+"""A piece that is in the vocabulary as a whole is one token, whatever the merges say."""
 BEGINS = _WHOLE
 """Texts begin with the BOS token unless the file says otherwise."""
 
 
 def splitter(name: str | None) -> dict[str, Any] | None:
-    """The `pre_tokenizer` of a tokenizer.json; None for a name that is not known."""
+    """The `pre_tokenizer` of a tokenizer.json; None for an unknown name."""
     octets = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     if name in _GPT_2:
         return octets
@@ -65,5 +65,5 @@ def splitter(name: str | None) -> dict[str, Any] | None:
 
 
 def normalizer(name: str | None) -> dict[str, Any] | None:
-    """The `normalizer` of a tokenizer.json. Qwen's composes characters, which llama.cpp leaves out."""
+    """The `normalizer` of a tokenizer.json. Qwen's composes characters, which llama.cpp does not do."""
     return {"type": "NFC"} if name == "qwen2" else None

@@ -18,7 +18,7 @@ _MOST_SETTINGS = 1 << 16
 
 
 def mapped(path: Path) -> Tensor:
-    """The bytes of a file, which are read where they are used. Writing to them changes no file."""
+    """The bytes of a file, which are read on access. Writes to them do not change the file."""
     return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
 
 
@@ -29,7 +29,7 @@ def read_tensor(
     `dtype`.
 
     Args:
-        data: of the file.
+        data: the file's bytes.
     """
     stop = info.shape[0] if stop is None else min(stop, info.shape[0])
     if len(info.shape) == 1:  # a row of blocks
@@ -42,10 +42,10 @@ def read_tensor(
 def read_quantised(
     data: Tensor, info: TensorInfo, expert: int | None = None, start: int = 0, stop: int | None = None
 ) -> Quantised:
-    """Rows [start, stop) of a matrix whose format has a kind of ours, or of one of several, as that.
+    """Rows [start, stop) of a matrix (or of one of several) whose format has one of our kinds, in that kind.
 
     Args:
-        data: of the file.
+        data: the file's bytes.
     """
     octets = _matrix(data, info, expert, start, stop)
     return as_quantised(octets, info.format, octets.numel() // _row_bytes(info))
@@ -54,13 +54,13 @@ def read_quantised(
 def read_blocks(
     data: Tensor, info: TensorInfo, expert: int | None = None, start: int = 0, stop: int | None = None
 ) -> Blocks:
-    """Rows of a format whose blocks are multiplied as they are: a view of the file."""
+    """Rows of a format whose blocks are multiplied unchanged: a view of the file."""
     octets = _matrix(data, info, expert, start, stop)
     return as_blocks(octets, info.format, octets.numel() // _row_bytes(info))
 
 
 def _row_bytes(info: TensorInfo) -> int:
-    """Bytes of a row of a matrix."""
+    """Bytes per row of a matrix."""
     return info.size // math.prod(info.shape[:-1])
 
 
@@ -73,10 +73,10 @@ def _matrix(data: Tensor, info: TensorInfo, expert: int | None, start: int, stop
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """A matrix as a file stores it, whose rows are widened when they are looked up.
+    """A matrix in a file's format, whose rows are expanded when they are looked up.
 
     Attributes:
-        octets: uint8 [rows, bytes of a row].
+        octets: uint8 [rows, bytes per row].
     """
 
     octets: Tensor
@@ -84,7 +84,7 @@ class StoredRows:
 
     @staticmethod
     def of(data: Tensor, info: TensorInfo) -> StoredRows:
-        """A copy of what the file has."""
+        """A copy of the file's data."""
         return StoredRows(_matrix(data, info, None, 0, None).view(info.shape[0], -1).clone(), info.format)
 
     def __call__(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -94,10 +94,10 @@ class StoredRows:
 
 
 def read_numbers(file: Gguf, name: str) -> list[float]:
-    """A tensor that is a setting.
+    """A tensor that contains a setting.
 
     Raises:
-        ModelLoadError: there is none, or one of too many numbers.
+        ModelLoadError: it is missing, or has too many numbers.
     """
     info = file.tensors.get(name)
     if info is None:
@@ -110,7 +110,7 @@ def read_numbers(file: Gguf, name: str) -> list[float]:
 
 
 def check_readable(path: Path, info: TensorInfo) -> None:
-    """Refuse a tensor of a format that is not read.
+    """Refuse a tensor with an unsupported format.
 
     Raises:
         UnsupportedModelError: names it.

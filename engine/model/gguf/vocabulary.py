@@ -11,9 +11,9 @@ from engine.model.gguf.splitting import BEGINS, MERGES_LAST, normalizer, splitte
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # kinds of tokens
 _BLANK = "▁"
-_LONGEST = 1024  # characters of a token whose merges are sought
-# Vocabularies of models have about two pairs to a token: Gemma's, of 262,144 tokens, 514,906 of 3.1 million characters.
-# A damaged file of 7 MB can have 4 million. The most take 0.4 GB.
+_LONGEST = 1024  # maximum characters of a token whose merges are sought
+# Vocabularies of models have about two pairs per token: Gemma's, with 262,144 tokens, has 514,906 pairs of 3.1 million
+# characters. A damaged file of 7 MB can have 4 million. The maximum takes 0.4 GB.
 _MOST_PAIRS = 1 << 21
 _MOST_CHARACTERS = 1 << 25
 _ENDS = frozenset(
@@ -22,19 +22,19 @@ _ENDS = frozenset(
         "<｜end▁of▁sentence｜>", "<|return|>",
     }
 )  # fmt: skip
-"""Tokens that end an answer wherever they are in a vocabulary, and are never cut, whatever kind the file gives them
-(llama.cpp): most files name one end."""
+"""Tokens that end an answer in any vocabulary and are never split, whatever type the file gives them (llama.cpp),
+because most files name only one end."""
 _TAKES_BLANKS = ("phi-3", "phi3")
-"""Parts of names of models whose tokens take the blanks after them along, which files do not say (llama.cpp)."""
+"""Parts of the names of models whose tokens include the blanks after them; files do not say so (llama.cpp)."""
 _KEEPS_BLANKS = frozenset({"<unk>", "<s>", "<|endoftext|>"})
-"""Tokens that do not."""
+"""Tokens that do not include them."""
 _TEXT_ROLES = ("bos", "eos", "unk", "pad")
 _SPLIT = "tokenizer.ggml.pre"
 _KEYS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
 def special_ids(file: Gguf) -> dict[str, int]:
-    """The ids of tokens that have a role: bos, eos, unk, pad, of those that the file names."""
+    """The ids of the tokens with a role (bos, eos, unk, pad) that the file names."""
     size = len(_texts(file, "tokens"))
     found = {role: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for role, key in _KEYS.items()}
     return {role: value for role, value in found.items() if isinstance(value, int) and 0 <= value < size}
@@ -51,21 +51,21 @@ def end_ids(file: Gguf) -> list[int]:
 
 
 def tokenizer_files(file: Gguf) -> dict[str, Any]:
-    """The contents of the files, by their names.
+    """The contents of the files, by name.
 
     Raises:
-        UnsupportedModelError: the tokenizer is of a kind, or splits texts in a way, that is not known exactly.
+        UnsupportedModelError: the kind of tokenizer, or its way of splitting texts, is not known exactly.
     """
     tokens = _texts(file, "tokens")
     if not tokens:
-        raise _unsupported(file, "it holds no vocabulary")
+        raise _unsupported(file, "it contains no vocabulary")
     table = file.tensors.get("token_embd.weight")
     if table is not None and len(tokens) > table.shape[0]:
         raise _unsupported(file, f"its vocabulary has {len(tokens)} tokens, but {table.name} has {table.shape[0]} rows")
     vocabulary = {text: number for number, text in enumerate(tokens)}
     if len(vocabulary) < len(tokens):
         twice = next(text for number, text in enumerate(tokens) if vocabulary[text] != number)
-        raise _unsupported(file, f"its vocabulary holds {ascii(twice)[:80]} twice")
+        raise _unsupported(file, f"its vocabulary contains {ascii(twice)[:80]} twice")
     kind = file.metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
         made = _byte_level(file, vocabulary)
@@ -119,7 +119,7 @@ def _byte_level(file: Gguf, vocabulary: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _by_scores(file: Gguf, tokens: list[str]) -> dict[str, Any]:
-    """SentencePiece's merges: those that give the token with the best score come first."""
+    """SentencePiece's merges: the merge whose token has the best score comes first."""
     scores = _numbers(file, "scores")
     if len(scores) != len(tokens):
         raise _unsupported(file, f"it has {len(scores)} scores for {len(tokens)} tokens")
@@ -129,7 +129,7 @@ def _by_scores(file: Gguf, tokens: list[str]) -> dict[str, Any]:
     ]  # fmt: skip
     normal: dict[str, Any] = replace
     if file.metadata.get("tokenizer.ggml.add_space_prefix", True) is True:
-        # Before each stretch of text between tokens that are never cut, as llama.cpp has it.
+        # Before each stretch of text between tokens that are never split, as in llama.cpp.
         normal = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": _BLANK}, replace]}
         joined.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     vocabulary = {text: number for number, text in enumerate(tokens)}
@@ -149,7 +149,7 @@ def _by_scores(file: Gguf, tokens: list[str]) -> dict[str, Any]:
 
 
 def _merges(file: Gguf, tokens: list[str], scores: list[float], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
-    """All pairs of tokens that make a token, those with the best score first.
+    """All pairs of tokens that form a token, those with the best score first.
 
     Raises:
         UnsupportedModelError: a token is too long, or there are too many pairs.
@@ -158,7 +158,9 @@ def _merges(file: Gguf, tokens: list[str], scores: list[float], vocabulary: Mapp
     characters = 0
     for place, (text, score) in enumerate(zip(tokens, scores, strict=True)):
         if len(text) > _LONGEST:
-            raise _unsupported(file, f"token {place} is {len(text)} characters long, and {_LONGEST} are the most")
+            raise _unsupported(
+                file, f"token {place} is {len(text)} characters long, but at most {_LONGEST} are allowed"
+            )
         earlier = -place
         for cut in range(1, len(text)):
             left, right = vocabulary.get(text[:cut]), vocabulary.get(text[cut:])
@@ -168,8 +170,9 @@ def _merges(file: Gguf, tokens: list[str], scores: list[float], vocabulary: Mapp
         if len(found) > _MOST_PAIRS or characters > _MOST_CHARACTERS:
             raise _unsupported(
                 file,
-                f"the first {place + 1} of its {len(tokens)} tokens are made by {len(found)} pairs of tokens, of "
-                f"{characters} characters, and {_MOST_PAIRS} pairs of {_MOST_CHARACTERS} are the most",
+                f"the first {place + 1} of its {len(tokens)} tokens are formed by {len(found)} pairs of tokens with "
+                f"{characters} characters, but at most {_MOST_PAIRS} pairs with {_MOST_CHARACTERS} characters are "
+                "allowed",
             )
     found.sort(reverse=True)
     return [(tokens[left], tokens[right]) for _, _, _, _, left, right in found]
@@ -187,7 +190,7 @@ _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, 
 
 
 def _added(file: Gguf, tokens: list[str], ids: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Tokens that are never cut, as the file writes them: those for control are special."""
+    """Tokens that are never split, as the file writes them: control tokens are special."""
     kinds = dict(enumerate(_numbers(file, "token_type")))
     control = {number for number, text in enumerate(tokens) if kinds.get(number) in (_CONTROL, _UNKNOWN)}
     control |= {number for number, text in enumerate(tokens) if text in _ENDS} | set(ids.values())
@@ -260,6 +263,6 @@ def _numbers(file: Gguf, name: str) -> list[float]:
 
 def _unsupported(file: Gguf, why: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"No tokenizer can be made of {file.path}: {why}. Name that of the original model, a folder or hub id, by "
-        "--tokenizer (tokenizer of LLM); or set --skip-tokenizer-init to work with token ids alone."
+        f"No tokenizer can be made from {file.path}: {why}. Set --tokenizer (tokenizer of LLM) to the original "
+        "model, a folder or hub id; or set --skip-tokenizer-init to work with token ids alone."
     )

@@ -1,4 +1,4 @@
-"""A GGUF file's tensors, as `safetensors` gives those of its files, under transformers' names."""
+"""A GGUF file's tensors with the interface of a `safetensors` file, under transformers' names."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
 
 
 class GgufWeights:
-    """The tensors of a file. What is stored quantised is widened.
+    """The tensors of a file. Quantised tensors are expanded.
 
     Raises:
         ModelLoadError: the file is damaged or incomplete.
-        UnsupportedModelError: it holds something that is not read.
+        UnsupportedModelError: it contains something unsupported.
     """
 
     def __init__(self, path: Path):
@@ -36,7 +36,7 @@ class GgufWeights:
         return list(self._placed)
 
     def get_tensor(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A tensor; in a format, if it is stored quantised and nothing is computed with it."""
+        """A tensor; in a given format, if it is quantised and no computation follows."""
         placed = self._placed[name]
         dtype = dtype if placed.arrangement.keeps_rows else torch.float32
         if placed.expert is None:
@@ -45,15 +45,15 @@ class GgufWeights:
         return placed.arrangement.arrange(part[0])
 
     def few_bits(self, name: str) -> bool:
-        """Whether a tensor is stored quantised."""
+        """Whether a tensor is quantised."""
         return self._placed[name].info.format.plain is None
 
     def kind(self, name: str) -> Quantization | None:
-        """The kind of our own that a matrix is; None for none."""
+        """The kind of ours that a matrix has; None for none."""
         return self._placed[name].info.format.kind if self._is_matrix(name) else None
 
     def own_kind(self, name: str) -> Quantization | BlockKind | None:
-        """The kind that keeps a matrix in its own bits; None if there is none."""
+        """The kind that keeps a matrix in its own format; None if there is none."""
         return self._placed[name].info.format.own_kind if self._is_matrix(name) else None
 
     def _is_matrix(self, name: str) -> bool:
@@ -61,11 +61,11 @@ class GgufWeights:
         return len(placed.shape) == 2 and placed.arrangement.keeps_rows
 
     def has_rows(self, name: str) -> bool:
-        """Whether rows of a matrix can be read alone."""
+        """Whether single rows of a matrix can be read."""
         return self._placed[name].arrangement.by_rows and self._placed[name].expert is None
 
     def quantised(self, name: str, own: bool = False, start: int = 0, stop: int | None = None) -> Quantised | Blocks:
-        """A matrix that has a `kind`, or an `own_kind`, as that; of one that `has_rows` rows [start, stop)."""
+        """A matrix with a `kind` or an `own_kind`, in that kind; with `has_rows`, its rows [start, stop)."""
         placed = self._placed[name]
         format = placed.info.format
         read = read_blocks if own and format.own_kind != format.kind else read_quantised
@@ -77,16 +77,16 @@ class GgufWeights:
         return self._placed[name].info.size
 
     def stored_rows(self, name: str) -> StoredRows:
-        """A quantised matrix that `has_rows`, as it is stored."""
+        """A quantised matrix with `has_rows`, in the file's format."""
         return StoredRows.of(self._data, self._placed[name].info)
 
     def get_slice(self, name: str) -> GgufSlice:
-        """A tensor of which not all is read."""
+        """A tensor that is read in part."""
         return GgufSlice(self, self._placed[name], self._data)
 
 
 class GgufSlice:
-    """A tensor of which not all is read."""
+    """A tensor that is read in part."""
 
     def __init__(self, weights: GgufWeights, placed: Placed, data: Tensor):
         self._weights = weights
@@ -98,7 +98,7 @@ class GgufSlice:
         return list(self._placed.shape)
 
     def get_dtype(self) -> str:
-        """The format in which it is read, in safetensors' words."""
+        """The format of the result, under safetensors' name."""
         plain = self._placed.info.format.plain
         return "F32" if plain is None else _NAMES[plain]
 
@@ -111,10 +111,10 @@ class GgufSlice:
 
 
 def stored_formats(path: Path) -> dict[str, int]:
-    """The bytes of a file in each stored format, the largest first.
+    """The bytes of a file in each stored format, largest first.
 
     Raises:
-        ModelLoadError, UnsupportedModelError: as `GgufWeights`.
+        ModelLoadError, UnsupportedModelError: see `GgufWeights`.
     """
     _, sizes = _contents(path.resolve(), _identity(path))
     return sizes
@@ -125,9 +125,9 @@ def _identity(path: Path) -> Any:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
-@lru_cache(maxsize=2)  # a start opens the weights several times; the vocabulary in the header makes reading it slow
+@lru_cache(maxsize=2)  # a start opens the weights several times, and the vocabulary makes the header slow to read
 def _contents(path: Path, identity: Any) -> tuple[dict[str, Placed], dict[str, int]]:
-    """Tensors by their names, and bytes by their formats."""
+    """Tensors by name, and bytes by format."""
     file = read_gguf(path)
     found: dict[str, Placed] = {}
     for placed in place(file, *describe(file)):

@@ -1,4 +1,4 @@
-"""The contents of an adapter's files, before they are read for a model."""
+"""The contents of an adapter's files, before they are matched with a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Matrices:
         module: the matrix's module in transformers.
         scale: the factor of their product.
         sizes: shapes [rank, in] and [out, rank].
-        read: reads both.
+        read: reads both matrices.
     """
 
     module: str
@@ -27,7 +27,7 @@ class Matrices:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A tensor that an adapter brings in place of the model's."""
+    """A tensor of an adapter that replaces the model's."""
 
     name: str
     shape: tuple[int, ...]

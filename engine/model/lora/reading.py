@@ -1,4 +1,4 @@
-"""An adapter's files, read for a model."""
+"""Reads an adapter's files for a model."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def read_adapter(name: str, path: str | Path, model: Transformer, max_rank: int)
         max_rank: `max_lora_rank` of the engine.
 
     Raises:
-        AdapterError: no adapter, damaged files, shapes that are not the model's, or a kind of adapter that is not
-            applied.
+        AdapterError: the file is not an adapter, is damaged, has shapes other than the model's, or contains an
+            unsupported kind of adapter.
     """
     path, targets = Path(path), Targets(model)
     if path.suffix == SUFFIX:
-        from engine.model.lora.gguf import gguf_parts  # only few need it
+        from engine.model.lora.gguf import gguf_parts  # rarely needed
 
         file = _gguf(path)
         found: Iterator[Matrices | Whole] = gguf_parts(file, model.spec)
@@ -89,7 +89,7 @@ def read_adapter(name: str, path: str | Path, model: Transformer, max_rank: int)
 
 
 def largest_rank(paths: Iterable[str]) -> int:
-    """The largest rank that the adapters of these paths state; `USUAL_RANK` if there are none.
+    """The largest rank that the adapters at these paths state; `USUAL_RANK` if there are none.
 
     Raises:
         AdapterError: an adapter cannot be read.
@@ -98,7 +98,7 @@ def largest_rank(paths: Iterable[str]) -> int:
     ranks = []
     for path in map(Path, paths):
         if path.suffix == SUFFIX:
-            from engine.model.gguf.container import read_gguf  # only few need it
+            from engine.model.gguf.container import read_gguf  # rarely needed
 
             ranks += [
                 info.shape[0] for info in read_gguf(_gguf(path)).tensors.values() if info.name.endswith(".lora_a")
@@ -110,7 +110,7 @@ def largest_rank(paths: Iterable[str]) -> int:
 
 
 def _read(each: Matrices, targets: Targets, max_rank: int) -> Iterator[tuple[Target, Tensor, Tensor]]:
-    """The matrices of one module, for each product that its matrix is a part of."""
+    """The matrices of one module, for each product that contains its matrix."""
     found = targets.find(each.module)
     (rank, *inputs), (*outputs, also) = each.sizes
     for target in found:
@@ -133,7 +133,7 @@ def _read(each: Matrices, targets: Targets, max_rank: int) -> Iterator[tuple[Tar
     up = up * each.scale
     for tensor in (down, up):
         if not bool(tensor.isfinite().all()):
-            raise AdapterError(f"the adapter of {each.module} holds NaN or infinite numbers")
+            raise AdapterError(f"the adapter of {each.module} contains NaN or infinite numbers")
     for target in found:
         yield target, down, up
 
@@ -144,10 +144,10 @@ def _replaced(each: Whole, targets: Targets) -> tuple[str, Tensor]:
     if found is None:
         if any(f".{word}." in f".{each.name}" for word in _TOKENS):
             raise AdapterError(
-                f"it brings {each.name}: adapters with added tokens, or with their own token table or output matrix, "
-                "are not supported"
+                f"it contains {each.name}: adapters with added tokens, or with their own token table or output "
+                "matrix, are not supported"
             )
-        raise AdapterError(f"it brings {each.name} whole: of modules_to_save, only heads of classifiers are supported")
+        raise AdapterError(f"it contains {each.name} in full: of modules_to_save, only classifier heads are supported")
     entry, shape = found
     if [torch.Size(each.shape)] != entry.transform.shapes(shape):
         raise AdapterError(
@@ -157,19 +157,19 @@ def _replaced(each: Whole, targets: Targets) -> tuple[str, Tensor]:
     filled = torch.empty(shape)
     entry.transform.fill(filled, 0, each.read().float())
     if not bool(filled.isfinite().all()):
-        raise AdapterError(f"{each.name} holds NaN or infinite numbers")
+        raise AdapterError(f"{each.name} contains NaN or infinite numbers")
     return entry.target, filled
 
 
 def _gguf(path: Path) -> Path:
-    """The path of a GGUF file; opening anything else might wait for ever."""
+    """The path of a GGUF file; opening anything else might block for ever."""
     if not path.is_file():
         raise AdapterError(f"{path} is not a file.")
     return path
 
 
 def _folder(path: Path) -> tuple[LoraSettings, Path]:
-    """The settings of a PEFT folder, and its file of weights."""
+    """The settings of a PEFT folder, and its file with the weights."""
     if not path.is_dir():
         raise AdapterError(
             f"{path} is not a folder. Give the folder that contains {FILE} and {WEIGHTS}, or a {SUFFIX} file."
@@ -199,7 +199,7 @@ def _peft_parts(file: Path, settings: LoraSettings) -> Iterator[Matrices | Whole
     for name in names:
         if len(name) > _MOST_NAME:
             raise AdapterError(
-                f"it holds a tensor whose name has {len(name)} characters; at most {_MOST_NAME} are read"
+                f"it contains a tensor whose name has {len(name)} characters; at most {_MOST_NAME} are read"
             )
         short = name.removeprefix(_STEM)
         if str(stored.get_slice(name).get_dtype()) not in _FORMATS:
@@ -211,7 +211,7 @@ def _peft_parts(file: Path, settings: LoraSettings) -> Iterator[Matrices | Whole
                 raise _twice(found[1])
         elif "lora_" in short:
             kind = "adapters of embeddings" if "lora_embedding" in short else "such tensors"
-            raise AdapterError(f"it holds {name}: {kind} are not supported")
+            raise AdapterError(f"it contains {name}: {kind} are not supported")
         else:
             shape = tuple(stored.get_slice(name).get_shape())
             yield Whole(short, shape, lambda name=name: stored.get_tensor(name))  # type: ignore[misc]
@@ -224,7 +224,7 @@ def _of_module(module: str, halves: Mapping[str, str], settings: LoraSettings, s
         missing = "B" if "A" in halves else "A"
         raise AdapterError(f"lora_{missing} of {module} is missing. Save the adapter again")
     if not settings.aims_at(module):
-        raise AdapterError(f"it holds an adapter of {module}, which target_modules of {FILE} do not name")
+        raise AdapterError(f"it contains an adapter of {module}, which target_modules of {FILE} do not name")
     down, up = (tuple(stored.get_slice(halves[half]).get_shape()) for half in "AB")
     if len(down) != 2 or len(up) != 2:
         raise AdapterError(f"{module} has an adapter of {max(len(down), len(up))} dimensions")
@@ -242,7 +242,7 @@ def _of_module(module: str, halves: Mapping[str, str], settings: LoraSettings, s
 
 
 def _twice(module: str) -> AdapterError:
-    return AdapterError(f"it holds {module} twice, under two names. Save the adapter again")
+    return AdapterError(f"it contains {module} twice, under two names. Save the adapter again")
 
 
 def _damaged(file: Path, error: Exception) -> AdapterError:

@@ -17,9 +17,9 @@ _Value = TypeVar("_Value", int, float)
 FILE = "adapter_config.json"
 MOST_RANK = 256
 _MOST_BYTES = 1 << 20
-_MOST_LENGTH, _MOST_QUANTIFIERS, _MOST_GROUPS = 1000, 3, 3  # of a pattern, so that trying it takes no noticeable time
+_MOST_LENGTH, _MOST_QUANTIFIERS, _MOST_GROUPS = 1000, 3, 3  # maximum size of a pattern, so that matching is fast
 
-# Settings that change no answer of a trained adapter.
+# Settings that do not change the answers of a trained adapter.
 _HARMLESS = frozenset(
     ("auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "fan_in_fan_out",
      "inference_mode", "lora_dropout", "loftq_config", "lora_ga_config", "corda_config", "megatron_core",
@@ -37,7 +37,7 @@ _REASONS = {
     "lora_bias": "biases in adapters are",
     "alora_invocation_tokens": "activated LoRA is",
 }
-# Ways to begin training that leave the base model's weights as they are.
+# Initialisations that do not change the base model's weights.
 _STARTS = ("gaussian", "eva", "orthogonal")
 
 
@@ -46,14 +46,14 @@ class LoraSettings:
     """The settings of one adapter.
 
     Attributes:
-        rank, alpha: of modules without a pattern of their own.
-        ranks, alphas: of modules whose names have a pattern; the first pattern that matches counts.
-        root: the scale is alpha / sqrt(rank) instead of alpha / rank.
+        rank, alpha: the values for modules without their own pattern.
+        ranks, alphas: the values for modules whose names match a pattern; the first match counts.
+        root: whether the scale is alpha / sqrt(rank) instead of alpha / rank.
         targets: the names of the modules, or a pattern of them.
-        excluded: modules that are not changed although they are targets.
-        layers: only these layers' modules; None: those of all.
-        layers_patterns: names of lists of layers; empty: any.
-        saved: modules that the adapter brings whole.
+        excluded: targets that are not changed.
+        layers: only modules of these layers; None for all.
+        layers_patterns: names of lists of layers; empty for any.
+        saved: modules that the adapter replaces whole.
         base: the model that the adapter was trained on; "" if the file does not say.
     """
 
@@ -80,7 +80,7 @@ class LoraSettings:
         return _first(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.root else rank)
 
     def aims_at(self, module: str) -> bool:
-        """Whether the settings name a module; True also if their pattern is too costly to try."""
+        """Whether the settings name a module; also True if their pattern is too expensive to try."""
         if _matches(self.excluded, module) is True:
             return False
         if isinstance(self.targets, str):
@@ -101,8 +101,8 @@ def read_settings(path: Path) -> LoraSettings:
     """The settings of a file.
 
     Raises:
-        AdapterError: the file cannot be read, a value is not one that PEFT writes, or Octavo does not apply such
-            adapters.
+        AdapterError: the file cannot be read, has a value that PEFT does not write, or describes an unsupported kind of
+            adapter.
     """
     values = _values(path)
     kind = values.get("peft_type")
@@ -130,7 +130,7 @@ def read_settings(path: Path) -> LoraSettings:
     if isinstance(layers, int) and not isinstance(layers, bool):
         layers = [layers]
     if layers and not (isinstance(layers, list) and all(isinstance(each, int) for each in layers)):
-        raise _wrong(path, "layers_to_transform", layers, "a list of layers' numbers")
+        raise _wrong(path, "layers_to_transform", layers, "a list of layer numbers")
     targets = values.get("target_modules") or ()
     return LoraSettings(
         path=path,
@@ -164,7 +164,7 @@ def _values(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise AdapterError(f"{path} is not valid JSON ({error}). Save the adapter again.") from error
     if not isinstance(values, dict):
-        raise AdapterError(f"{path} holds {type(values).__name__}, not an object of settings.")
+        raise AdapterError(f"{path} contains a {type(values).__name__}, not an object of settings.")
     return values
 
 
@@ -186,7 +186,7 @@ def _names(path: Path, name: str, value: Any) -> tuple[str, ...]:
 def _patterns(
     path: Path, name: str, values: Mapping[str, Any], read: Callable[[Path, str, Any], _Value]
 ) -> dict[re.Pattern[str], _Value]:
-    """The values of a setting that has one for each pattern; a pattern means the end of a module's name."""
+    """The values of a setting with one value per pattern; a pattern matches the end of a module's name."""
     found = values.get(name) or {}
     if not isinstance(found, dict):
         raise _wrong(path, name, found, "an object of patterns")
@@ -220,7 +220,7 @@ def _shown(value: object) -> str:
 
 
 def _simple(path: Path, name: str, pattern: str) -> str:
-    """The pattern, if trying it on names takes no noticeable time.
+    """The pattern, if matching it takes no noticeable time.
 
     Raises:
         AdapterError: it might.
@@ -247,14 +247,14 @@ def _is_simple(pattern: str) -> bool:
         return False
     try:
         re.compile(pattern)
-        re.compile(f"x(?:{pattern})")  # refuses flags of the whole pattern
+        re.compile(f"x(?:{pattern})")  # rejects flags of the whole pattern
     except (re.error, OverflowError, RecursionError):
         return False
     return True
 
 
 def _matches(names: tuple[str, ...] | str, module: str) -> bool | None:
-    """Whether names, or a pattern, mean a module; None for a pattern that is not tried."""
+    """Whether names or a pattern match a module; None for a pattern that is not tried."""
     if isinstance(names, str):
         return bool(re.fullmatch(names, module)) if _is_simple(names) else None
     return any(module == name or module.endswith(f".{name}") for name in names)

@@ -1,4 +1,4 @@
-"""The products of a model that adapters change, under the names that its checkpoints have for their matrices."""
+"""The products of a model that adapters change, by the checkpoint's names of their matrices."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from engine.model.transformer import Transformer
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The rows of a product that one matrix of a checkpoint becomes.
+    """The rows of a product that come from one matrix of a checkpoint.
 
     Attributes:
-        path: of the `Linear`, in `model.named_modules()`.
+        path: path of the `Linear` in `model.named_modules()`.
         size: features in and out of the `Linear`.
-        place: the matrix is source number `place` of the transform.
+        place: the matrix is source `place` of the transform.
     """
 
     path: str
@@ -37,14 +37,14 @@ class Target:
         return self.size[0], _rows(self.transform, self.place, self.size[1])
 
     def lift(self, up: Tensor) -> Tensor:
-        """[out of the Linear, rank] of the checkpoint's [out, rank]: each row where the product has it."""
+        """[out of the Linear, rank] of the checkpoint's [out, rank], with each row at its index in the product."""
         lifted = up.new_zeros(self.size[1], up.shape[1])
         _fill(self.transform, lifted, self.place, up)
         return lifted
 
 
 class Targets:
-    """All matrices of a loaded model's checkpoint, by name, and the use that an adapter can make of each."""
+    """All matrices of a loaded model's checkpoint, by name, and how an adapter can change each."""
 
     def __init__(self, model: Transformer):
         assert model.table is not None
@@ -66,7 +66,7 @@ class Targets:
             module: the name of its module in transformers.
 
         Raises:
-            AdapterError: there is no such matrix, or adapters of it are not applied; the error says why.
+            AdapterError: the matrix does not exist, or adapters of it are not supported; gives the reason.
         """
         name = self._current(f"{module}.weight")
         if name == self._table.head:
@@ -78,12 +78,12 @@ class Targets:
         found: dict[str, Target] = {}
         for entry, place in self._entries[name]:
             target = self._target(entry, place, module)
-            found.setdefault(target.path, target)  # several entries: forms of the same parameter
+            found.setdefault(target.path, target)  # several entries are forms of the same parameter
         return list(found.values())
 
     def head_parameter(self, name: str) -> tuple[Entry, torch.Size] | None:
-        """The parameter of a head that is stored under this name, and its shape; None if it is none, or of a head that
-        adapters cannot bring: those of classifiers and of models that find answers they can."""
+        """The parameter of a head with this stored name, and its shape; None if it does not belong to a head, or to one
+        that adapters cannot replace. They can replace heads of classifiers and of models that find answers."""
         if not self._has_own_head:
             return None
         parameters = dict(self._model.named_parameters())
@@ -92,7 +92,7 @@ class Targets:
             if not entry.target.startswith("head.") or len(entry.sources) != 1:
                 continue
             linear = self._model.get_submodule(module)
-            if isinstance(linear, Linear) and kind == "weight":  # its own may have been given up
+            if isinstance(linear, Linear) and kind == "weight":  # its own parameter may have been released
                 return entry, torch.Size((linear.outputs, linear.inputs))
             return entry, parameters[entry.target].shape
         return None
@@ -112,21 +112,21 @@ class Targets:
                 raise AdapterError(f"{module} belongs to experts: adapters of experts are not supported")
             raise AdapterError(f"{module} is not a plain product here: adapters of it are not supported")
         if not _is_rowwise(entry.transform):
-            raise AdapterError(f"{module} is laid out anew by column: adapters of it are not supported")
+            raise AdapterError(f"{module} is stored with its columns rearranged: adapters of it are not supported")
         return Target(self._paths[id(linear)], (linear.inputs, linear.outputs), entry.transform, place)
 
     def _current(self, stored: str) -> str:
-        """The table's name for a checkpoint's tensor of this name (`Checkpoint.rename`)."""
+        """The table's name for a checkpoint tensor with this name (`Checkpoint.rename`)."""
         name = self._table.current(stored)
         longer = self._table.prefix + name
         return longer if name not in self._entries and longer in self._entries else name
 
 
 def joined(parts: list[tuple[Target, Tensor, Tensor]]) -> LowRank:
-    """The addition to one product by adapters of the matrices that it consists of.
+    """The addition to one product from adapters of the matrices that it consists of.
 
     Args:
-        parts: of each its target, down [rank, in], and up [out, rank] as the checkpoint's matrix has its rows.
+        parts: for each its target, down [rank, in], and up [out, rank] with the rows of the checkpoint's matrix.
     """
     parts = sorted(parts, key=lambda part: part[0].place)
     return LowRank(
@@ -136,7 +136,7 @@ def joined(parts: list[tuple[Target, Tensor, Tensor]]) -> LowRank:
 
 
 def _is_rowwise(transform: Transform) -> bool:
-    """Whether the rows of the result are rows of what is stored, times a factor."""
+    """Whether the rows of the result are stored rows times a factor."""
     match transform:
         case Transposed():
             return True
@@ -148,7 +148,7 @@ def _is_rowwise(transform: Transform) -> bool:
 
 
 def _rows(transform: Transform, place: int, outputs: int) -> int:
-    """The outputs of the matrix that is source number `place` of a parameter of so many outputs."""
+    """The outputs of source matrix `place` of a parameter with this many outputs."""
     match transform:
         case Transposed():
             return outputs

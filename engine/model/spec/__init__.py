@@ -1,8 +1,8 @@
 """The parts that a transformer is made of, as frozen values.
 
 A family is a composition of these parts and nothing else; `engine.model.transformer` builds modules
-from them. A choice between alternatives is a sum type (`Placement`, `FeedForward` …), so a novelty is a
-new member and not another boolean. Sizes are counted in features or tokens as their names say.
+from them. A choice between alternatives is a sum type (`Placement`, `FeedForward` …), so a new alternative is a new
+member, not another boolean. Sizes are in features or tokens, as their names say.
 """
 
 from engine.model.spec.attention import (

@@ -1,4 +1,4 @@
-"""Attention: its heads, the inputs of its queries, keys and values, and the parts that can stand in its place."""
+"""Attention: its heads, the inputs of its queries, keys and values, and its alternatives."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class AfterRotation:
 
 @dataclass(frozen=True, slots=True)
 class EachHead:
-    """Queries and keys are normalised per head, and each head has weights of its own (a layer norm's)."""
+    """Queries and keys are normalised per head, and each head has its own weights (of a layer norm)."""
 
     norm: Norm
 
@@ -44,17 +44,17 @@ QkNorm = PerHead | WholeProjection | AfterRotation | EachHead
 
 @dataclass(frozen=True, slots=True)
 class Sinks:
-    """A learned score for each head, which softmax counts and which belongs to no value: what a query need not look at
-    may go there (arXiv:2508.10925)."""
+    """A learned score for each head that is part of the softmax and has no value: a query may attend to it instead of
+    tokens (arXiv:2508.10925)."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputGate:
-    """What heads attended to is multiplied by function(gate(x)) before the output matrix, x being what queries are made
-    of (arXiv:2505.06708).
+    """The heads' result is multiplied by function(gate(x)) before the output matrix, where x is the input of the
+    queries (arXiv:2505.06708).
 
     Attributes:
-        per_head: a gate has one number for each head, not for each feature.
+        per_head: whether a gate has one number per head, not per feature.
     """
 
     function: Literal["sigmoid", "softplus"] = "sigmoid"
@@ -63,11 +63,11 @@ class OutputGate:
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Heads of convolutions beside those of attention, as many and as wide: each token has kernels of its own, made of
-    its query and of its neighbours (arXiv:2008.02496).
+    """Convolution heads beside the attention heads, of equal number and width: each token has its own kernels, made
+    from its query and its neighbours (arXiv:2008.02496).
 
     Attributes:
-        kernel: tokens that one sees at a time, odd.
+        kernel: tokens in a window, odd.
     """
 
     kernel: int
@@ -75,19 +75,19 @@ class Spans:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:
-    """Keys and values of all heads are made of one short vector for each token, its latent; one rotated key beside it
-    is shared by the heads, too (multi-head latent attention, arXiv:2405.04434, 2.1).
+    """Keys and values of all heads are made from one short vector per token, its latent; the heads also share one
+    rotated key beside it (multi-head latent attention, arXiv:2405.04434, 2.1).
 
-    Pages hold the latent and the shared key, as the one key of a single KV head; its value is the latent in it. The
-    matrices that make a head's keys and values of latents are multiplied with queries and with results instead.
+    Pages contain the latent and the shared key, as the only key of a single KV head; its value is the latent in it. The
+    matrices that would expand latents to a head's keys and values are multiplied with queries and results instead.
 
     Attributes:
         width: features of the latent.
-        rotary: of the shared key, and of the part of a query that meets it; all of them are rotated.
-        content: of the rest of a query, which meets keys made of latents.
-        values: of a head's result.
-        norm: of the latent, and of that which queries are made of.
-        query_width: features of the latent that queries are made of; None: of the hidden state.
+        rotary: features of the shared key, and of the matching part of a query; all of them are rotated.
+        content: features of the rest of a query, which is matched with keys made from latents.
+        values: features of a head's result.
+        norm: the norm of the latent, and of the latent of queries.
+        query_width: features of the latent from which queries are made; None: from the hidden state.
     """
 
     width: int
@@ -100,31 +100,32 @@ class Latent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """Multi-head attention; kv_heads below heads is grouped-query, 1 is multi-query.
+    """Multi-head attention; fewer kv_heads than heads is grouped-query attention, 1 is multi-query attention.
 
     Attributes:
         heads, kv_heads, head_dim: heads is a multiple of kv_heads.
-        scale: multiplies the scores of queries and keys.
-        position: how positions enter the scores, beyond what the embedding adds.
-        temperature: what queries are multiplied by, where that grows with their position.
-        causal: a query sees no later key.
-        window: which keys a query sees at most, a sliding window or a chunk; None for all.
+        scale: factor of the scores of queries and keys.
+        position: how positions enter the scores, in addition to the embedding.
+        temperature: a factor of queries that grows with their position.
+        causal: whether a query sees no later key.
+        window: the keys that a query sees: a sliding window or a chunk; None for all.
         qk_norm: normalisation of queries and keys after their projection.
-        value_norm: normalisation of values per head, without weights of its own.
-        one_for_both: a matrix makes keys, and values are what it gives before they are normed and rotated.
-        reads: the number of an earlier layer whose keys and values this one reads; it makes queries alone then.
-        qkv_bias, out_bias: the projections have biases; where there are latents, those that make them.
-        clip: projected queries, keys and values are limited to [-clip, clip].
+        value_norm: normalisation of values per head, without weights.
+        one_for_both: whether one matrix makes keys and values; values are its result before norm and rotation.
+        reads: the number of an earlier layer whose keys and values this one reads; it then has only queries.
+        qkv_bias, out_bias: whether the projections have biases; with latents, the projections that make them.
+        clip: limits projected queries, keys and values to [-clip, clip].
         softcap: scores s become softcap * tanh(s / softcap).
         sinks: scores beside those of the keys.
-        spans: heads beside these.
-        gate: what their results are multiplied by.
-        latent: what queries, keys and values are made of; None: of the hidden state, each by a projection of its own.
-            With latents there is one KV head, and head_dim is the width of what pages hold of a token.
-        global_tokens: tokens that the window does not bind; it reaches equally far to both sides then.
-        block_sums: what tokens see besides those in the window, which reaches equally far to both sides then.
+        spans: convolution heads beside the attention heads.
+        gate: the gate by which their results are multiplied.
+        latent: the source of queries, keys and values; None: each has a separate projection of the hidden state. With
+            latents there is one KV head, and head_dim is the width of a token's vector in pages.
+        global_tokens: tokens that the window does not limit; the window must then have equal size on both sides.
+        block_sums: sums of blocks that tokens see in addition to the window, which must then have equal size on both
+            sides.
         blocks: the blocks that tokens see, in an encoder; None for all.
-        stream: what tokens of an encoder see where vectors go through its layers beside them.
+        stream: how tokens of an encoder see vectors that pass through its layers beside them.
     """
 
     heads: int
@@ -154,7 +155,7 @@ class Attention:
 
     @property
     def turned(self) -> int:
-        """Features of a head among which rotation happens."""
+        """Features of a head that take part in the rotation."""
         return self.head_dim if self.latent is None else self.latent.rotary
 
     @property
@@ -164,7 +165,7 @@ class Attention:
 
     @property
     def query_bias(self) -> bool:
-        """Whether each query brings terms for its scores."""
+        """Whether each query adds its own terms to its scores."""
         return isinstance(self.position, QueryBuckets)
 
 
@@ -173,5 +174,5 @@ NO_ATTENTION = Attention(heads=0, kv_heads=0, head_dim=0, scale=1.0, causal=Fals
 
 @dataclass(frozen=True, slots=True)
 class Fourier:
-    """The real part of a discrete Fourier transform over the tokens of an input and over their features, in the
-    place of attention; it has no weights (arXiv:2105.03824)."""
+    """The real part of a discrete Fourier transform over the tokens of an input and over their features, instead of
+    attention; it has no weights (arXiv:2105.03824)."""

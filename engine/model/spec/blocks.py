@@ -1,4 +1,4 @@
-"""Layers: where norms stand in one, and what runs within it or beside it."""
+"""Layers: the positions of norms in a layer, and the parts within it or beside it."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ class Convolution:
     """A convolution over the tokens of an input beside a layer f: norm(f(x) + activation(convolution(x))).
 
     Attributes:
-        kernel: tokens that it sees at a time, odd; there are zeros before the first and after the last.
+        kernel: tokens in a window, odd; zeros precede the first token and follow the last.
         activation, norm: as above.
-        groups: features see those of their own group only.
+        groups: features only see those of their own group.
     """
 
     kernel: int
@@ -85,15 +85,15 @@ class Convolution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bottleneck:
-    """A layer on fewer features than the residual stream has: norm(x + exit(f(entrance(x)))), where f is attention and
+    """A layer with fewer features than the residual stream: norm(x + exit(f(entrance(x)))), where f is attention and
     feed-forward networks with norms after their residuals (arXiv:2004.02984).
 
     Attributes:
-        width: features within it, attention's included.
-        norm: of what enters, of what leaves, and of each sublayer.
+        width: features within it, including attention's.
+        norm: the norm of the input, of the output, and of each sublayer.
         networks: feed-forward networks that follow each other.
-        values: what attention's values are made of: "entered", as queries and keys are, or "whole" vectors of the
-            stream; queries and keys have an entrance of their own then.
+        values: the source of attention's values: "entered", like queries and keys, or "whole" vectors of the stream;
+            queries and keys then have a separate entrance.
     """
 
     width: int
@@ -104,12 +104,12 @@ class Bottleneck:
 
 @dataclass(frozen=True, slots=True)
 class LayerInput:
-    """x + norm(projection(activation(gate(x)) * own)) after the sublayers, own being the layer's vector of the token
-    (`LayerVectors`). Of a stream of several versions, gate reads the active one and the sum goes to the others.
+    """x + norm(projection(activation(gate(x)) * own)) after the sublayers, where own is the layer's vector for the
+    token (`LayerVectors`). In a stream of several versions, gate reads the active one and the sum goes to the others.
 
     Attributes:
         width: features of the vector.
-        norm: of what is added.
+        norm: the norm of what is added.
     """
 
     width: int
@@ -119,7 +119,7 @@ class LayerInput:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """y + norm(right(left(y))), y being what attention reads, beside attention; the sum of both and of the stream is
+    """y + norm(right(left(y))) beside attention, where y is attention's input; the sum of both and of the stream is
     divided by the root of 2 (LAuReL, arXiv:2411.07501).
 
     Attributes:
@@ -135,13 +135,13 @@ class Block:
     """One layer. `cross` attends to the encoder's output; `beside` runs beside the whole layer.
 
     Attributes:
-        mixing: what mixes tokens instead, where attention has no heads (`NO_ATTENTION`).
-        bottleneck: the features that the layer works on, where these are not the stream's; its norms stand for those of
-            the placement.
-        input: what the layer reads of each token beside the stream.
+        mixing: an alternative way to mix tokens, if attention has no heads (`NO_ATTENTION`).
+        bottleneck: the features of the layer, if they are not the stream's; its norms replace those of the placement.
+        input: what the layer reads for each token beside the stream.
         low_rank: what runs beside attention.
-        factor: the stream is multiplied by a learned number at last.
-        residual_scale: multiplies what attention and feed-forward network add; their last matrices are loaded times it.
+        factor: whether the stream is multiplied by a learned number at the end.
+        residual_scale: factor of the additions by attention and feed-forward network; their last matrices are
+            multiplied by it at load time.
     """
 
     placement: Placement

@@ -1,4 +1,4 @@
-"""The first vectors of a stack: of token ids, of an image's patches, of a sound's spectrum."""
+"""The first vectors of a stack: from token ids, an image's patches or a sound's spectrum."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.model.positions import Positions
 
 @dataclass(frozen=True, slots=True)
 class MaskedOut:
-    """Tokens of one id have vectors of zeros, and those of an input are scaled by how many it has of these: they are
+    """Tokens with one id have vectors of zeros, and the vectors of an input are scaled by their number: they are
     multiplied by (1 - usual) / (1 - share), the share of such tokens in training and in the input
     (bioRxiv:2022.07.20.500902)."""
 
@@ -21,8 +21,8 @@ class MaskedOut:
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """The vectors of the `taps` tokens around each, one after the other, which a matrix with a bias maps to `width`
-    features (arXiv:2004.02984); zeros beyond an input's ends."""
+    """The vectors of the `taps` tokens around each token, one after the other, which a matrix with a bias maps to
+    `width` features (arXiv:2004.02984); zeros beyond an input's ends."""
 
     taps: int
     width: int
@@ -30,26 +30,26 @@ class Neighbours:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """Token ids to vectors of `width` features.
+    """Turns token ids into vectors with `width` features.
 
     Attributes:
         vocab_size, width: shape of the table.
         scale: multiplies the vectors.
-        masked_out: what becomes of masks before anything is added.
-        neighbours: what vectors are made of before anything is added.
-        positions: added after scaling.
-        token_types: number of segment embeddings added, 0 for none.
-        second_after: where nothing is said of an input's segments, its tokens after the first one of this id are of the
-            second; without one, those after its first token. None: all are of the first.
+        masked_out: the treatment of masks before anything is added.
+        neighbours: how vectors are combined before anything is added.
+        positions: positions, added after scaling.
+        token_types: number of segment embeddings, 0 for none.
+        second_after: default segments: tokens after the first one with this id are in the second segment (or, without
+            such a token, all after the first token). None: all are in the first.
         tasks: rows of a table of tasks. The first row, a checkpoint's default task, is added (arXiv:2107.02137). 0: no
             table.
-        boxes: rows of the tables of where on its page a token stands, one for horizontal and one for vertical places
-            of its box, and one each for the box's height and width (arXiv:1912.13318); 0 for none.
+        boxes: rows of the tables for a token's box on its page: one table for horizontal and one for vertical
+            positions, and one each for height and width (arXiv:1912.13318); 0 for none.
         token_norm: applied to the vectors before positions and segments are added.
         norm: applied to the sum.
-        projection: features that the vectors are mapped to by a matrix without bias, before positions are added.
-        expansion: features that the normed sum is mapped to at last, by a matrix with a bias (arXiv:2003.10555).
-        projects_sum: the matrix comes after positions and segments, which have `width` features then.
+        projection: features to which a matrix without bias maps the vectors before positions are added.
+        expansion: features to which a matrix with a bias maps the normalised sum at the end (arXiv:2003.10555).
+        projects_sum: whether the matrix comes after positions and segments, which then have `width` features.
     """
 
     vocab_size: int
@@ -71,17 +71,17 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patches:
-    """An image's patches to vectors of `width` features, row by row, by one matrix over a patch's pixels
-    (arXiv:2010.11929). Pixels at the right and at the bottom that fill no whole patch are left out.
+    """Turns an image's patches into vectors with `width` features, row by row, with one matrix over a patch's pixels
+    (arXiv:2010.11929). Pixels at the right and the bottom that do not fill a patch are left out.
 
     Attributes:
         image, patch: height and width, in pixels.
-        channels: of the image.
-        bias: the matrix has one.
-        first: learned vectors that come before those of the patches: of a class, for example.
-        positions: added to all of them.
+        channels: channels of the image.
+        bias: whether the matrix has a bias.
+        first: learned vectors before those of the patches, such as a class token.
+        positions: positions added to all of them.
         order: the row of the table of positions of each patch; None: they are in order.
-        norm: applied to the sum.
+        norm: a norm of the sum.
     """
 
     image: tuple[int, int]
@@ -96,20 +96,20 @@ class Patches:
 
     @property
     def signal(self) -> SignalInfo:
-        """The signal that it reads, and the number of vectors that it becomes."""
+        """Its input signal, and the number of vectors that the signal becomes."""
         rows, columns = (pixels // size for pixels, size in zip(self.image, self.patch, strict=True))
         return SignalInfo("image", (self.channels, *self.image), self.first + rows * columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spectrum:
-    """Frames of sound to vectors of `width` features: two convolutions over time with GELU after each, the second of
-    which is taken at every `stride`th place (arXiv:2212.04356).
+    """Turns frames of sound into vectors with `width` features: two convolutions over time with GELU after each, the
+    second with a stride of `stride` (arXiv:2212.04356).
 
     Attributes:
-        bins, frames: of the spectrum.
-        kernel: frames that a convolution sees at a time, odd; there are zeros before the first and after the last.
-        positions: added to the vectors.
+        bins, frames: sizes of the spectrum.
+        kernel: frames in a convolution's window, odd; zeros precede the first frame and follow the last.
+        positions: positions added to the vectors.
     """
 
     bins: int
@@ -121,7 +121,7 @@ class Spectrum:
 
     @property
     def signal(self) -> SignalInfo:
-        """The signal that it reads, and the number of vectors that it becomes."""
+        """Its input signal, and the number of vectors that the signal becomes."""
         return SignalInfo("audio", (self.bins, self.frames), -(-self.frames // self.stride))
 
 

@@ -1,4 +1,4 @@
-"""Heads: what reads the hidden states at last."""
+"""Heads: the parts that read the last hidden states."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.model.spec.networks import Activation, Dense
 
 @dataclass(frozen=True, slots=True)
 class HeadLayer:
-    """norm(activation(dense(x))), with as many features as x has, between the hidden states and a head's matrix."""
+    """norm(activation(dense(x))), with as many features as x, between the hidden states and a head's matrix."""
 
     activation: Activation
     norm: Norm
@@ -24,11 +24,11 @@ class Lm:
     """Hidden state to logits over the vocabulary.
 
     Attributes:
-        tied: the matrix is the embedding's table.
-        layer: stands before the matrix.
-        input_scale: multiplies the hidden state first.
-        bias: has a learned bias.
-        logit_scale: multiplies the logits.
+        tied: whether the matrix is the embedding's table.
+        layer: a layer before the matrix.
+        input_scale: factor of the hidden state.
+        bias: whether it has a learned bias.
+        logit_scale: factor of the logits.
         softcap: logits l become softcap * tanh(l / softcap).
     """
 
@@ -42,14 +42,14 @@ class Lm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedLm:
-    """norm(activation(dense(x))) where there is a dense layer, then logits over the vocabulary (arXiv:1810.04805).
+    """norm(activation(dense(x))) if there is a dense layer, then logits over the vocabulary (arXiv:1810.04805).
 
     Attributes:
-        tied: the last matrix is the embedding's table.
-        activation, norm: after the dense layer; an activation of None for no such layer.
+        tied: whether the last matrix is the embedding's table.
+        activation, norm: applied after the dense layer; an activation of None means no such layer.
         dense_bias, bias: biases of the two layers.
         width: features of the dense layer, None for as many as the table has.
-        beyond: so many of these have a matrix of their own, since the table ends before them (arXiv:2004.02984).
+        beyond: this many of these features have a separate matrix, because the table has fewer (arXiv:2004.02984).
     """
 
     tied: bool
@@ -63,7 +63,7 @@ class MaskedLm:
 
 @dataclass(frozen=True, slots=True)
 class FirstStates:
-    """Each of the first `count` hidden states goes through layers of its own. The scores are the mean of their results
+    """Each of the first `count` hidden states passes through its own layers. The scores are the mean of the results
     (arXiv:2012.12877)."""
 
     count: int
@@ -71,16 +71,16 @@ class FirstStates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Classifier:
-    """norm(activation(dense(x))) where there is a dense layer, then scores of `labels` classes.
+    """norm(activation(dense(x))) if there is a dense layer, then scores of `labels` classes.
 
     Attributes:
         labels: number of classes.
-        pooling: which hidden state x is of a sequence, or their mean, or several; None: each token is classified.
-        activation: of the dense layer; None for no such layer.
-        norm: after that layer.
+        pooling: the hidden state x of a sequence, or their mean, or several; None: each token is classified.
+        activation: activation of the dense layer; None for no such layer.
+        norm: norm after that layer.
         dense_bias, bias: biases of the two layers.
         width: features of the dense layer, None for as many as the hidden states have.
-        padding_id: the last hidden state is that of the last token with another id than this.
+        padding_id: the last hidden state is that of the last token with another id.
     """
 
     labels: int
@@ -103,14 +103,14 @@ class ResidualNetwork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerSpan:
-    """norm(activation(dense(x))) where there is a dense layer, then two numbers of each token: that an answer begins
-    with it, and that one ends with it (BERT, arXiv:1810.04805, 4.2).
+    """norm(activation(dense(x))) if there is a dense layer, then two numbers per token, for the beginning and the end
+    of an answer (BERT, arXiv:1810.04805, 4.2).
 
     Attributes:
-        network: stands before all that, where there is one.
-        activation: of the dense layer; None for no such layer.
-        norm: after that layer.
-        dense_bias: that layer has a bias.
+        network: a network before these, if any.
+        activation: activation of the dense layer; None for no such layer.
+        norm: norm after that layer.
+        dense_bias: whether that layer has a bias.
     """
 
     network: ResidualNetwork | None = None
@@ -121,15 +121,15 @@ class AnswerSpan:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """No head: the hidden states themselves are the answer."""
+    """No head: the hidden states themselves are the result."""
 
 
 @dataclass(frozen=True, slots=True)
 class AtToken:
-    """The hidden state of an input's first token of an id; where it has none, that of its first token.
+    """The hidden state of an input's first token with an id; without such a token, that of its first token.
 
     Attributes:
-        id: None for the largest id that the input has (arXiv:2103.00020).
+        id: None for the largest id in the input (arXiv:2103.00020).
     """
 
     id: int | None
@@ -140,7 +140,7 @@ class Probe:
     """a + ffn(norm(a)), where a is the attention of a learned query to all hidden states (arXiv:1810.00825).
 
     Attributes:
-        heads: of the attention, whose matrices have biases.
+        heads: heads of the attention, whose matrices have biases.
         norm, ffn: as above.
     """
 
@@ -154,9 +154,9 @@ class Embedder:
     """One vector of an input.
 
     Attributes:
-        pooling: the hidden state that is taken, or the function of all of them.
-        features: the width of the result of a matrix; None for no matrix.
-        bias: of that matrix.
+        pooling: the hidden state to use, or a function of all of them.
+        features: features of the result of a matrix; None for no matrix.
+        bias: whether that matrix has a bias.
     """
 
     pooling: Literal["cls", "last"] | AtToken | Probe
@@ -166,13 +166,13 @@ class Embedder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelledSpans:
-    """Scores of how well each span of an input's words goes with each label that the input names: the product of two
-    networks' results, one for the span's two ends and one for the label (GLiNER, arXiv:2311.08526).
+    """Scores of how well each span of an input's words matches each label in the input: the product of two networks'
+    results, one for the span's two ends and one for the label (GLiNER, arXiv:2311.08526).
 
     Attributes:
-        features: of words, labels and spans; hidden states of another size go through a matrix first.
-        recurrent: layers of an LSTM in both directions, which the words go through; 0 for none.
-        reading: how an input names labels, and how many words texts and spans have.
+        features: features of words, labels and spans; hidden states of another size pass through a matrix first.
+        recurrent: layers of a bidirectional LSTM over the words; 0 for none.
+        reading: the form of labels in an input, and the maximum words of texts and spans.
     """
 
     features: int

@@ -15,18 +15,18 @@ from engine.model.spec.vision import Vision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A whole model: decoder-only, encoder-only or both.
+    """A whole model: decoder-only, encoder-only or encoder-decoder.
 
     Attributes:
         encoder, decoder, head: its parts.
-        context_length: tokens of context that the model was made for; None if its config does not say.
-        shared_tokens: encoder and decoder have one token table.
-        repeats: what the decoder reads of the encoder's input, where both read it to classify it.
-        twin: an encoder of signals whose vectors lie in the same space as those of this one, which reads token ids
+        context_length: context length that the model was made for; None if its config does not say.
+        shared_tokens: whether encoder and decoder share one token table.
+        repeats: how the decoder reads the encoder's input, if both read it in order to classify it.
+        twin: an encoder of signals whose vectors are in the same space as this model's, which reads token ids
             (arXiv:2103.00020).
-        filler: the token that fills texts up to the longest length: the model was trained on texts of that length
-            alone, and reads these tokens like others. None: texts are as long as they are.
-        vision: makes vectors of images, which take the places of some of the decoder's tokens.
+        filler: the token that pads texts to the maximum length: the model was trained only on texts of that length, and
+            treats these tokens like others. None: texts are not padded.
+        vision: computes vectors of images, which replace some of the decoder's tokens.
     """
 
     encoder: Stack | None
@@ -54,7 +54,8 @@ class ModelSpec:
 
     @property
     def attention_span(self) -> int | None:
-        """Most keys that a query sees in any of the decoder's layers, its own included; None if one sees all."""
+        """Maximum number of keys that a query sees in any layer of the decoder, including its own; None if one sees
+        all."""
         parts = self.decoder.attentions if self.decoder else ()
         windows = [part.window for part in parts if part.causal and part.window is not None]
         reaches = [window.size if isinstance(window, Chunks) else window.left + 1 for window in windows]
@@ -62,7 +63,7 @@ class ModelSpec:
 
     @property
     def state_sizes(self) -> list[int]:
-        """Numbers of the state of each of the decoder's layers that carry one."""
+        """Numbers in the state of each of the decoder's layers that carry one."""
         return [part.state_size for part in self.decoder.states] if self.decoder else []
 
     @property
@@ -72,7 +73,7 @@ class ModelSpec:
 
     @property
     def signal(self) -> SignalInfo | None:
-        """The signal that its encoder, or its twin's, reads instead of token ids; None: it reads those alone."""
+        """The signal that its encoder, or its twin's, reads instead of token ids; None: it reads only token ids."""
         encoder = self.encoder if self.twin is None else self.twin.encoder
         return None if encoder is None or isinstance(encoder.embedding, Tokens) else encoder.embedding.signal
 
@@ -83,26 +84,26 @@ class ModelSpec:
 
     @property
     def rotary_limits(self) -> tuple[int, ...]:
-        """Lengths, ascending, up to which sequences are turned otherwise than beyond (`Rotary.limit`)."""
+        """Lengths, ascending, up to which sequences are rotated differently than beyond (`Rotary.limit`)."""
         stacks = [stack for stack in (self.encoder, self.decoder) if stack is not None]
         parts = [attention.position for stack in stacks for attention in stack.attentions]
         return tuple(sorted({part.limit for part in parts if isinstance(part, Rotary) and part.limit is not None}))
 
     @property
     def max_positions(self) -> int | None:
-        """Most tokens a sequence can have because a position table ends there; None without a table."""
+        """Maximum tokens of a sequence because a position table ends there; None without a table."""
         sizes = [
             _positions(stack)
             for stack in (self.encoder, self.decoder)
-            # How long a signal is does not depend on a decoder's tokens.
+            # The length of a signal does not depend on a decoder's tokens.
             if stack is not None and (isinstance(stack.embedding, Tokens) or stack is self.trunk)
         ]
         return min((size for size in sizes if size is not None), default=None)
 
     @property
     def max_encoder_positions(self) -> int | None:
-        """Most tokens of an encoder's input beside a decoder, where its table of positions is longer than the
-        decoder's; None for other models."""
+        """Maximum tokens of an encoder's input beside a decoder, if its position table is longer than the decoder's;
+        None for other models."""
         if self.encoder is None or self.decoder is None or self.signal is not None:
             return None
         own, other = _positions(self.encoder), _positions(self.decoder)
@@ -110,8 +111,8 @@ class ModelSpec:
 
 
 def _positions(stack: Stack | None) -> int | None:
-    """Tokens that a stack has positions for; None without a table."""
+    """The number of positions in a stack's table; None without a table."""
     table = None if stack is None else stack.embedding.positions
     if stack is None or table is None:
         return None
-    return table.size - table.offset - (stack.predicting is not None)  # the last token's next one has a position, too
+    return table.size - table.offset - (stack.predicting is not None)  # the token after the last needs one

@@ -1,4 +1,4 @@
-"""Feed-forward networks and experts, and how tokens are routed to these."""
+"""Feed-forward networks and experts, and the routing of tokens to experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Dense:
     """down(activation(up(x))) with `width` hidden features.
 
     Attributes:
-        groups: outputs of both matrices see the inputs of their own group only; zeros are loaded for the others.
+        groups: outputs of both matrices only see the inputs of their own group; zeros are loaded for the others.
     """
 
     width: int
@@ -45,7 +45,7 @@ class SparselyGated:
 
 @dataclass(frozen=True, slots=True)
 class Xielu:
-    """down(xielu(up(x))) with `width` hidden features; each layer learns how steep the function is on either side of 0
+    """down(xielu(up(x))) with `width` hidden features; each layer learns the slopes of the function on either side of 0
     (arXiv:2411.13010): p * x^2 + x / 2 above, n * (expm1(x) - x) + x / 2 below."""
 
     width: int
@@ -54,8 +54,8 @@ class Xielu:
 
 @dataclass(frozen=True, slots=True)
 class Clamped:
-    """down((u + 1) * g * sigmoid(slope * g)), g being gate(x) and u up(x): u within [-limit, limit], g not above limit
-    (arXiv:2508.10925)."""
+    """down((u + 1) * g * sigmoid(slope * g)), where g is gate(x) and u is up(x): u within [-limit, limit], g at most
+    limit (arXiv:2508.10925)."""
 
     width: int
     limit: float
@@ -65,7 +65,7 @@ class Clamped:
 
 @dataclass(frozen=True, slots=True)
 class Likeliest:
-    """The experts of the largest probabilities (softmax), which are their weights."""
+    """The experts with the largest probabilities (softmax), which are their weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +76,16 @@ class Rescaled:
 
 @dataclass(frozen=True, slots=True)
 class Corrected:
-    """The experts of the largest sums of score and a learned correction, weighted by the scores alone: load is balanced
-    without a loss for it (arXiv:2408.15664). All is computed in float32.
+    """The experts with the largest sums of score and a learned correction, weighted by the scores alone: this balances
+    load without a loss term (arXiv:2408.15664). Everything is computed in float32.
 
     Attributes:
-        score: what becomes of the router's numbers.
-        groups, open_groups: number of groups of experts. A token sees the groups with the best pairs.
-        least: the sum that weights are divided by is no smaller than this.
-        added: added to that sum.
-        scale: multiplies the weights.
+        score: the function of the router's logits.
+        groups, open_groups: the number of groups of experts, and of groups per token. A token uses the groups with the
+            best pairs of experts.
+        least: minimum of the sum that divides the weights.
+        added: a number that is added to that sum.
+        scale: factor of the weights.
     """
 
     score: Literal["sigmoid", "softmax"] = "sigmoid"
@@ -97,13 +98,14 @@ class Corrected:
 
 @dataclass(frozen=True, slots=True)
 class GroupLimited:
-    """The experts of the largest probabilities (softmax) in those groups that hold the largest ones; a probability
-    times a constant is the weight (arXiv:2405.04434, 2.1.2). All is computed in float32.
+    """The experts with the largest probabilities (softmax) within the groups that contain the largest ones; the weight
+    is the probability times a constant (arXiv:2405.04434, 2.1.2). Everything is computed in float32.
 
     Attributes:
-        groups, open_groups: number of groups of experts. A token sees the groups with the best experts.
-        scale: multiplies the weights.
-        leaders: experts of a group that speak for it by the sum of their probabilities.
+        groups, open_groups: the number of groups of experts, and of groups per token. A token uses the groups with the
+            best experts.
+        scale: factor of the weights.
+        leaders: how many experts represent a group, by the sum of their probabilities.
     """
 
     groups: int = 1
@@ -114,11 +116,11 @@ class GroupLimited:
 
 @dataclass(frozen=True, slots=True)
 class SparseMixer:
-    """One expert after the other: the best of those left, weighted by its probability among those near it
+    """One expert after the other: the best of the remaining ones, weighted by its probability among similar ones
     (arXiv:2409.12136).
 
     Attributes:
-        tolerance: those are near whose number falls short of the best one by so much of its size at most.
+        tolerance: an expert is similar if its logit is less than the best by at most this share of the logit's size.
     """
 
     tolerance: float
@@ -126,8 +128,8 @@ class SparseMixer:
 
 @dataclass(frozen=True, slots=True)
 class ScaledInput:
-    """The experts of the largest numbers. An expert's input is multiplied by the sigmoid of its number. Its output
-    counts as it is (Llama 4)."""
+    """The experts with the largest logits. An expert's input is multiplied by the sigmoid of its logit. Its output is
+    not weighted (Llama 4)."""
 
 
 Routing = Likeliest | Rescaled | Corrected | GroupLimited | SparseMixer | ScaledInput
@@ -138,13 +140,13 @@ class Experts:
     """A router sends each token to `active` of `count` feed-forward experts (arXiv:1701.06538).
 
     Attributes:
-        expert: what each of them is.
-        count, active: how many there are, and how many a token goes to.
-        normalize: the weights of a token's experts are made to sum to 1.
-        routing: which experts a token goes to, and with what weights.
-        router_bias: the router has a bias.
-        capacity: an expert works on so many tokens of an input, the first that come to it; what comes later gets
-            nothing from it (arXiv:2101.03961, 2.2). None: on all.
+        expert: the network of each expert.
+        count, active: the number of experts, and of experts per token.
+        normalize: whether the weights of a token's experts are scaled to sum to 1.
+        routing: how experts are chosen and weighted.
+        router_bias: whether the router has a bias.
+        capacity: an expert processes at most this many tokens of an input, the first ones; it adds nothing to later
+            ones (arXiv:2101.03961, 2.2). None: no limit.
     """
 
     expert: Dense | Gated | Clamped
@@ -158,14 +160,14 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """sigmoid(opening(x)) * inner(x), the opening being one number for each token, made by one row of weights."""
+    """sigmoid(opening(x)) * inner(x); the opening is one number per token, made by one row of weights."""
 
     inner: Gated
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """routed(x) + always(x): beside the experts a network that every token goes to (arXiv:2401.06066)."""
+    """routed(x) + always(x): beside the experts, a network for every token (arXiv:2401.06066)."""
 
     routed: Experts
     always: Gated | Opened
@@ -177,7 +179,7 @@ class NormedSum:
     stream: experts beside a network, each with norms of its own (Gemma 4).
 
     Attributes:
-        norm: of all four; the router's has no other weights than these.
+        norm: the norm of all four; the router's has no other weights.
     """
 
     always: Gated

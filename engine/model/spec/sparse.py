@@ -1,4 +1,4 @@
-"""Sparse attention of encoders: tokens outside the window, sums of blocks, vectors and blocks that a token sees."""
+"""Sparse attention of encoders: global tokens, sums of blocks, and vectors and blocks that a token sees."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class BeforeToken:
-    """The tokens of an input before the first one of an id: a question, say; none where that is not there."""
+    """The tokens of an input before the first one with an id, such as a question; none without that id."""
 
     id: int
 
 
 @dataclass(frozen=True, slots=True)
 class GlobalTokens:
-    """Some tokens see all others and are seen by all, whatever the window. They see through queries, keys and values
-    that are projected for that alone (Longformer, arXiv:2004.05150, 3.1).
+    """Some tokens see all others and are seen by all, whatever the window. They use separate projections of queries,
+    keys and values (Longformer, arXiv:2004.05150, 3.1).
 
     Attributes:
         which: the tokens.
@@ -33,13 +33,13 @@ class GlobalTokens:
 
 @dataclass(frozen=True, slots=True)
 class BlockSums:
-    """Keys and values beside those of tokens, which every token of an input sees, whatever the window: each is made of
-    the sum of a block of tokens, normed (transient global attention, arXiv:2112.07916, 3.1.2). The remaining tokens at
-    the end of an input belong to its last whole block. An input without a whole block has no sums.
+    """Further keys and values that every token of an input sees, whatever the window: each is made from the normalised
+    sum of a block of tokens (transient global attention, arXiv:2112.07916, 3.1.2). The remaining tokens at the end of
+    an input belong to its last whole block. An input without a whole block has no sums.
 
     Attributes:
-        size: tokens of a block.
-        norm: of the sums.
+        size: tokens per block.
+        norm: a norm of the sums.
     """
 
     size: int
@@ -48,15 +48,15 @@ class BlockSums:
 
 @dataclass(frozen=True, slots=True)
 class SparseBlocks:
-    """Tokens see blocks of others, which are cut from an input's beginning on: their own block, those beside it, the
-    first and the last one. Tokens of the first and of the last block see all (BigBird, arXiv:2007.14062, 2).
+    """Tokens see some blocks of tokens, counted from an input's beginning: their own block, adjacent ones, the first
+    and the last one. Tokens of the first and the last block see all (BigBird, arXiv:2007.14062, 2).
 
-    In training tokens see some blocks drawn at random, too. transformers puts the first block in the place of each of
-    these when it serves a model, so that its keys count several times; here they do so, too.
+    In training, tokens also see some random blocks. At inference, transformers uses the first block in place of each,
+    so its keys count several times; Octavo does the same.
 
     Attributes:
-        size: tokens of a block.
-        drawn: blocks that training drew for a token.
+        size: tokens per block.
+        drawn: random blocks per token in training.
     """
 
     size: int
@@ -64,21 +64,21 @@ class SparseBlocks:
 
     @property
     def whole(self) -> int:
-        """Inputs of up to so many tokens are not cut: all their tokens see all."""
+        """Inputs of up to this many tokens are not divided: all their tokens see all."""
         return (5 + 2 * self.drawn) * self.size
 
 
 @dataclass(frozen=True, slots=True)
 class GlobalStream:
-    """Tokens see those of their own block, and the stack's `global_vectors`. These go through the layers beside the
-    tokens of each input: they see all of them and each other, by the projections of tokens but after a norm of their
-    own, and go through the feed-forward network as tokens do (PEGASUS-X, arXiv:2208.04347, 3).
+    """Tokens see those of their own block, and the stack's `global_vectors`. These pass through the layers beside the
+    tokens of each input: they see all tokens and each other, with the tokens' projections but a norm of their own, and
+    pass through the feed-forward network as tokens do (PEGASUS-X, arXiv:2208.04347, 3).
 
     Attributes:
-        size: tokens of a block.
-        shift: so many tokens are missing from an input's first block; where they are in every other layer, blocks
-            overlap those before and after.
-        norm: of the vectors, before attention.
+        size: tokens per block.
+        shift: the number of tokens missing from an input's first block; with a shift in every other layer, blocks
+            overlap those of adjacent layers.
+        norm: a norm of the vectors before attention.
     """
 
     size: int

@@ -1,4 +1,4 @@
-"""Encoders and decoders: layers one after the other, and what these share."""
+"""Encoders and decoders: consecutive layers, and their shared parts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from engine.model.spec.states import StateLayer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeated:
-    """Layers that are the same weights (arXiv:1909.11942): blocks form groups of `length`, each of which runs `times`
-    times before the next one."""
+    """Layers with the same weights (arXiv:1909.11942): blocks form groups of `length`, each of which runs `times` times
+    before the next one."""
 
     length: int
     times: int
@@ -24,14 +24,14 @@ class Repeated:
 
 @dataclass(frozen=True, slots=True)
 class PredictingStream:
-    """Each token of a decoder has a second vector, which stands for the next token. It begins as that token's position
+    """Each token of a decoder has a second vector, which represents the next token. It begins as that token's position
     plus a learned vector, and passes through the same layers. In self-attention it sees the same tokens as its token,
-    and itself. No other token sees it, so pages hold nothing of it. The head reads it (ProphetNet, arXiv:2001.04063,
+    and itself. No other token sees it, so pages do not contain it. The head reads it (ProphetNet, arXiv:2001.04063,
     3.2).
 
     Attributes:
-        vectors: the number of learned vectors, one for each stream of the training. Octavo computes only the first
-            stream, whose vector is the last. The other streams predict later tokens and do not influence the first.
+        vectors: the number of learned vectors, one per stream in training. Octavo computes only the first stream, whose
+            vector is the last. The other streams predict later tokens and do not influence the first.
     """
 
     vectors: int
@@ -45,7 +45,7 @@ class LayerVectors:
     Attributes:
         vocab_size: rows of the table. Ids beyond it read row 0.
         width: features of one layer's vector.
-        norm: over these.
+        norm: the norm over these.
     """
 
     vocab_size: int
@@ -60,13 +60,13 @@ class LayerVectors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Versions:
-    """The residual stream has several versions. Each layer predicts all of them, works on the active one, and corrects
-    all by what it has made of it (AltUp, arXiv:2301.13310).
+    """The residual stream has several versions. Each layer predicts all of them, computes the active one, and corrects
+    all by its result (AltUp, arXiv:2301.13310).
 
     Attributes:
         count, active: how many there are, and the number of the one that layers work on.
-        norm: of what makes the coefficients of predictions and corrections.
-        scaled: what a layer's `LayerInput` reads is multiplied by a learned vector.
+        norm: the norm of the input of the coefficients of predictions and corrections.
+        scaled: whether the input of a layer's `LayerInput` is multiplied by a learned vector.
     """
 
     count: int
@@ -82,14 +82,14 @@ class Stack:
     Attributes:
         hidden_size: features of the residual stream.
         blocks: one per layer; they may differ.
-        shared_bias: a bias by distance that the self-attentions of all blocks add; theirs to position is None.
-        block_bias: what they add to the scores of sums of blocks, by the distance from a token's own block.
-        global_vectors: learned vectors that go through the layers beside the tokens of each input.
-        predicting: what the head reads instead of the tokens' hidden states.
-        layer_vectors: what layers read of each token beside the stream.
-        versions: of the stream; None: it is one.
-        projection: features that the hidden states are mapped to at last, by a matrix without bias.
-        distances: what blocks with disentangled attention share.
+        shared_bias: a bias by distance that the self-attentions of all blocks add; their own position part is None.
+        block_bias: a bias that they add to the scores of sums of blocks, by the distance from a token's own block.
+        global_vectors: learned vectors that pass through the layers beside the tokens of each input.
+        predicting: the stream that the head reads instead of the tokens' hidden states.
+        layer_vectors: what layers read for each token beside the stream.
+        versions: the stream's versions; None: there is only one.
+        projection: features to which a matrix without bias maps the hidden states at the end.
+        distances: the vectors that blocks with disentangled attention share.
         repeated: how often blocks run; None: each is one layer.
     """
 
@@ -109,7 +109,7 @@ class Stack:
 
     @property
     def attentions(self) -> tuple[Attention, ...]:
-        """The attentions of the blocks, as far as they have one."""
+        """The attentions of the blocks that have one."""
         return tuple(block.attention for block in self.blocks if block.attention.heads)
 
     @property
@@ -125,12 +125,12 @@ class Stack:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The number of each layer's block."""
+        """The index of each layer's block."""
         part = self.repeated or Repeated(length=1, times=1)
         starts = range(0, len(self.blocks), part.length)
         return tuple(start + i for start in starts for _ in range(part.times) for i in range(part.length))
 
     @property
     def output_size(self) -> int:
-        """Features of the hidden states that the stack gives."""
+        """Features of the stack's resulting hidden states."""
         return self.projection or self.hidden_size

@@ -1,4 +1,4 @@
-"""Layers that carry a state from token to token, in the place of attention."""
+"""Layers that carry a state from token to token, instead of attention."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class ShortConvolution:
     (LFM2, arXiv:2511.23404).
 
     Attributes:
-        width: features, each of which has its own kernel.
-        kernel: tokens that it sees, the token itself included.
-        bias: of the projections and of the convolution.
+        width: number of features, each with a separate kernel.
+        kernel: number of tokens that it sees, including the token itself.
+        bias: whether the projections and the convolution have biases.
     """
 
     width: int
@@ -22,7 +22,7 @@ class ShortConvolution:
 
     @property
     def state_size(self) -> int:
-        """Numbers of a sequence's state."""
+        """The number of values in a sequence's state."""
         return (self.kernel - 1) * self.width
 
 

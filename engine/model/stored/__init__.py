@@ -1,1 +1,1 @@
-"""Quantised weights: what a config says of them, and how their tensors become plain ones."""
+"""Quantised weights: their description in a config, and the conversion of their tensors to plain ones."""

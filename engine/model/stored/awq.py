@@ -1,4 +1,4 @@
-"""AWQ's checkpoints: 4-bit integers, outputs by columns, a scale and a zero for each group of inputs
+"""AWQ's checkpoints: 4-bit integers, outputs as columns, a scale and a zero for each group of inputs
 (arXiv:2306.00978)."""
 
 from __future__ import annotations

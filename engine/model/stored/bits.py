@@ -13,18 +13,19 @@ from engine.backends.native.repacking import Layout, repack
 from engine.errors import ModelLoadError
 
 HALVES = ("F16", "BF16")
-"""Formats of scales that a half holds exactly, in safetensors' words; of bfloat16 those within its range."""
+"""Formats of scales that float16 represents exactly, under safetensors' names; for bfloat16 only within float16's
+range."""
 
 _WIDE = 128
 
 
 def unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
-    """The integers of a matrix of int32 as uint8: along `dim` (0 or 1) there are 32 / bits times as many.
+    """The integers of an int32 matrix as uint8: along `dim` (0 or 1) there are 32 / bits times as many.
 
     Args:
-        bits: 1 to 8 of each. If their width does not divide 32, integers run on from word to word.
+        bits: bits of each integer, 1 to 8. If their width does not divide 32, integers cross words.
     """
-    if dim == 0:  # a copy, since a view of one row keeps strides that bytes cannot have
+    if dim == 0:  # a copy, because a view of one row keeps strides that bytes cannot have
         return unpacked(words.t().clone(memory_format=torch.contiguous_format), bits, 1).t()
     rows = words.shape[0]
     octets = words.contiguous().view(torch.uint8)
@@ -41,7 +42,7 @@ def packed(integers: Tensor, bits: int) -> Tensor:
     """The words that `unpacked` reads along dim 1: [rows, columns * bits / 32] of uint8 [rows, columns].
 
     Args:
-        bits: 4 or 8 of each; a row fills whole words.
+        bits: bits of each integer, 4 or 8; a row fills whole words.
     """
     if bits == 4:
         integers = integers[:, 0::2] | integers[:, 1::2] << 4
@@ -49,16 +50,16 @@ def packed(integers: Tensor, bits: int) -> Tensor:
 
 
 def grouped(values: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None = None) -> Tensor:
-    """(values - zeros) * scales [rows, columns], in float32: exact, but for one rounding of the product.
+    """(values - zeros) * scales [rows, columns], in float32: exact except for one rounding of the product.
 
     Args:
         values: [rows, columns] integers.
-        scales: [rows, groups], of as many neighbouring columns each.
-        zeros: as scales; None for none.
-        groups: [columns], the group of each where they are not neighbours.
+        scales: [rows, groups], each for as many adjacent columns.
+        zeros: in the form of scales; None for none.
+        groups: [columns] group of each column, if the columns of a group are not adjacent.
 
     Raises:
-        ModelLoadError: there is no such group.
+        ModelLoadError: a group does not exist.
     """
     scales = scales.float()
     zeros = None if zeros is None else zeros.float()
@@ -95,7 +96,7 @@ def own_kind(shape: Size, groups: int) -> BlockKind | None:
 
 
 def as_blocks(made: Quantised) -> Blocks:
-    """4 bits with an `own_kind`, as that."""
+    """4-bit weights with an `own_kind`, in that kind."""
     rows = len(made.values)
     lines = made.scales[:, :: _WIDE // GROUP].contiguous().view(torch.uint8).view(rows, -1, 4)
     values = torch.cat((made.values.view(rows, -1, _WIDE // 2), lines), -1)
@@ -103,12 +104,12 @@ def as_blocks(made: Quantised) -> Blocks:
 
 
 def check_halves(scales: Tensor) -> None:
-    """Refuse scales and minima that have become infinite as halves.
+    """Refuse scales and minima that are infinite in float16.
 
     Raises:
-        ModelLoadError: names the setting that widens them instead.
+        ModelLoadError: names the setting that expands the weights instead.
     """
-    if scales.numel() and not all(bool(end.isfinite()) for end in scales.aminmax()):  # which a NaN is both of
+    if scales.numel() and not all(bool(end.isfinite()) for end in scales.aminmax()):  # NaN is both
         raise ModelLoadError(
             "A quantised matrix has scales that are not numbers, or are beyond 65,504, the largest float16. Use "
             "--quantization none, which widens it."
@@ -118,11 +119,11 @@ def check_halves(scales: Tensor) -> None:
 def as_lines(
     words: Tensor, layout: Layout, levels: Callable[[Tensor], Tensor], scales: Tensor, zeros: Tensor
 ) -> Quantised:
-    """(levels - zeros) * scales as our own 4 bits, where `fits_groups`; -zeros * scales are rounded to a half.
+    """(levels - zeros) * scales as our own 4 bits, if `fits_groups`; -zeros * scales are rounded to float16.
 
     Args:
         words: int32, the levels in this layout.
-        levels: makes uint8 [rows, columns] from 0 to 15 of the words. It is called where there is no native library.
+        levels: makes uint8 [rows, columns] from 0 to 15 from the words. It is called if there is no native library.
         scales, zeros: [rows, groups].
     """
     if native.available():

@@ -18,12 +18,13 @@ _STATE = ".weight.quant_state.bitsandbytes__"
 _LONGEST_STATE = 1 << 16  # bytes; bitsandbytes writes some hundreds
 _LAYOUT = ".weight_format"
 _CODES = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4, "F64": 8}
-"""Bytes of an element of the formats that codes are stored in (bnb_4bit_quant_storage), whatever it means there."""
+"""Bytes per element of the formats in which codes are stored (bnb_4bit_quant_storage); the format has no other
+meaning."""
 
 
 class BitsAndBytes(Scheme):
-    """The scheme of bitsandbytes: int8 as `weight` and `SCB`; 4 bits as `weight` and, below its name, what belongs
-    to the codes."""
+    """The bitsandbytes scheme: int8 as `weight` and `SCB`; 4 bits as `weight`, with the data for the codes below its
+    name."""
 
     unread = (_LAYOUT,)
 
@@ -42,7 +43,7 @@ class BitsAndBytes(Scheme):
 
 
 def _check_by_rows(tensors: Tensors, name: str) -> None:
-    """Refuse the orders in which old versions laid a matrix out for one kind of GPU."""
+    """Refuse the layouts of old versions for one kind of GPU."""
     if name not in tensors.names:
         return
     layout = int(tensors.read(expect(tensors, name, (), (1,), formats=WHOLE)))
@@ -58,11 +59,11 @@ def _of_bytes(values: Tensor, peaks: Tensor) -> Tensor:
 
 
 def _codes(tensors: Tensors, name: str, state: str) -> Packed:
-    """A matrix of codes. Nothing of its state is believed: what it says is compared with what is stored."""
+    """A matrix of codes. Its state is not trusted: it is compared with the stored data."""
     length = tensors.shape(state).numel()
     if length > _LONGEST_STATE:
         raise ModelLoadError(
-            f"{tensors.path}: {state} is damaged: it holds {length} bytes, and {_LONGEST_STATE} are the most."
+            f"{tensors.path}: {state} is damaged: it has {length} bytes, but at most {_LONGEST_STATE} are allowed."
         )
     expect(tensors, state, (length,), formats=("U8",))
     try:
@@ -81,7 +82,7 @@ def _codes(tensors: Tensors, name: str, state: str) -> Packed:
             f"{tensors.path}: {name} should hold {count} numbers of 4 bits, but is stored as "
             f"{list(tensors.shape(name))}, {stored}."
         )
-    block = min(block, count)  # largest numbers are repeated as often as the state says
+    block = min(block, count)  # maxima are repeated as often as the state says
     blocks = -(-count // block)
     parts = [
         name,

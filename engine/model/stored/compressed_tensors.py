@@ -30,12 +30,12 @@ from engine.model.stored.scheme import (
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
 MARK = "octavo_quantization"
-"""The key under which a config that `octavo quantize` wrote says what it was asked for. Others overlook it."""
+"""The key in a config written by `octavo quantize` that states the requested kind. Other programs ignore it."""
 
 
 class CompressedTensors(Scheme):
-    """`weight_packed` or `weight`, with `weight_scale` and what else its scheme has. A scheme holds for a group of
-    modules; what a matrix is stored as says which one is its own."""
+    """`weight_packed` or `weight`, with `weight_scale` and the other tensors of its scheme. A scheme applies to a group
+    of modules; the stored tensors of a matrix show which one applies."""
 
     unread = (
         ".weight_shape", ".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale",
@@ -53,7 +53,7 @@ class CompressedTensors(Scheme):
         if sparsity.get("format", "dense") != "dense":
             raise UnsupportedModelError(
                 f"sparsity_config of the config's quantization_config has the format {sparsity['format']!r}; only "
-                "dense matrices are read."
+                "dense matrices are supported."
             )
         weights = [group["weights"] for group in groups if isinstance(group.get("weights"), Mapping)]
         self._bits = sorted({bits for w in weights if (bits := w.get("num_bits")) in range(1, 9)})
@@ -129,8 +129,8 @@ def _mapping(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def written_as(kind: Quantization, outputs: int, inputs: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The tensors that store a matrix of this kind: the ends of their names, their formats in safetensors' words,
-    their shapes. The inputs are a multiple of `GROUP`."""
+    """The tensors that store a matrix of this kind: the ends of their names, their formats under safetensors' names,
+    their shapes. The number of inputs is a multiple of `GROUP`."""
     if kind == "int8-fast":
         return {".weight": ("I8", (outputs, inputs)), ".weight_scale": ("F32", (outputs, 1))}
     return {
@@ -142,7 +142,7 @@ def written_as(kind: Quantization, outputs: int, inputs: int) -> dict[str, tuple
 
 def parts_of(made: Quantised, kind: Quantization) -> dict[str, Tensor]:
     """The tensors of `written_as`."""
-    assert not made.rotated, "others multiply with the groups as they lie"
+    assert not made.rotated, "others keep the order of the groups"
     outputs = len(made.values)
     if kind == "int8-fast":
         return {".weight": made.values, ".weight_scale": made.scales[:, None]}
@@ -155,7 +155,8 @@ def parts_of(made: Quantised, kind: Quantization) -> dict[str, Tensor]:
 
 
 def config_of(kind: Quantization, ignored: list[str]) -> dict[str, Any]:
-    """The `quantization_config` of a checkpoint whose linear layers are stored so, but for those with these names."""
+    """The `quantization_config` of a checkpoint whose linear layers are stored in this form, except those with these
+    names."""
     weights: dict[str, Any] = {"num_bits": _BITS[kind], "type": "int", "symmetric": True, "dynamic": False}
     activations = None
     if kind == "int8-fast":
@@ -176,7 +177,7 @@ def config_of(kind: Quantization, ignored: list[str]) -> dict[str, Any]:
 
 
 _BITS: dict[Quantization, int] = {"int4": 4, "int8": 8, "int8-fast": 8}
-_SIGN = 0x80  # integers of 8 bits are stored with this much added
+_SIGN = 0x80  # 8-bit integers are stored with this number added
 
 
 def _as_groups(words: Tensor, scales: Tensor) -> Quantised:
@@ -221,7 +222,7 @@ def _of_bytes(values: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
 
 
 def _by_rows(scales: Tensor, rows: int) -> Tensor:
-    """[rows, groups] of one number, one for each row, or that already."""
+    """[rows, groups] from one number, one per row, or already that."""
     if scales.numel() == 1:
         return scales.reshape(1, 1).expand(rows, 1)
     return scales if scales.dim() == 2 else scales[:, None]
@@ -237,12 +238,12 @@ def _decode(
     has_order: bool,
 ) -> Tensor:
     outputs, inputs = shape
-    middle = 1 << bits - 1  # integers are stored with this much added
+    middle = 1 << bits - 1  # integers are stored with this number added
     values = unpacked(words, bits, 1)[:, :inputs].short() - middle
     zeros = others[0] if has_zeros else None
     if zeros is not None and zeros.dtype == torch.int32:
         zeros = unpacked(zeros, bits, 0)[:outputs].short() - middle
     order = others[-1] if has_order else None
-    if order is not None and order.numel() and int(order.min()) < 0:  # no order was kept
+    if order is not None and order.numel() and int(order.min()) < 0:  # no order was stored
         order = None
     return grouped(values, _by_rows(scales, outputs), zeros, order)

@@ -13,11 +13,11 @@ from engine.model.stored.scheme import REALS, Packed, Scheme, Tensors, block_siz
 
 _FORMATS = ("F8_E4M3", "F8_E5M2")
 _SCALES = ("_scale_inv", "_scale")
-"""How names of scales end, all of them factors: what DeepSeek calls the inverse, and what others call the scale."""
+"""Ends of the names of scales, all of them factors: DeepSeek calls them inverse, others scale."""
 
 
 class Fp8(Scheme):
-    """Matrices of FP8 with one scale, one for each output, or one for each block."""
+    """FP8 matrices with one scale, one per output, or one per block."""
 
     unread = (".input_scale", ".input_scale_ub", ".activation_scale", ".k_scale", ".v_scale", ".q_scale")
 
@@ -32,14 +32,14 @@ class Fp8(Scheme):
 
 
 def scaled_matrix(tensors: Tensors, name: str, block: tuple[int, int] | None) -> Packed:
-    """A matrix, or several of one shape, with what is stored as its scale: one number, one for each row or for each
-    group of a row, or one for each block.
+    """A matrix, or several of one shape, times its stored scale: one number, one per row or per group of a row, or one
+    per block.
 
     Args:
-        block: rows and columns for which there is a scale, where the shape of the scales says that.
+        block: rows and columns per scale, if the shape of the scales says that.
 
     Raises:
-        ModelLoadError: there is no scale, or one of another shape or format.
+        ModelLoadError: the scale is missing, or has another shape or format.
     """
     stored = [name + ending for ending in _SCALES]
     scale = next((one for one in stored if one in tensors.names), stored[-1])

@@ -1,4 +1,4 @@
-"""GPTQ's checkpoints: integers of 2, 3, 4 or 8 bits, inputs by rows, a scale and a zero for each group of inputs
+"""GPTQ's checkpoints: integers of 2, 3, 4 or 8 bits, inputs as rows, a scale and a zero for each group of inputs
 (arXiv:2210.17323)."""
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from engine.model.stored.scheme import (
 )
 
 _PLAIN = "-:"
-"""How a rule of `dynamic` begins that leaves the modules with such names as they are."""
+"""The prefix of a `dynamic` rule that leaves modules with matching names unquantised."""
 
 
 class Gptq(Scheme):
-    """`qweight`, `qzeros`, `scales` and `g_idx` of a matrix; the last says which group an input belongs to."""
+    """`qweight`, `qzeros`, `scales` and `g_idx` of a matrix; the last says to which group an input belongs."""
 
     def __init__(self, config: Mapping[str, Any]):
         self._bits = whole_number(config, "bits", (2, 3, 4, 8))
@@ -44,10 +44,10 @@ class Gptq(Scheme):
         rules = config.get("dynamic") or {}
         if not isinstance(rules, Mapping) or not all(str(rule).startswith(_PLAIN) for rule in rules):
             raise UnsupportedModelError(
-                "dynamic of the config's quantization_config gives modules settings of their own, which is not "
-                f"supported: only rules that leave modules plain are, which begin with {_PLAIN!r}."
+                "dynamic of the config's quantization_config gives modules separate settings, which is not "
+                f"supported; only rules that leave modules unquantized are, which begin with {_PLAIN!r}."
             )
-        self._less_one = layout == "gptq"  # the first version stores zeros less one
+        self._less_one = layout == "gptq"  # the first version stores zeros minus one
         self.title = f"{self._bits}-bit GPTQ"
 
     def find(self, tensors: Tensors) -> Iterator[Packed]:
@@ -55,8 +55,8 @@ class Gptq(Scheme):
             words, outputs = matrix_shape(tensors, name, "I32")
             if words * 32 % self._bits or outputs * self._bits % 32:
                 raise ModelLoadError(
-                    f"{tensors.path}: {name}, stored as {[words, outputs]}, holds no whole number of {self._bits}-bit "
-                    "integers, or its zeros would fill no whole words."
+                    f"{tensors.path}: {name}, stored as {[words, outputs]}, does not contain a whole number of "
+                    f"{self._bits}-bit integers, or its zeros would not fill whole words."
                 )
             inputs = words * 32 // self._bits
             scales = f"{module}.scales"
@@ -100,11 +100,11 @@ def _levels(words: Tensor, bits: int) -> Tensor:
 def _zeros(packed_zeros: Tensor, bits: int, less_one: bool) -> Tensor:
     """[outputs, groups].
 
-    Of the first version, GPTQModel takes the one from whole words, so that a zero of 0 borrows from the next: it gets
-    that back. Three bits, which run on from word to word, are reduced one by one.
+    For the first version, GPTQModel subtracts one from whole words, so a zero of 0 borrows from the next; this is
+    reversed here. Three-bit values, which cross words, are reduced one by one.
     """
     if less_one and 32 % bits == 0:
-        packed_zeros = packed_zeros + sum(1 << place for place in range(0, 32, bits))  # which wraps around
+        packed_zeros = packed_zeros + sum(1 << place for place in range(0, 32, bits))  # wraps around
     zeros = unpacked(packed_zeros, bits, 1)
     if less_one and 32 % bits:
         zeros = zeros + 1 & (1 << bits) - 1
@@ -112,6 +112,6 @@ def _zeros(packed_zeros: Tensor, bits: int, less_one: bool) -> Tensor:
 
 
 def _neighbours(groups: Tensor, count: int) -> bool:
-    """Whether the groups that inputs belong to are `count` runs of neighbours, in order."""
+    """Whether the groups of inputs are `count` runs of adjacent inputs, in order."""
     size = -(-len(groups) // count)
     return torch.equal(groups.long(), torch.arange(len(groups)) // size)

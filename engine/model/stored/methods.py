@@ -25,13 +25,13 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
 
 
 def find_scheme(config: Any, *, reads_mxfp4: bool = False) -> Scheme | None:
-    """The scheme by which a checkpoint stores its weights, from its config; None for plain weights.
+    """The scheme of a checkpoint's weights, from its config; None for plain weights.
 
     Args:
-        reads_mxfp4: whether the family has a place for matrices in that layout.
+        reads_mxfp4: whether the family supports matrices in that layout.
 
     Raises:
-        UnsupportedModelError: in a way that is not read.
+        UnsupportedModelError: the scheme is not supported.
     """
     said = getattr(config, "quantization_config", None)
     if said is None:

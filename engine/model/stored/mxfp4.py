@@ -1,4 +1,4 @@
-"""Weights stored as MXFP4: blocks of 32 numbers of 4 bits, each with a power of two (OCP Microscaling Formats 1.0)."""
+"""Weights stored as MXFP4: blocks of 32 4-bit numbers, each with a power of two (OCP Microscaling Formats 1.0)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from engine.errors import ModelLoadError
 from engine.model.stored.scheme import Packed, Scheme, Tensors, matrices
 
 BLOCKS, SCALES = "_blocks", "_scales"
-"""How the names of the two tensors of a matrix end."""
+"""Ends of the names of a matrix's two tensors."""
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127
-_BYTES = 16  # of a block, its exponent apart
+_BYTES = 16  # bytes of a block without its exponent
 
 
 class Mxfp4(Scheme):
-    """Blocks and scales, under the name of the blocks: they hold a matrix in another order than its plain form."""
+    """Blocks and scales, under the name of the blocks: their axes are in another order than those of the plain
+    matrix."""
 
     title = "MXFP4"
 
@@ -49,16 +50,16 @@ def decoded_shape(blocks: Size) -> Size:
 
 
 def as_blocks(blocks: Tensor, scales: Tensor) -> Blocks:
-    """The same numbers as GGUF's blocks, [..., rows, bytes]: an exponent, and bytes of two numbers that are 16 apart.
+    """The same numbers as GGUF blocks, [..., rows, bytes]: an exponent, and bytes with two numbers that are 16 apart.
 
     Args:
-        blocks, scales: see `decode`, of 32 numbers each.
+        blocks, scales: see `decode`; 32 numbers per block.
     """
     shape = decoded_shape(blocks.shape)
     values = torch.empty(*blocks.shape[:-1], 1 + _BYTES, dtype=torch.uint8)
     for part, exponents, to in zip(
         blocks.flatten(0, -4), scales.flatten(0, -3), values.flatten(0, -4), strict=True
-    ):  # matrix by matrix, so that what lies between stays small
+    ):  # matrix by matrix, so that intermediate results stay small
         numbers = torch.stack((part & 15, part >> 4), -1).flatten(-2)
         to[..., 0] = exponents
         to[..., 1:] = numbers[..., :_BYTES] | numbers[..., _BYTES:] << 4
@@ -66,11 +67,11 @@ def as_blocks(blocks: Tensor, scales: Tensor) -> Blocks:
 
 
 def decode(blocks: Tensor, scales: Tensor) -> Tensor:
-    """The numbers [..., rows, inputs] in bfloat16, which holds all of them.
+    """The numbers [..., rows, inputs] in bfloat16, which represents all of them.
 
     Args:
-        blocks: [..., rows, blocks, bytes] uint8, two numbers each, the one in the lower bits first.
-        scales: [..., rows, blocks] uint8, exponents of two, 127 too large.
+        blocks: [..., rows, blocks, bytes] uint8, two numbers each, the first in the lower bits.
+        scales: [..., rows, blocks] uint8, exponents of two plus 127.
     """
     values = torch.tensor((*_VALUES, *(-value for value in _VALUES)), dtype=torch.bfloat16)
     byte = torch.arange(256)
@@ -80,7 +81,7 @@ def decode(blocks: Tensor, scales: Tensor) -> Tensor:
     width = 2 * blocks.shape[-1]
     for part, exponents, to in zip(
         blocks.flatten(0, -4), scales.flatten(0, -3), out.flatten(0, -3), strict=True
-    ):  # matrix by matrix, so that what lies between stays small
+    ):  # matrix by matrix, so that intermediate results stay small
         numbers = pairs[part.int().view(-1)].view(torch.bfloat16).view(-1, width)
         powers = torch.ldexp(torch.ones(len(numbers), 1), exponents.int().view(-1, 1) - _BIAS).to(torch.bfloat16)
         torch.mul(numbers, powers, out=to.view(-1, width))

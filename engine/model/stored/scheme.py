@@ -1,4 +1,4 @@
-"""The ways in which checkpoints store quantised matrices: the tensors of each, and the numbers that they hold."""
+"""The formats in which checkpoints store quantised matrices: the tensors of each, and the numbers in them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model.quantisation import Quantization
 
 REALS = ("F64", "F32", "F16", "BF16")
-"""Formats of scales, in safetensors' words."""
+"""Formats of scales, under safetensors' names."""
 WHOLE = ("I64", "I32", "I16", "I8", "U8")
-"""Formats of whole numbers."""
+"""Formats of integers."""
 
 
 class Tensors(Protocol):
-    """The tensors of a checkpoint as they are stored."""
+    """The tensors of a checkpoint as stored."""
 
     path: Path
     names: dict[str, tuple[Path, str]]
@@ -32,7 +32,7 @@ class Tensors(Protocol):
         ...
 
     def format(self, name: str) -> str:
-        """The format of a tensor, in safetensors' words: F32, I8 …"""
+        """The format of a tensor, under safetensors' name: F32, I8 …"""
         ...
 
     def read(self, name: str) -> Tensor:
@@ -45,14 +45,14 @@ class Packed:
     """A tensor that is stored as several.
 
     Attributes:
-        name: what it is called.
-        parts: the names of what it is stored as.
-        shape: of what they hold.
-        decode: makes a tensor of that shape of the parts, in their order.
-        format: of that tensor, in safetensors' words.
-        kind: what of ours the parts are, but for the rounding of minima; None for nothing.
-        quantised: makes that of them, or the blocks of `own`.
-        own: blocks that have fewer bits than `kind`; None for none.
+        name: its name.
+        parts: the names of the stored tensors.
+        shape: the shape of the numbers in them.
+        decode: makes a tensor of that shape from the parts, in order.
+        format: the format of that tensor, under safetensors' name.
+        kind: our own equivalent of the parts, except for the rounding of minima; None for none.
+        quantised: makes that kind, or the blocks of `own`, from them.
+        own: blocks with fewer bits than `kind`; None for none.
     """
 
     name: str
@@ -66,31 +66,31 @@ class Packed:
 
 
 class Scheme(ABC):
-    """The scheme that a `quantization_config` describes."""
+    """The scheme of a `quantization_config`."""
 
     title: str
     """For messages: `4-bit GPTQ`."""
     unread: tuple[str, ...] = ()
-    """How the names end of tensors that weights do not need: scales of activations, of keys and values."""
+    """Ends of the names of tensors that weights do not need: scales of activations, keys and values."""
     served_as: Quantization | None = None
-    """What matrices become on a CPU unless settings say otherwise; None: plain."""
+    """The default format of matrices on a CPU; None: plain."""
 
     def __str__(self) -> str:
-        """The scheme with its settings, which decide the numbers that are read."""
+        """The scheme with its settings, which determine the resulting numbers."""
         return f"{self.title} {sorted(vars(self).items())}"
 
     @abstractmethod
     def find(self, tensors: Tensors) -> Iterator[Packed]:
-        """The matrices that are stored by this scheme.
+        """The matrices that are stored with this scheme.
 
         Raises:
-            ModelLoadError: tensors of one matrix do not fit together.
-            UnsupportedModelError: a matrix is stored in another way.
+            ModelLoadError: the tensors of a matrix do not match each other.
+            UnsupportedModelError: a matrix is stored in another form.
         """
 
 
 def matrices(tensors: Tensors, ending: str) -> Iterator[tuple[str, str]]:
-    """Names that end so, with what stands before, in the files' order."""
+    """Names with this end, with the part before it, in the files' order."""
     for name in list(tensors.names):
         if name.endswith(ending):
             yield name.removesuffix(ending), name
@@ -100,10 +100,10 @@ def expect(tensors: Tensors, name: str, *shapes: Iterable[int], formats: Collect
     """The name, after a check that the tensor exists and has one of these shapes and formats.
 
     Args:
-        formats: in safetensors' words.
+        formats: allowed formats, under safetensors' names.
 
     Raises:
-        ModelLoadError: it is not.
+        ModelLoadError: it does not.
     """
     if name not in tensors.names:
         raise ModelLoadError(f"{tensors.path} lacks {name}, which a quantised matrix needs. Download it again.")
@@ -111,8 +111,8 @@ def expect(tensors: Tensors, name: str, *shapes: Iterable[int], formats: Collect
     if found not in [Size(shape) for shape in shapes]:
         wanted = " or ".join(str(list(shape)) for shape in shapes)
         raise ModelLoadError(
-            f"{tensors.path}: the tensor {name} should have shape {wanted} by the others of its matrix, but is stored "
-            f"as {list(found)}."
+            f"{tensors.path}: the tensor {name} should have shape {wanted} to match its matrix's other tensors, but "
+            f"is stored as {list(found)}."
         )
     if tensors.format(name) not in formats:
         raise ModelLoadError(
@@ -123,13 +123,13 @@ def expect(tensors: Tensors, name: str, *shapes: Iterable[int], formats: Collect
 
 
 def matrix_shape(tensors: Tensors, name: str, format: str) -> tuple[int, int]:
-    """Rows and columns of a tensor that is there.
+    """Rows and columns of an existing tensor.
 
     Args:
-        format: that it has to have, in safetensors' words.
+        format: the required format, under safetensors' name.
 
     Raises:
-        ModelLoadError: it is no matrix, or is in another format.
+        ModelLoadError: it is not a matrix, or has another format.
     """
     shape = tensors.shape(name)
     if len(shape) != 2 or tensors.format(name) != format:
@@ -141,18 +141,17 @@ def matrix_shape(tensors: Tensors, name: str, format: str) -> tuple[int, int]:
 
 
 def count_groups(tensors: Tensors, scales: str, dim: int) -> int:
-    """Groups of a matrix's inputs: how many scales there are along `dim`; 1 where there are none or they are no matrix,
-    so that `expect` says what they should be."""
+    """Groups of a matrix's inputs, which is the number of scales along `dim`; 1 if there are none or they are not a
+    matrix, so that `expect` reports the error."""
     shape = tensors.shape(scales) if scales in tensors.names else Size()
     return max(1, shape[dim]) if len(shape) == 2 else 1
 
 
 def block_size(value: Any, name: str) -> tuple[int, int] | None:
-    """The rows and columns that share a scale, from a setting of a `quantization_config`; None if there is no such
-    setting.
+    """The rows and columns that share a scale, from a setting of a `quantization_config`; None without such a setting.
 
     Raises:
-        UnsupportedModelError: it is something else.
+        UnsupportedModelError: the setting has another form.
     """
     if value is None:
         return None
@@ -167,7 +166,7 @@ def whole_number(config: Mapping[str, Any], name: str, allowed: Iterable[int], d
     """A setting of a `quantization_config`.
 
     Raises:
-        UnsupportedModelError: it is none of the allowed numbers.
+        UnsupportedModelError: it is not one of the allowed numbers.
     """
     value = config.get(name, default)
     if not isinstance(value, int) or isinstance(value, bool) or value not in allowed:
@@ -183,7 +182,7 @@ def scaled(values: Tensor, scales: Tensor, block: tuple[int, int] | None = None)
     """Numbers [..., rows, columns] times their scales, in float32.
 
     Args:
-        scales: one number, [rows], or one for each block, [..., blocks of rows, blocks of columns].
+        scales: one number, [rows], or one per block, [..., blocks of rows, blocks of columns].
         block: rows and columns of a block; None if rows and columns divide evenly.
     """
     numbers, factors = values.float(), _as_float(scales)
@@ -203,7 +202,7 @@ def scaled(values: Tensor, scales: Tensor, block: tuple[int, int] | None = None)
 
 
 def _as_float(scales: Tensor) -> Tensor:
-    """Scales, which may be bytes that are exponents of two, 127 too large."""
+    """Scales as float32; bytes are exponents of two plus 127."""
     if scales.dtype == torch.uint8:
         return torch.exp2(scales.float() - 127)
     return scales.float()

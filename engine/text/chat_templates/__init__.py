@@ -1,4 +1,4 @@
-"""Chat templates for models whose tokenizer has none: well-known ones by name, and files."""
+"""Chat templates for models whose tokenizer has none: well-known ones by name, and templates from files."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from engine.errors import ConfigError
 
 NAMES = tuple(sorted(file.stem for file in Path(__file__).parent.glob("*.jinja")))
 _MOST_BYTES = 1 << 20
-# Tags that transformers adds to Jinja's.
+# Tags that transformers adds to Jinja.
 _GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
 
 
 def read_template(given: str) -> str:
-    """The template that a setting means: one of `NAMES`, a file, or the template itself.
+    """The template that a setting means: the name of one in `NAMES`, a file, or the template itself.
 
     Raises:
-        ConfigError: it is none of these, or no Jinja template.
+        ConfigError: the setting is none of these, or not a Jinja template.
     """
     if given in NAMES:
         return (Path(__file__).parent / f"{given}.jinja").read_text(encoding="utf-8")
@@ -40,7 +40,7 @@ def read_template(given: str) -> str:
 
 
 def _checked(template: str, name: str) -> str:
-    """The template, if it can be compiled."""
+    """The template, if it compiles."""
     from jinja2 import Environment, TemplateSyntaxError
 
     if not template.strip():

@@ -39,4 +39,19 @@ SHAPES = {
         prompts=(0, 6, 2, 1),
     ),
     "lfm2-moe": FamilyShape("Lfm2MoeForCausalLM", EXPERTS, prompts=(3, 13, 1, 0)),
+    "lfm2-moe-dense-first": FamilyShape(
+        "Lfm2MoeForCausalLM",
+        EXPERTS
+        | {
+            "num_dense_layers": 2,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "num_key_value_heads": 4,
+            "norm_topk_prob": False,
+            "conv_bias": True,
+            "tie_word_embeddings": False,
+        },
+        eos_gain=1.4,
+        prompts=(0, 6, 2, 1),
+    ),
 }
