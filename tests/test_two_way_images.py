@@ -8,13 +8,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from support.driving import check_idle, finish, make_engine, watching
 from support.executors import by_torch
+from support.native import needs_native
 from support.seeing import IMAGE, SeeingModel, make_seeing_model, picture
 from test_attention_reference import CPU, make_row, paged
-from test_image_prompts import GREEDY, WORDS, answer, info_of, vectors_of
+from test_image_prompts import GREEDY, WORDS, answer, info_of, seen, vectors_of
+from test_native_attention import assert_close, batch, stored
 
 from cli.commands import models
 from engine import Engine, EngineConfig, SamplingParams, TokenInput, inspect_model
@@ -24,7 +27,13 @@ from engine.backends.native.attention import NativeAttention
 from engine.backends.torch.attention import TorchReference
 from engine.execution import kv_cache
 from engine.execution.image_vectors import MOST_BYTES
-from engine.scheduling.plan import StepPlan
+from engine.interface.request import Decoding, Request
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.budget import Costs, StepLimit
+from engine.scheduling.limits import SchedulerConfig
+from engine.scheduling.needs import SequenceNeeds
+from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.scheduler import Scheduler
 
 SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 20}
 
@@ -145,11 +154,7 @@ def test_attention_of_rows_that_see_all_later_keys(backend: AttentionBackend, wi
 
     def attend(queries: torch.Tensor, some: slice) -> torch.Tensor:
         contexts = [len(row.k) for row in rows[some]]
-        metadata = AttentionMetadata.build(counts[some], contexts, CPU)
-        metadata = AttentionMetadata(
-            query_lens=metadata.query_lens, context_lens=contexts, query_start=metadata.query_start,
-            context=metadata.context, cache={}, two_way=flags[some],
-        )  # fmt: skip
+        metadata = replace(AttentionMetadata.build(counts[some], contexts, CPU), two_way=flags[some])
         sight = None if window is None else Window(window)
         return backend.attend(queries, paged(rows[some]), metadata, window=sight, scale=0.2)
 
@@ -175,6 +180,46 @@ def test_image_tokens_of_no_image_are_words(model: SeeingModel, engine: Engine) 
     with watching(engine) as plans:
         answer(engine, prompt)
     assert all(plan.two_way is None for plan in plans)
+
+
+def test_an_image_runs_although_it_exceeds_the_wanted_time() -> None:
+    """A step that may hold 5 tokens computes the image of the oldest prompt, while streams go on."""
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, block_size=4, needs=SequenceNeeds())
+    scheduler, limit = Scheduler(config, BlockPool(200)), StepLimit(Costs(), tokens=5, work=5, least=1)
+    scheduler.add(Request(request_id="stream", prompt_token_ids=(5, 6), decoding=Decoding(max_tokens=200)))
+    tokens = (7, 8, 9, *[IMAGE] * 16, 10)
+    for key, name in ((1, "one"), (2, "two")):
+        image = replace(seen(key, 3, 16), two_way=True)
+        scheduler.add(
+            Request(request_id=name, prompt_token_ids=tokens, decoding=Decoding(max_tokens=1), images=(image,))
+        )
+    waiting, rows = {"one", "two"}, []
+    for _ in range(60):
+        plan = scheduler.schedule(limit)
+        assert plan is not None
+        counts = np.diff(plan.query_start).tolist()
+        rows += [count for count, two_way in zip(counts, plan.two_way or [False] * len(counts), strict=True) if two_way]
+        count = 0 if plan.sampling is None else len(plan.sampling.rows)
+        values = np.zeros((count, 1), dtype=np.float32)
+        result = StepResult(
+            tokens=np.full((count, 1), 9, dtype=np.int32), scores=values, logprobs=values,
+            ranks=np.zeros((count, 1), dtype=np.int32), top_ids=np.zeros((count, 0), dtype=np.int32),
+            top_logprobs=values[:, :0],
+        )  # fmt: skip
+        waiting -= {delta.request_id for delta in scheduler.update(result)}
+        if not waiting:
+            break
+    assert not waiting
+    assert rows == [16, 16]
+
+
+@needs_native
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.int8])
+def test_attention_over_other_formats(kind: torch.dtype) -> None:
+    """The native kernels over pages of other formats, against the reference."""
+    rows, counts = [make_row(n, length, 4, 2, 32, torch.float32) for n, length in enumerate((70, 300))], [20, 140]
+    q, metadata = batch(rows, counts, True, torch.bfloat16)
+    assert_close(q, stored(paged(rows), kind), replace(metadata, two_way=(True, True)), window=Window(40), scale=0.2)
 
 
 # ---------------------------------------------------------------- what images cost

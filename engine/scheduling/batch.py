@@ -252,12 +252,13 @@ def _images(rows: Seq[Row], query_start: Int32) -> tuple[tuple[ImageRows, ...], 
 
 
 def _two_way(rows: Seq[Row]) -> tuple[bool, ...] | None:
-    """Of each row, whether it has the tokens of an image that see each other: it has no others then."""
-    found = tuple(
-        any(image.two_way and image.part(row.start, row.count)[0] < image.part(row.start, row.count)[1]
-            for image in row.group.request.images)
-        for row in rows
-    )  # fmt: skip
+    """For each row, whether its tokens are those of an image that see each other; None: for no row."""
+
+    def sees(row: Row) -> bool:
+        parts = (image.part(row.start, row.count) for image in row.group.request.images if image.two_way)
+        return any(first < end for first, end in parts)
+
+    found = tuple(map(sees, rows))
     return found if any(found) else None
 
 

@@ -1,7 +1,6 @@
 // A conversation, a field for what is said next, and the list of other conversations.
 
-import { asSent } from "./attachments.js";
-import { Composer, systemField } from "./composer.js";
+import { asSent, Composer, systemField } from "./composer.js";
 import { branch, copyOf, fresh, resultsAt, titleFrom } from "./conversation.js";
 import { h } from "./dom.js";
 import { FieldError } from "./fields.js";
@@ -52,14 +51,10 @@ export class ChatPane {
   }
 
   // The request that would be sent now.
-  body(news = this.waiting?.results() ?? [this.next(this.composer?.attached.images ?? [])]) {
+  body(news = this.waiting?.results() ?? [this.composer.message]) {
     const { system, messages } = this.conversation;
     const first = system.trim() ? [{ role: "system", content: system }] : [];
     return { model: this.context.model.id, messages: [...first, ...messages, ...news].map(asSent), ...this.context.parameters.values() };
-  }
-
-  next(images) {
-    return { role: "user", content: this.input.value, ...(images.length ? { images } : {}) };
   }
 
   type(text) {
@@ -120,17 +115,12 @@ export class ChatPane {
   }
 
   start() {
-    const { attached } = this.composer;
-    const said = this.next(attached.images);
+    const said = this.composer.message;
     if (this.session.running || !(said.content.trim() || said.images)) return;
     if (this.waiting) return this.waiting.element.requestSubmit();
-    this.input.value = "";
-    attached.set([]);
+    this.composer.empty();
     this.input.focus();
-    this.replace([...this.messages, said], () => {
-      this.input.value ||= said.content;
-      if (said.images) attached.set([...said.images, ...attached.images]);
-    });
+    this.replace([...this.messages, said], () => this.composer.restore(said));
   }
 
   edit(at, content) {

@@ -52,7 +52,8 @@ export class Thread {
     const edit = ["Edit", () => editTurn(turn, content, asked ? "Send" : "Save", (text) => actions.edit(at, text))];
     const split = ["Branch", () => actions.split(at)];
     const acts = asked ? [copy, edit, split] : [copy, ["Regenerate", () => actions.again(at)], edit, split];
-    const turn = makeTurn(asked ? h("div", { class: "said by-user" }, images.map(shown), content && h("p", {}, content)) : this.answer(messages, at), role, acts);
+    const said = () => h("div", { class: "said by-user" }, images.map(shown), content && h("p", {}, content));
+    const turn = makeTurn(asked ? said() : this.answer(messages, at), role, acts);
     return turn;
   }
 
