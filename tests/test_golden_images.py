@@ -114,10 +114,10 @@ def test_what_is_no_input(subject: Subject) -> None:
     """Each kind of input that the model does not read, and pixels that are not what it reads."""
     engine, params = subject.engine, PoolingParams(task=subject.task)
     if not subject.model.reads_texts:
-        with pytest.raises(InvalidRequestError, match="is an encoder and takes images, not a list of token ids"):
+        with pytest.raises(InvalidRequestError, match="is an encoder and accepts images, not a list of token ids"):
             engine.add_request("a", [1, 2], params)
     if subject.engine.info.signal is None:
-        with pytest.raises(InvalidRequestError, match="is an encoder and takes token ids, not a PixelInput"):
+        with pytest.raises(InvalidRequestError, match="is an encoder and accepts token ids, not a PixelInput"):
             engine.add_request("a", PixelInput(np.zeros((3, 8, 8))), params)
         return
     (pixels,) = subject.model.images(1)

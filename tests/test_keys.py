@@ -154,11 +154,11 @@ def test_the_answer_names_the_role_that_is_missing(tmp_path: Path, logged: Any) 
     door = Door(api_key_file=str(file))
     stream = logged()
     said = error(door.complete(headers=bearer(KEY)), 403, "insufficient_permissions")
-    assert said == "This API key may not do that: it needs the role inference, and has metrics."
+    assert said == "This API key may not do that: it needs the role inference, but has metrics."
     said = error(door.request("GET", "/version", headers=bearer(KEY)), 403, "insufficient_permissions")
-    assert "needs the role admin or inference, and has metrics" in said
+    assert "needs the role admin or inference, but has metrics" in said
     said = error(door.request("GET", "/metrics", headers=bearer("model")), 403, "insufficient_permissions")
-    assert "needs the role admin or metrics, and has inference" in said
+    assert "needs the role admin or metrics, but has inference" in said
     refused = [item for item in lines(stream) if item["event"].startswith("Refused: ")]
     facts = [(item["level"], item["status"], item["path"], item.get("api_key_name")) for item in refused]
     assert facts == [

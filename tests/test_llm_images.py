@@ -104,7 +104,7 @@ def test_arrays_that_are_no_images(classifier: tuple[ImageModel, LLM], array: An
 
 
 def test_inputs_that_the_model_does_not_read(classifier: tuple[ImageModel, LLM], pair: tuple[ImageModel, LLM]) -> None:
-    with pytest.raises(InvalidRequestError, match="an encoder and takes images, not a"):
+    with pytest.raises(InvalidRequestError, match="an encoder and accepts images, not a"):
         classifier[1].classify([[1, 2, 3]])
     with pytest.raises(InvalidRequestError, match="no tokenizer"):
         classifier[1].classify("a text")

@@ -398,8 +398,8 @@ REFUSED: dict[str, tuple[list[Module], dict[str, Any], str]] = {
     "unknown-mode": ([pooling("attention")], {}, "pooling_mode 'attention' must be one of cls, max, mean"),
     "bad-mode": ([pooling(3)], {}, "pooling_mode must be a name or a list"),  # type: ignore[arg-type]
     "width": ([altered(MEAN, embedding_dimension=64)], {}, "hidden states of 32 features.*made for 64"),
-    "inputs": ([MEAN, dense(64, 4)], {}, r"2_Dense/config\.json is made for vectors of 64 features.*gives 32"),
-    "second-inputs": ([MEAN, dense(HIDDEN, 4), dense(5, 4)], {}, r"3_Dense/config\.json.*of 5 features.*gives 4"),
+    "inputs": ([MEAN, dense(64, 4)], {}, r"2_Dense/config\.json is made for vectors of 64 features.*returns 32"),
+    "second-inputs": ([MEAN, dense(HIDDEN, 4), dense(5, 4)], {}, r"3_Dense/config\.json.*of 5 features.*returns 4"),
     "norm": ([MEAN, layer_norm(31)], {}, r"2_LayerNorm/config\.json.*31 features"),
     "size": ([MEAN, altered(dense(HIDDEN, 4), out_features="4")], {}, "out_features must be a whole number, got '4'"),
     "activation": ([MEAN, dense(HIDDEN, 4, "os.system")], {}, "activation_function is 'os.system'; of torch.nn"),
@@ -408,7 +408,7 @@ REFUSED: dict[str, tuple[list[Module], dict[str, Any], str]] = {
     "tokens": (
         [MEAN, dense(HIDDEN, 4, module_input_name="token_embeddings")],
         {},
-        "module_input_name is 'token_embeddings', and only sentence_embedding",
+        "module_input_name is 'token_embeddings', but only sentence_embedding",
     ),
     "scores": ([MEAN, dense(HIDDEN, 1, module_output_name="scores")], {}, "module_output_name is 'scores'"),
     "missing": ([MEAN, Module("sentence_transformers.models.Dense", dense(HIDDEN, 4).config)], {}, "save_pretrained"),
@@ -499,7 +499,9 @@ def test_pickled_weights_are_not_read(bert: tuple[Path, Any], tmp_path: Path) ->
     stored = folder / "2_Dense" / "model.safetensors"
     torch.save(load_file(stored), folder / "2_Dense" / "pytorch_model.bin")
     stored.unlink()
-    with pytest.raises(ModelLoadError, match=r"2_Dense holds no model\.safetensors, but pytorch_model\.bin.*convert"):
+    with pytest.raises(
+        ModelLoadError, match=r"2_Dense contains no model\.safetensors, but pytorch_model\.bin.*convert"
+    ):
         make_engine(folder)
     stored.write_bytes(b"nothing of the kind")
     with pytest.raises(ModelLoadError, match="cannot be read as safetensors"):

@@ -240,7 +240,7 @@ def test_what_cannot_be_asked_for_together() -> None:
         ({"json": 5}, "json must be an object or a boolean, or the same as a string, got 5", ".json"),
         ({"json": "{"}, "json is a string that is not JSON", ".json"),
         ({"json": "5"}, "json must be an object or a boolean", ".json"),
-        ({"json": {"a": float("nan")}}, "json is no JSON", ".json"),
+        ({"json": {"a": float("nan")}}, "json is not JSON", ".json"),
         ({"json": {"title": "x" * 140_000}}, "json may have at most 131072 bytes, got 140012", ".json"),
         ({"json": json.dumps({"title": "x" * 140_000})}, "json may have at most 131072 bytes, got 140013", ".json"),
         ({"json": {"enum": ["é" * 70_000]}}, "json may have at most 131072 bytes, got 1400", ".json"),

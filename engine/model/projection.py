@@ -93,7 +93,7 @@ def _fill(module: nn.Module, folder: Path) -> None:
         found = sorted(file.name for file in folder.glob("*.bin")) if folder.is_dir() else []
         raise ModelLoadError(
             f"{folder} contains no {SINGLE_FILE}"
-            + (f"but {', '.join(found)}, which is not supported" if found else "")
+            + (f", but {', '.join(found)}, which is not supported" if found else "")
             + ". Download the checkpoint again, or convert it once: load it with sentence-transformers and call "
             "save_pretrained(folder), which writes safetensors."
         )
