@@ -18,15 +18,16 @@ from engine.config import EngineConfig, parse_bytes
 from engine.disk.opening import check_kv_disk, kv_folder
 from engine.disk.store import used_bytes
 from engine.execution.gpu_choice import GpuFacts, look_at
+from engine.execution.image_vectors import MOST_BYTES as VECTOR_BYTES
 from engine.execution.kv_cache import cache_memory, choose_cache_dtype, count_blocks, page_bytes
 from engine.execution.loading import check_weights_fit, find_max_encoder_len, find_max_model_len, find_quantization
-from engine.execution.starting import choose_device, choose_dtype, resolve
+from engine.execution.starting import choose_device, choose_dtype, find_vision, resolve
 from engine.execution.state_cache import count_slots, slot_bytes
 from engine.execution.whole_prompts import FlashFacts, look_at_flash
 from engine.host.cgroups import available_memory
 from engine.host.cpus import Threads, choose_threads, given_environment
 from engine.host.folders import check_private
-from engine.images import steps_for
+from engine.images import most_tokens, read_cropping, steps_for
 from engine.interface.generation import load_defaults
 from engine.interface.outputs import Task
 from engine.model.abilities import find_abilities
@@ -100,6 +101,8 @@ class ModelFacts:
         stored: bytes in each format, largest first (`Checkpoint.stored_bytes`), for GGUF files and checkpoints with
             quantised weights.
         hears: whether it is a speech model.
+        images: maximum bytes of the cached vectors of images; 0 if the model reads no images among its tokens.
+        image_tokens: maximum tokens of an image in a chat, without the texts around its crops; 0 if it reads none.
         no_tokenizer: for a GGUF file, why its tokenizer cannot be built, and what to do; "" if it can.
     """
 
@@ -128,6 +131,8 @@ class ModelFacts:
     no_tokenizer: str = ""
     num_states: int = 0
     states: int = 0
+    images: int = 0
+    image_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,13 +214,13 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
     pipeline = read_folder(locate(config.model, config.revision, config.hf_token, download=False))
     path = pipeline.transformer
     hf_config = read_config(path)
-    spec = build_spec(hf_config)
+    device = choose_device(config.device)
+    spec, vision = find_vision(build_spec(hf_config), path, config, device)
     scheme = stored_scheme(hf_config)
     check_parameters(path, spec, scheme)
     abilities = find_abilities(hf_config, spec, pipeline)
     steps_for(spec.signal, path)
     files = weight_files(path)
-    device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, stored_dtype(path, hf_config), device)
     quantization = find_quantization(config, path, device, scheme)
     check_weights_fit(path, scheme, dtype, device, quantization, config.gpu_memory_utilization)
@@ -235,6 +240,8 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
             mark_stored(model, checkpoint, as_linears(checkpoint, table), device)
             as_stored = model.weight_bytes("stored", device) if checkpoint.has_few_bits else 0
     weights = model.weight_bytes(quantization, device)
+    cropping = None if vision is None else read_cropping(path)
+    images = 0 if vision is None else VECTOR_BYTES
     resident = peak = 0
     if device.type == "cpu":
         held = weights + model.buffer_bytes
@@ -246,7 +253,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
     if paged:
         shapes = model.kv_shapes()
         sizes = spec.state_sizes
-        slots = count_slots(config, sizes, *cache_memory(config, device, reserved=weights))
+        slots = count_slots(config, sizes, *cache_memory(config, device, reserved=weights + images))
         states = (slots + 1) * slot_bytes(sizes) if slots else 0
         num_blocks = count_blocks(
             config,
@@ -255,7 +262,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
             cache_dtype,
             device,
             max_encoder_len=model.max_encoder_len,
-            reserved=weights,
+            reserved=weights + images,
             states=states,
         )
         pages = (num_blocks + 1) * page_bytes(shapes, config.block_size, cache_dtype)
@@ -286,6 +293,8 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         stored=stored,
         no_tokenizer=lacks_tokenizer(path),
         hears=_hears(config, path, hf_config),
+        images=images,
+        image_tokens=0 if vision is None or cropping is None else most_tokens(vision, cropping),
     )
 
 

@@ -290,7 +290,9 @@ class Service:
             return await self.renderer.prompt(self.tokenizer, messages, room, rendering, formats, terms)
         images = await reading.read(pictures)
         token = self.tokenizer.written(reading.vision.token_id)
-        marks = ImageMarks(pictures.mark, token, partial(expand, token=token, images=images, info=reading.vision))
+        marks = ImageMarks(
+            pictures.mark, reading.vision.mark(token), partial(expand, token=token, images=images, info=reading.vision)
+        )
         prompt = await self.renderer.prompt(self.tokenizer, messages, room, rendering, formats, terms, marks)
         ids, placed = reading.place(prompt.token_ids, images)
         return replace(prompt, token_ids=ids, images=tuple(placed))

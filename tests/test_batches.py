@@ -8,6 +8,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from support.conversing import Conversing, saying
 from support.service import PATIENCE
 
 from engine import ConfigError
+from server.batches import runner as runners
 from server.batches import store as stores
 from server.batches.store import BatchStore
+from server.models.status import ModelStatus
 
 CHAT = "/v1/chat/completions"
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -300,6 +303,31 @@ def test_a_cancelled_batch_keeps_its_answers(tmp_path: Path) -> None:
         await client.files.delete(batch.input_file_id)
 
     Batching(tmp_path, script, batch_max_running=1, batch_max_unfinished=1).run(scene)
+
+
+def test_lines_of_a_model_that_cannot_be_loaded_do_not_wait_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failed:
+        """The models of a service with one that has failed."""
+
+        def find(self, name: str) -> ModelStatus:
+            return ModelStatus(name=name, state="failed")
+
+    async def refused(*request: Any) -> tuple[int, str, Any]:
+        return 503, "id", {"error": {"code": "model_failed"}}
+
+    async def scene(api: Conversing) -> None:
+        runner, client = api.service.batches, api.openai()
+        monkeypatch.setattr(runner, "_service", replace(runner._service, models=Failed()))
+        monkeypatch.setattr(runner._door, "post", refused)
+        batch = await ended(client, (await begun(client, jsonl(line(1, model="x"), line(2, model="x")))).id)
+        assert (batch.status, batch.request_counts.failed) == ("completed", 2)
+        codes = [entry["response"]["body"]["error"]["code"] for entry in await entries(client, batch.error_file_id)]
+        assert codes == ["model_failed"] * 2
+
+    monkeypatch.setattr(runners, "_HOPELESS", 0.1)
+    Batching(tmp_path).run(scene)
 
 
 def test_a_batch_that_cannot_be_ended_holds_up_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,12 @@ def test_a_busy_server_is_asked_again(tmp_path: Path, monkeypatch: pytest.Monkey
         (["{no"], "in, line 1: the line is not valid JSON"),
         ([request(1), request(1)], "in, line 2: custom_id 'r1' is also that of line 1"),
         ([request(1) | {"method": "GET"}], "in, line 1: method must be POST, got 'GET'"),
+        ([request(1) | {"url": "http://other/v1"}], "in, line 1: url must be a path, got 'http://other/v1'"),
+        ([request(1) | {"url": "//other/v1"}], "in, line 1: url must be a path, got '//other/v1'"),
+        (
+            [request(1) | {"custom_id": "\ud800"}],
+            "in, line 1: custom_id must be a string of 1 to 512 characters, got '\\ud800'",
+        ),
         ([], "in has no requests"),
     ],
 )

@@ -56,7 +56,7 @@ def test_crops_are_those_of_the_processor(subject: Subject) -> None:
     for number, (width, height) in enumerate(SIZES):
         image = picture(width, height, number)
         ours = normalised(crop(image, cropping, alone=True).pixels, subject.info)
-        expected = np.asarray(subject.model.pixels([image])["pixel_values"][0])
+        expected = np.asarray(subject.model.pixels([image])["pixel_values"])
         expected = expected.reshape(-1, *expected.shape[-3:])
         assert ours.shape == expected.shape
         assert np.abs(ours - expected).max() < 1e-5
@@ -85,7 +85,7 @@ def test_greedy_answers_equal_the_reference(subject: Subject) -> None:
     answers, clear = finish(subject.engine), 0
     for number, (parts, prompt) in enumerate(zip(given, inputs, strict=True)):
         images = [part for part in parts if not isinstance(part, int)]
-        seen = subject.model.pixels(images) if images else {}
+        seen = subject.model.seen(images, prompt.token_ids) if images else {}
         expected = reference.greedy(subject.model.model, prompt.token_ids, [EOS], TOKENS, **seen)
         if expected.margin > MIN_MARGIN:
             clear += 1
@@ -100,7 +100,13 @@ def test_beams_equal_the_reference(subject: Subject) -> None:
     found = finish(subject.engine)["beams"].outputs
     images = [part for part in parts if not isinstance(part, int)]
     expected = reference.beams(
-        subject.model.model, prompt.token_ids, [EOS], TOKENS, num_beams=3, n=2, **subject.model.pixels(images)
+        subject.model.model,
+        prompt.token_ids,
+        [EOS],
+        TOKENS,
+        num_beams=3,
+        n=2,
+        **subject.model.seen(images, prompt.token_ids),
     )
     assert expected.margin > MIN_MARGIN
     assert [answer.token_ids for answer in found] == [answer.tokens for answer in expected.answers]

@@ -255,12 +255,13 @@ def test_a_prompt_that_is_too_long(api: Api) -> None:
     assert found["code"] == "context_length_exceeded"
 
 
-def test_texts_around_crops(tmp_path: Path) -> None:
-    """SmolVLM: texts stand around the crops of an image, over HTTP and in `LLM`."""
-    model = make_seeing_model("smolvlm", tmp_path, seed=1)
+@pytest.mark.parametrize("name", ["smolvlm", "gemma3-scans"])
+def test_texts_around_crops(name: str, tmp_path: Path) -> None:
+    """Texts stand around the crops of an image, over HTTP and in `LLM`."""
+    model = make_seeing_model(name, tmp_path, seed=1)
     image = picture(90, 40, 5)
     ids = model.processed("user: a<image>\nassistant: ", image)
-    expected = reference.greedy(model.model, ids, [EOS], 6, **model.pixels([image]))
+    expected = reference.greedy(model.model, ids, [EOS], 6, **model.seen([image], ids))
     assert expected.margin > MIN_MARGIN
     own = Api(model)
     found = own.chat(text("a"), shown(image))
@@ -272,7 +273,7 @@ def test_texts_around_crops(tmp_path: Path) -> None:
     content = [{"type": "text", "text": "a"}, {"type": "image", "image": image}]
     answers = [
         llm.chat([{"role": "user", "content": content}], params),
-        llm.generate("user: a<image>\nassistant: ", params, images=[image]),
+        llm.generate(f"user: a{model.mark}\nassistant: ", params, images=[image]),
     ]
     assert [answer[0].outputs[0].token_ids for answer in answers] == [expected.answers[0].tokens] * 2
     with pytest.raises(InvalidRequestError, match="need a prompt that is text"):

@@ -352,7 +352,7 @@ ODD = [{"type": "function", "function": {"name": "f", "strict": True, "parameter
     ("settings", "fields", "param", "says"),
     [
         ({"tool_call_parser": "none"}, {}, "tool_choice", "--tool-call-parser"),
-        ({"tool_call_parser": "gemma4"}, {"tools": ODD}, "tool_choice", 'the name "a-b" cannot be enforced'),
+        ({"tool_call_parser": "gemma4"}, {"tools": ODD}, "tool_choice", 'an argument named "a-b" cannot be enforced'),
         (
             {"tool_call_parser": "gemma4"},
             {"tools": ODD, "tool_choice": "auto", **JSON_OBJECT},

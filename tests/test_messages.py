@@ -70,7 +70,7 @@ EVERYTHING = SamplingParams(
     bad_words=["a", "é"], truncate_prompt_tokens=-1,
     bad_words_ids=[[11], [12, 13]], encoder_repetition_penalty=1.2, encoder_no_repeat_ngram_size=4,
     renormalize_logits=True, decoder_start_token_id=14, forced_bos_token_id=9, forced_eos_token_id=10,
-    stream_beams=True, logprob_token_ids=[4, 2],
+    stream_beams=True, logprob_token_ids=[4, 2], predicted_token_ids=[5, 6],
 )  # fmt: skip
 
 # What cannot be asked for together with all that.

@@ -499,7 +499,9 @@ def test_pickled_weights_are_not_read(bert: tuple[Path, Any], tmp_path: Path) ->
     stored = folder / "2_Dense" / "model.safetensors"
     torch.save(load_file(stored), folder / "2_Dense" / "pytorch_model.bin")
     stored.unlink()
-    with pytest.raises(ModelLoadError, match=r"2_Dense contains no model\.safetensors, but pytorch_model\.bin.*convert"):
+    with pytest.raises(
+        ModelLoadError, match=r"2_Dense contains no model\.safetensors, but pytorch_model\.bin.*convert"
+    ):
         make_engine(folder)
     stored.write_bytes(b"nothing of the kind")
     with pytest.raises(ModelLoadError, match="cannot be read as safetensors"):

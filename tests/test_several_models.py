@@ -219,6 +219,7 @@ def test_a_key_may_be_for_some_models(monkeypatch: pytest.MonkeyPatch) -> None:
         keys = [
             ApiKey.of("some", roles=frozenset({Role.INFERENCE}), models=frozenset({"b"})),
             ApiKey.of("all", roles=frozenset({Role.INFERENCE})),
+            ApiKey.of("operator", roles=frozenset({Role.ADMIN}), models=frozenset({"b"})),
         ]
         async with world(monkeypatch, "a", "b", keys=keys) as found:
             found.http.headers["Authorization"] = "Bearer some"
@@ -229,6 +230,10 @@ def test_a_key_may_be_for_some_models(monkeypatch: pytest.MonkeyPatch) -> None:
             assert "may not use the model 'a'. Models that it may use: 'b'" in refused.json()["error"]["message"]
             assert await found.text(None) == "b"  # the first that it may use
             assert (await found.http.post("/v1/models/unload", json={"model": "b"})).status_code == 403
+            found.http.headers["Authorization"] = "Bearer operator"
+            for action in ("load", "unload"):
+                answers = [await found.http.post(f"/v1/models/{action}", json={"model": name}) for name in "ab"]
+                assert [answer.status_code for answer in answers] == [403, 200]
             found.http.headers["Authorization"] = "Bearer all"
             assert list(await found.states()) == ["a", "b"]
 
@@ -602,6 +607,8 @@ def test_models_come_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("chat: {model: x, max_model_len: no}", "model chat: max_model_len must be"),
         ("chat: {aliases: [x]}", "chat lacks model: the folder, GGUF file or hub id"),
         ("chat: {model: x, pinned: 1}", "model chat: pinned must be true or false, got 1"),
+        ("chat: {model: [x]}", "chat: model must be a folder, a GGUF file or a hub id, got ['x']"),
+        (f"chat: {{model: x, idle_time: 1{'0' * 400}}}", "model chat: idle_time must be seconds, 0 for never"),
         ("chat: {model: x, idle_time: -1}", "model chat: idle_time must be seconds, 0 for never, got -1"),
         ("a: {model: x, aliases: b}\nb: y", "b selects both the model a and the model b"),
         ("a b: x", "a model's name must be"),

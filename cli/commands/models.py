@@ -143,6 +143,8 @@ def _examine(model: str, settings: dict[str, Any]) -> _Verdict:
     if facts.max_encoder_len is not None:
         what, of = ("sound", "positions") if facts.hears else ("prompts", "tokens")
         shown.append((what, f"{facts.max_encoder_len} {of}, read by the encoder", facts.max_encoder_len))
+    if facts.image_tokens:
+        shown.append(("images", f"at most {facts.image_tokens} tokens for each in a chat", facts.image_tokens))
     if facts.stored:
         held = ", ".join(f"{name} {held / 2**20:.1f} MiB" for name, held in facts.stored.items())
         shown.append(("stored as", held, facts.stored))
@@ -167,9 +169,10 @@ def _examine(model: str, settings: dict[str, Any]) -> _Verdict:
             f"{_mebi(facts.peak)} while loading"
         )
         shown.append(("at rest", taken, facts.resident))
+    planned = facts.weights + facts.pages + facts.states + facts.images
+    what = "weights, pages and vectors of images" if facts.images else "weights and pages"
     shown += [
-        ("memory", f"{_mebi(facts.weights + facts.pages + facts.states)} for weights and pages; "
-         f"{_mebi(facts.free)} are free", facts.weights + facts.pages + facts.states),
+        ("memory", f"{_mebi(planned)} for {what}; {_mebi(facts.free)} are free", planned),
         ("tokenizer", known, tokenizer and tokenizer.vocab_size),
         ("chat template", "yes" if chats else "no", chats),
     ]  # fmt: skip

@@ -153,7 +153,8 @@ class DraftModel:
             model.kv_shapes(), info.num_blocks, self._config.block_size, dtype, model.device, old.key_centres
         )
         self._pool = BlockPool(info.num_blocks)
-        self._sees_alike = info.vision is not None and info.vision == own.vision
+        # Its prompts are cut anywhere, so an image whose tokens see each other has none of its vectors here.
+        self._sees_alike = info.vision is not None and info.vision == own.vision and not info.vision.two_way
         logger.info("Draft model: %s, with %d pages of its own", own.model, info.num_blocks)
 
     def check_tokens(self, info: EngineInfo, text: Callable[[int], str], own_text: Callable[[int], str]) -> None:

@@ -182,7 +182,7 @@ class Decoder(ModelKind):
         tables = buffers.tables.fill(plan.block_tables)
         if search is not None:
             search(tables)
-        metadata = AttentionMetadata.of(plan.query_start, plan.context_lens, self.model.device)
+        metadata = AttentionMetadata.of(plan.query_start, plan.context_lens, self.model.device, plan.two_way)
         images = None
         if plan.images:
             assert self.images is not None

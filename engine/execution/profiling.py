@@ -67,7 +67,14 @@ class Needs:
 
 
 def allocate_pages(
-    runner: ModelRunner, config: EngineConfig, dtype: torch.dtype, *, max_rows: int, graphs: bool, beside: int = 0
+    runner: ModelRunner,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    *,
+    max_rows: int,
+    graphs: bool,
+    beside: int = 0,
+    reserved: int = 0,
 ) -> int:
     """Give a runner its pages in place of its few initial ones; returns their number.
 
@@ -78,6 +85,7 @@ def allocate_pages(
         max_rows: maximum rows of a step.
         graphs: whether decoding steps will be recorded.
         beside: bytes that another model takes for each page.
+        reserved: bytes of the memory that is free now, for other things than pages.
 
     Raises:
         ConfigError: there is no room for a single page, or less memory than is needed without pages.
@@ -89,12 +97,12 @@ def allocate_pages(
     needs = available = None
     if memory is not None and config.num_gpu_blocks_override is None and config.kv_cache_memory is None:
         needs = measure_needs(runner, memory, config.max_num_batched_tokens, max_rows, graphs=graphs)
-        available = needs.left(config.gpu_memory_utilization)
+        available = needs.left(config.gpu_memory_utilization) - reserved
         _check_room(
             config, needs, page_bytes(shapes, config.block_size, dtype) + beside, model.max_model_len, max_rows, device
         )
     sizes = model.spec.state_sizes
-    slots = count_slots(config, sizes, *cache_memory(config, device, available=available))
+    slots = count_slots(config, sizes, *cache_memory(config, device, reserved=reserved, available=available))
     states = (slots + 1) * slot_bytes(sizes)
     count = count_blocks(
         config,
@@ -104,6 +112,7 @@ def allocate_pages(
         device,
         max_encoder_len=encoder,
         available=available,
+        reserved=reserved,
         states=states,
         beside=beside,
     )

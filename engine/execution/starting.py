@@ -21,6 +21,7 @@ from engine.execution.adapters import LoadedAdapters
 from engine.execution.calibration import mean_keys
 from engine.execution.executor import LocalExecutor, ModelFacts
 from engine.execution.gpu_choice import look_at
+from engine.execution.image_vectors import MOST_BYTES as VECTOR_BYTES
 from engine.execution.invariance import min_invariant_rows
 from engine.execution.kv_cache import KVCache, choose_cache_dtype
 from engine.execution.loading import (
@@ -126,7 +127,7 @@ def resolve(config: EngineConfig, device: torch.device, read: ConfigReader = rea
     if not config.skip_tokenizer_init and config.tokenizer is None and (why := lacks_tokenizer(path)):
         raise ModelLoadError(why)
     hf_config = read(path)
-    spec, vision = find_vision(build_spec(hf_config), path)
+    spec, vision = find_vision(build_spec(hf_config), path, config, device)
     if spec.state_sizes and device.type != "cpu":
         raise UnsupportedModelError(
             f"Layers with a state ({', '.join(spec.state_kinds)}) have no kernels for GPUs yet. Serve this model with "
@@ -161,20 +162,41 @@ def resolve(config: EngineConfig, device: torch.device, read: ConfigReader = rea
     )
 
 
-def find_vision(spec: ModelSpec, path: Path) -> tuple[ModelSpec, VisionInfo | None]:
+def find_vision(
+    spec: ModelSpec, path: Path, config: EngineConfig, device: torch.device
+) -> tuple[ModelSpec, VisionInfo | None]:
     """The images that a model reads among its tokens; and the model, without what sees if its folder does not say how
-    images are made ready, or in a way that is not implemented. The log says why."""
+    images are made ready, or something is asked that is not implemented. The log says why."""
     if spec.vision is None:
         return spec, None
     try:
         cropping = read_cropping(path)
         if cropping is not None:
-            return spec, vision_info(spec.vision, cropping, path)
+            info = vision_info(spec.vision, cropping, path)
+            if info.two_way:
+                _check_two_way(info, config, device)
+            return spec, info
         why: object = f"{path} has no preprocessor_config.json, which says how images are made ready."
     except UnsupportedModelError as error:
         why = error
     logger.warning("Requests with images are refused: %s", why)
     return replace(spec, vision=None), None
+
+
+def _check_two_way(info: VisionInfo, config: EngineConfig, device: torch.device) -> None:
+    """Refuse images whose tokens see each other where one step cannot compute them.
+
+    Raises:
+        UnsupportedModelError: says why.
+    """
+    if device.type != "cpu":
+        raise UnsupportedModelError("attention among the tokens of an image has no kernels for GPUs yet.")
+    least = info.grid[0] * info.grid[1] + config.most_seqs
+    if config.max_num_batched_tokens < least:
+        raise UnsupportedModelError(
+            f"one step computes all tokens of an image beside those of max_num_seqs sequences, {least} together, but "
+            f"max_num_batched_tokens is {config.max_num_batched_tokens}. Raise --max-num-batched-tokens."
+        )
 
 
 def load(resolved: Resolved) -> ModelRunner:
@@ -239,10 +261,17 @@ def prepare(resolved: Resolved, runner: ModelRunner, *, beside: int = 0) -> Loca
     spec, num_blocks = model.spec, 0  # the head that the config names may not be stored, and then is not in the spec
     if config.flash_prefill:  # before memory is measured: a step with it takes more
         use_flash(model, backend, resolved.cache_dtype, config.block_size, config.max_num_batched_tokens)
+    kept = 0 if resolved.vision is None else VECTOR_BYTES
     if spec.decoder is not None:
         recorded = backend.recordable and can_record(model) and not config.enforce_eager
         num_blocks = allocate_pages(
-            runner, config, resolved.cache_dtype, max_rows=config.most_seqs, graphs=recorded, beside=beside
+            runner,
+            config,
+            resolved.cache_dtype,
+            max_rows=config.most_seqs,
+            graphs=recorded,
+            beside=beside,
+            reserved=kept,
         )
     costs, measured = Costs(), Measured()
     if config.max_step_time == 0 and resolved.device.type == "cpu":  # nothing depends on the cost of steps

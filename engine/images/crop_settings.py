@@ -11,9 +11,11 @@ from typing import Any, Literal
 from engine.errors import UnsupportedModelError
 from engine.images.settings import (
     BICUBIC,
+    BILINEAR,
     FILES,
     MEANT,
     OPENAI,
+    STANDARD,
     Preprocessing,
     Settings,
     preprocessing_of,
@@ -21,7 +23,7 @@ from engine.images.settings import (
     read_json,
 )
 from engine.interface.vision import Size, VisionInfo
-from engine.model.spec import Patches, Shuffled, Vision
+from engine.model.spec import Patches, Pooled, Shuffled, Vision
 
 _CLIP = {
     "size": {"shortest_edge": 224}, "resample": BICUBIC, "do_center_crop": True,
@@ -43,8 +45,29 @@ _IDEFICS3 = {
     "do_image_splitting": True, "image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5),
 }  # fmt: skip
 _CLASSES |= {"Idefics3": _IDEFICS3, "SmolVLM": _IDEFICS3}
+_CLASSES["Gemma3"] = {
+    "size": {"height": 224, "width": 224}, "resample": BILINEAR, "image_mean": STANDARD, "image_std": STANDARD,
+    # Of the processor of texts with images, which asks for this.
+    "do_pan_and_scan": False, "pan_and_scan_min_crop_size": 256, "pan_and_scan_max_num_crops": 4,
+    "pan_and_scan_min_ratio_to_activate": 1.2,
+}  # fmt: skip
 _SHORTEST = ("Llava", "LlavaNext")
 _NAME = re.compile(rf"({'|'.join(sorted(_CLASSES, reverse=True))})ImageProcessor(Fast|Pil)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PanAndScan:
+    """A long image gets crops of its parts, side by side, after the one that shows the whole (Gemma 3).
+
+    Attributes:
+        least: pixels of a part's shorter side.
+        most: parts.
+        ratio: of the sides of an image, from which on it gets them.
+    """
+
+    least: int
+    most: int
+    ratio: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +83,7 @@ class Cropping:
         longest: the longer side that an image is resized to before it is cut into squares of `tile`, the last of which
             shows the whole image; 0: the sizes say how it is cut. -1: it is not resized first.
         splits: an image that is larger than a square is cut; else it becomes one.
+        scans: long images get crops of their parts; None: they get none.
     """
 
     steps: Preprocessing
@@ -69,6 +93,17 @@ class Cropping:
     tiles: Literal["all", "alone"] = "all"
     longest: int = 0
     splits: bool = True
+    scans: PanAndScan | None = None
+
+    @property
+    def most_crops(self) -> int:
+        """Of an image whose crops are images of their own among the tokens."""
+        if self.scans is not None:
+            return 1 + self.scans.most
+        if not self.longest:
+            return 1
+        side = max(-(-self.longest // self.tile), 1) if self.splits else 0
+        return side**2 + 1
 
 
 def read_cropping(folder: Path) -> Cropping | None:
@@ -101,6 +136,8 @@ def _parse(values: Mapping[str, Any], file: Path) -> Cropping:
     settings = Settings(MEANT | _CLASSES[known] | off | given | {"do_pad": False}, file)
     steps = preprocessing_of(settings.values, file, None, shortest=known in _SHORTEST)
     colour = tuple(int(value * 255) for value in steps.mean or (0.0, 0.0, 0.0))
+    if known == "Gemma3":
+        return Cropping(steps=steps, scans=_scans(settings.values, file))
     if known == "Llava":
         return Cropping(steps=steps, square=colour if pads else None)
     crop = steps.crop or steps.size
@@ -126,6 +163,22 @@ def _squares(values: Mapping[str, Any], file: Path) -> Cropping:
     steps = preprocessing_of({**MEANT, **values, "size": whole, "do_resize": True, "do_pad": False}, file, None)
     resizes, splits = values.get("do_resize", True), values["do_image_splitting"]
     return Cropping(steps=steps, tile=tile, longest=size if resizes else -1, splits=bool(splits))
+
+
+def _scans(values: Mapping[str, Any], file: Path) -> PanAndScan | None:
+    if values["do_pan_and_scan"] is False:
+        return None
+    names = ("do_pan_and_scan", *(f"pan_and_scan_{name}" for name in ("min_crop_size", "max_num_crops")))
+    asked, least, most = (values[name] for name in names)
+    ratio = values["pan_and_scan_min_ratio_to_activate"]
+    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (least, most))
+    if asked is not True or not whole or not 1 <= most <= min(least, 64) or not isinstance(ratio, int | float):
+        raise UnsupportedModelError(
+            f"{file}: do_pan_and_scan must be true or false, pan_and_scan_max_num_crops from 1 to 64 and at most "
+            f"pan_and_scan_min_crop_size, pan_and_scan_min_ratio_to_activate a number; got {asked!r}, {most!r}, "
+            f"{least!r}, {ratio!r}."
+        )
+    return PanAndScan(least=least, most=most, ratio=float(ratio))
 
 
 def _longest(values: Mapping[str, Any], name: str, file: Path) -> int:
@@ -155,9 +208,9 @@ def vision_info(vision: Vision, cropping: Cropping, folder: Path) -> VisionInfo:
         raise UnsupportedModelError(
             f"{folder}: image_grid_pinpoints of the processor are not those of config.json. Make them equal."
         )
-    if (vision.surrounds is None) != (not cropping.longest):
+    if (vision.surrounds is None) != (not cropping.longest) or (cropping.scans and vision.frame is None):
         raise UnsupportedModelError(f"{folder}: the image processor is one of another family than the model's.")
-    factor = vision.projector.factor if isinstance(vision.projector, Shuffled) else 1
+    factor = vision.projector.factor if isinstance(vision.projector, Shuffled | Pooled) else 1
     rows, columns = (pixels // size // factor for pixels, size in zip(embedding.image, embedding.patch, strict=True))
     return VisionInfo(
         token_id=vision.token_id,
@@ -168,7 +221,15 @@ def vision_info(vision: Vision, cropping: Cropping, folder: Path) -> VisionInfo:
         newline=vision.newline,
         tiling=None if vision.tiling is None else replace(vision.tiling, sizes=cropping.sizes),
         surrounds=vision.surrounds,
+        frame=vision.frame,
+        two_way=vision.two_way,
         rescale=steps.rescale,
         mean=steps.mean,
         std=steps.std,
     )
+
+
+def most_tokens(info: VisionInfo, cropping: Cropping) -> int:
+    """The most tokens of an image, without the texts around its crops."""
+    sizes = [info.crop] if info.tiling is None else info.tiling.sizes
+    return max(info.count(info.crops(size), size) for size in sizes) * cropping.most_crops

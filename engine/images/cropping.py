@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from engine.errors import InvalidRequestError
-from engine.images.crop_settings import Cropping
+from engine.images.crop_settings import Cropping, PanAndScan
 from engine.images.decoding import MAX_PIXELS
 from engine.images.preprocessing import shaped
+from engine.images.settings import Preprocessing
 from engine.interface.vision import Pixels, PlacedImage, Size, Tiling, VisionInfo
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class CroppedImage:
     Attributes:
         pixels: uint8 [crops, 3, height, width].
         size: height and width of the image as it was sent.
-        tiles: rows and columns of crops before the one that shows the whole image, where crops have texts around them.
+        tiles: rows and columns of crops beside the one that shows the whole image, where crops have texts around them.
     """
 
     pixels: Any
@@ -51,6 +52,8 @@ def crop(image: Image, cropping: Cropping, *, alone: bool, max_pixels: int = MAX
     size, steps = (image.height, image.width), cropping.steps
     if cropping.longest:
         return _cut(image, cropping, max_pixels)
+    if cropping.scans is not None:
+        return _scan(image, steps, cropping.scans, max_pixels)
     if not cropping.sizes or (cropping.tiles == "alone" and not alone):
         if cropping.square is not None:
             image = _squared(image, cropping.square, max_pixels)
@@ -93,6 +96,23 @@ def _cut(image: Image, cropping: Cropping, max_pixels: int) -> CroppedImage:
     return CroppedImage(crops, size, (rows, columns))
 
 
+def _scan(image: Image, steps: Preprocessing, scans: PanAndScan, max_pixels: int) -> CroppedImage:
+    """The whole of an image, and its parts if it is long (`Gemma3ImageProcessorPil.pan_and_scan`)."""
+    size, short, long = (image.height, image.width), *sorted(image.size)
+    parts, wide = [image], image.width >= image.height
+    count = 0
+    if long / short >= scans.ratio:
+        count = min(max(2, min(math.floor(long / scans.least), math.floor(long / short + 0.5))), scans.most)
+    each = math.ceil(long / count) if count else 0
+    if min(each, short) < scans.least:
+        count = 0
+    for start in range(0, each * count, each or 1):
+        end = min(start + each, long)
+        parts.append(image.crop((start, 0, end, short) if wide else (0, start, short, end)))
+    crops = np.stack([shaped(part, steps, max_pixels=max_pixels) for part in parts])
+    return CroppedImage(crops, size, (1, count) if wide else (count, 1))
+
+
 def _rescaled(size: Size, longest: int) -> Size:
     """Height and width of an image whose longer side becomes `longest`, at most 4096."""
     height, width = size
@@ -126,14 +146,16 @@ def expand(text: str, token: str, images: Sequence[CroppedImage], info: VisionIn
     """A prompt's text with an image token for each crop of its images, where each has a text around it.
 
     Args:
-        text: with one image token for each image; if there are more or fewer, it stays as it is, and `place` says so.
+        text: with one mark (`VisionInfo.mark`) for each image; if there are more or fewer, it stays as it is, and
+            `place` says so.
         token: the image token.
     """
-    if info.surrounds is None or text.count(token) != len(images):
+    mark = info.mark(token)
+    if info.texts is None or text.count(mark) != len(images):
         return text
-    before, *rest = text.split(token)
+    before, *rest = text.split(mark)
     return before + "".join(
-        info.surrounds.text(token, image.tiles) + after for image, after in zip(images, rest, strict=True)
+        info.texts.text(token, image.tiles) + after for image, after in zip(images, rest, strict=True)
     )
 
 
@@ -146,7 +168,7 @@ def place(ids: Sequence[int], images: Sequence[CroppedImage], info: VisionInfo) 
     Raises:
         InvalidRequestError: there are more or fewer image tokens than images.
     """
-    if info.surrounds is not None:
+    if info.texts is not None:
         images = [CroppedImage(one[None], info.crop) for image in images for one in image.pixels]
     marks = [index for index, token in enumerate(ids) if token == info.token_id]
     if len(marks) != len(images):

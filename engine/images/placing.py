@@ -39,10 +39,9 @@ class ImagePlacer:
         cropping = read_cropping(Path(info.model_path))
         return None if cropping is None else cls(info.vision, cropping)
 
-    @property
-    def token_id(self) -> int:
-        """The model's image token."""
-        return self._info.token_id
+    def mark(self, tokenizer: Tokenizer) -> str:
+        """The text that stands for an image in a prompt."""
+        return self._info.mark(tokenizer.written(self._info.token_id))
 
     def input(
         self, ids: Sequence[int], images: Sequence[Any], text: str | None, tokenizer: Tokenizer | None, *, special: bool
@@ -59,7 +58,7 @@ class ImagePlacer:
             InvalidRequestError: an image cannot be read, or there are more or fewer image tokens than images.
         """
         crops = [crop(read_image(image), self._cropping, alone=len(images) == 1) for image in images]
-        if self._info.surrounds is not None:
+        if self._info.texts is not None:
             if text is None or tokenizer is None:
                 raise InvalidRequestError(
                     "this model's images need a prompt that is text: there are texts around their crops.",

@@ -16,26 +16,26 @@ FILES = ("preprocessor_config.json", "processor_config.json")
 _MOST_BYTES = 2**20
 _MOST_PIXELS = 1 << 14  # maximum pixels of a side
 
-_STANDARD = (0.5, 0.5, 0.5)
+STANDARD = (0.5, 0.5, 0.5)
 OPENAI = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
-_BILINEAR, BICUBIC = 2, 3
+BILINEAR, BICUBIC = 2, 3
 _FILTERS = range(6)  # Pillow's numbers: nearest, Lanczos, bilinear, bicubic, box, Hamming
 
 # Defaults of transformers' classes for settings that the file lacks, by the beginnings of their names.
 _CLASSES: dict[str, dict[str, Any]] = {
     "ViT": {
-        "size": {"height": 224, "width": 224}, "resample": _BILINEAR, "image_mean": _STANDARD, "image_std": _STANDARD,
+        "size": {"height": 224, "width": 224}, "resample": BILINEAR, "image_mean": STANDARD, "image_std": STANDARD,
     },
     "DeiT": {
         "size": {"height": 256, "width": 256}, "resample": BICUBIC, "do_center_crop": True,
-        "crop_size": {"height": 224, "width": 224}, "image_mean": _STANDARD, "image_std": _STANDARD,
+        "crop_size": {"height": 224, "width": 224}, "image_mean": STANDARD, "image_std": STANDARD,
     },
     "CLIP": {
         "size": {"shortest_edge": 224}, "resample": BICUBIC, "do_center_crop": True,
         "crop_size": {"height": 224, "width": 224}, "image_mean": OPENAI[0], "image_std": OPENAI[1],
     },
     "Siglip": {
-        "size": {"height": 224, "width": 224}, "resample": BICUBIC, "image_mean": _STANDARD, "image_std": _STANDARD,
+        "size": {"height": 224, "width": 224}, "resample": BICUBIC, "image_mean": STANDARD, "image_std": STANDARD,
     },
 }  # fmt: skip
 _NAME = re.compile(rf"({'|'.join(_CLASSES)})(ImageProcessor|FeatureExtractor)(Fast|Pil)?")

@@ -108,7 +108,7 @@ def conversation_prompt(
             _fail("tools", 'the chat template does not support tools. Leave them out, or set tool_prompt="auto".')
         messages, described = _with_tool_prompt(messages, described, tokenizer, template), None
     if pictures is not None and pictures.images and placer is not None:
-        variables |= {"image_mark": pictures.mark, "image_text": tokenizer.written(placer.token_id)}
+        variables |= {"image_mark": pictures.mark, "image_text": placer.mark(tokenizer)}
     text = tokenizer.apply_chat_template(messages, chat_template=template, tools=described, **variables)
     ids = tokenizer.encode(text, add_special_tokens=False)
     if pictures is None or not pictures.images or placer is None:

@@ -74,6 +74,33 @@ class Surrounds:
         return f"{made}{chr(10) if rows else ''}{self.apart}{self.whole}{token}{self.apart}"
 
 
+@dataclass(frozen=True, slots=True)
+class Framed:
+    """The texts around the crops of an image, the first of which shows the whole image (Gemma 3).
+
+    Attributes:
+        mark: stands in a prompt for an image.
+        end: stands after the vectors of a crop.
+    """
+
+    mark: str = "<start_of_image>"
+    end: str = "<end_of_image>"
+
+    def text(self, token: str, tiles: Size) -> str:
+        """An image's text, with one image token for each crop.
+
+        Args:
+            tiles: rows and columns of crops after the one that shows the whole image.
+        """
+        one = f"\n\n{self.mark}{token}{self.end}\n\n"
+        count = tiles[0] * tiles[1]
+        if not count:
+            return one
+        return (
+            f"Here is the original image {one} and here are some crops to help you see better {' '.join([one] * count)}"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionInfo:
     """The images that a model reads among its tokens.
@@ -86,6 +113,8 @@ class VisionInfo:
         newline: a learned vector follows the vectors of an image that is one crop.
         tiling: how an image becomes several crops; None: it is one.
         surrounds: the texts around crops of which each is an image of its own among the tokens; None: there are none.
+        frame: the same, for another family.
+        two_way: the tokens of an image see each other, the later ones, too: one step computes all that are missing.
         rescale, mean, std: make the tower's numbers of those from 0 to 255; None for a step that is left out.
     """
 
@@ -97,9 +126,20 @@ class VisionInfo:
     newline: bool = False
     tiling: Tiling | None = None
     surrounds: Surrounds | None = None
+    frame: Framed | None = None
+    two_way: bool = False
     rescale: float | None = None
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
+
+    @property
+    def texts(self) -> Surrounds | Framed | None:
+        """The texts around crops of which each is an image of its own among the tokens."""
+        return self.surrounds or self.frame
+
+    def mark(self, token: str) -> str:
+        """The text that stands for an image in a prompt; `token`: the image token's."""
+        return token if self.frame is None else self.frame.mark
 
     def crops(self, size: Size) -> int:
         """The number of crops of an image that is cut into tiles."""
@@ -169,12 +209,14 @@ class SeenImage:
         places: [vectors] the tokens that they take the places of, ascending.
         pixels, size: as of `PlacedImage`.
         key: a hash of these two.
+        two_way: as of `VisionInfo`.
     """
 
     places: NDArray[np.int32]
     pixels: Pixels
     size: Size
     key: bytes
+    two_way: bool = False
 
     @property
     def first(self) -> int:
@@ -223,7 +265,7 @@ def read_images(
             )
         digest = hashlib.blake2b(repr((pixels.shape, height, width)).encode(), digest_size=KEY_BYTES)
         digest.update(pixels.data)
-        found.append(SeenImage(places, pixels, (height, width), digest.digest()))
+        found.append(SeenImage(places, pixels, (height, width), digest.digest(), vision.two_way))
     return tuple(found)
 
 

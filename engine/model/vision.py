@@ -13,6 +13,7 @@ from engine.interface.vision import Size, VisionInfo
 from engine.model import spec
 from engine.model.activations import activate_by_name
 from engine.model.layers import Linear
+from engine.model.norms import build_norm
 from engine.model.place import Place
 
 Tower = Callable[[Tensor], Tensor]
@@ -48,6 +49,34 @@ class ShuffledProjector(nn.Module):
         return projected
 
 
+class PooledProjector(nn.Module):
+    """The tower's hidden states [N, features] of a square grid to the decoder's vectors [N / factor^2, hidden]."""
+
+    def __init__(self, part: spec.Pooled, features: int, hidden: int, place: Place):
+        super().__init__()
+        self.norm = build_norm(part.norm, features, place)
+        self.second = Linear(features, hidden, False, place)
+        self._factor = part.factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.norm is not None
+        side, factor = math.isqrt(len(x)), self._factor
+        means = x.view(side // factor, factor, side // factor, factor, -1).float().mean((1, 3)).to(x.dtype)
+        projected: Tensor = self.second(self.norm(means.flatten(0, 1)))
+        return projected
+
+
+def _projector(part: spec.Vision, hidden: int, place: Place) -> Projector | ShuffledProjector | PooledProjector:
+    features = part.tower.output_size
+    match part.projector:
+        case spec.Projector() as mapped:
+            return Projector(mapped, features, hidden, place)
+        case spec.Shuffled() as shuffled:
+            return ShuffledProjector(shuffled, features, hidden, place)
+        case spec.Pooled() as pooled:
+            return PooledProjector(pooled, features, hidden, place)
+
+
 class ImageEmbedding(nn.Module):
     """Crops of an image to vectors of a decoder, by a tower, which is a model of its own, and a projector.
 
@@ -58,11 +87,7 @@ class ImageEmbedding(nn.Module):
     def __init__(self, part: spec.Vision, hidden: int, place: Place):
         super().__init__()
         self.part = part
-        self.projector: Projector | ShuffledProjector
-        if isinstance(part.projector, spec.Projector):
-            self.projector = Projector(part.projector, part.tower.output_size, hidden, place)
-        else:
-            self.projector = ShuffledProjector(part.projector, part.tower.output_size, hidden, place)
+        self.projector = _projector(part, hidden, place)
         self.newline = place.parameter(hidden) if part.newline else None
 
     def forward(self, crops: Tensor, size: Size, tower: Tower, info: VisionInfo) -> Tensor:

@@ -130,6 +130,7 @@ def build_plan(
         unchunked=unchunked,
         sides=sides if image_slots is None else {**sides, "image_slots": image_slots},
         images=images,
+        two_way=_two_way(rows) if images else None,
         signals=_signals(rows) if unchunked else (),
         sources=_sources(rows, query_start, pending) if pending else None,
         searches=_searches(rows, searches, pending, block_size) if searches and pending else None,
@@ -248,6 +249,17 @@ def _images(rows: Seq[Row], query_start: Int32) -> tuple[tuple[ImageRows, ...], 
             count += end - first
             found.append(ImageRows(key=image.key, pixels=image.pixels, size=image.size, first=first, count=end - first))
     return (tuple(found), slots) if found else ((), None)
+
+
+def _two_way(rows: Seq[Row]) -> tuple[bool, ...] | None:
+    """For each row, whether its tokens are those of an image that see each other; None: for no row."""
+
+    def sees(row: Row) -> bool:
+        parts = (image.part(row.start, row.count) for image in row.group.request.images if image.two_way)
+        return any(first < end for first, end in parts)
+
+    found = tuple(map(sees, rows))
+    return found if any(found) else None
 
 
 def _attended(rows: Seq[Row], counts: Int32) -> Int32:

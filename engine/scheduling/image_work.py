@@ -39,6 +39,23 @@ class ImageWork:
                 return max(int(image.places[first]) - start, 0)
         return count
 
+    def apart(self, step: Step, group: SequenceGroup, start: int, count: int, hard: int) -> int:
+        """The number of a prompt's next `count` tokens that may be one row, where tokens of an image see each other:
+        those before the next image, or all that are missing of one.
+
+        Args:
+            hard: tokens that the step has room for, whatever it may take. The first prompt of a step gets its image.
+        """
+        for image in group.request.images:
+            first, end = int(image.places[0]), int(image.places[-1]) + 1
+            if not image.two_way or end <= start:
+                continue
+            if start < first:
+                return min(count, first - start)
+            missing = end - start
+            return missing if missing <= (hard if not step.num_prompts else min(count, hard)) else 0
+        return count
+
     def _keep(self, key: bytes, vectors: int) -> None:
         self._known[key] = vectors
         self._count += vectors

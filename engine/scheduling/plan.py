@@ -244,6 +244,7 @@ class StepPlan:
         signals: what is read of each row instead of its tokens, which are then zeros; None for a row of tokens. () if
             all rows are tokens.
         images: the images whose vectors tokens have. A side of the tokens counts these vectors.
+        two_way: [R] the rows whose queries see all later keys of their row, too; None: none do.
         image_work: about how much work it is to make the vectors that are not known, in tokens.
         version: a plan of the same version as the previous step's has the same rows, each one token further: the same
             `cross`, and a `sampling` of the same version. Every other plan has a separate version.
@@ -268,6 +269,7 @@ class StepPlan:
     sources: Int32 | None = None
     searches: Searches | None = None
     images: tuple[ImageRows, ...] = ()
+    two_way: tuple[bool, ...] | None = None
     image_work: float = 0.0
     version: int = field(default_factory=new_version)
 

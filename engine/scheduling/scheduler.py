@@ -416,7 +416,10 @@ class Scheduler:
         budget = step.budget if total == len(work) else step.room(group)  # single tokens are never postponed
         budget = total if group.unchunked else budget
         if group.request.images and len(work) == 1 and work[0][0].num_scheduled < work[0][0].num_prompt:
-            budget = self._image_work.fitting(step, group, work[0][0].num_scheduled, min(total, budget))
+            start, planned = work[0][0].num_scheduled, sum(row.count for rows in step.rows.values() for row in rows)
+            hard = self.config.max_num_batched_tokens - planned
+            budget = self._image_work.apart(step, group, start, min(total, budget), min(total, hard))
+            budget = self._image_work.fitting(step, group, start, budget)
         completes = total <= budget
         sampled = completes and group.fork_point is None and group.request.pooling is None
         rows: list[Row] = []

@@ -8,7 +8,7 @@ from pathlib import Path
 from time import monotonic
 
 from engine import EngineInfo, InvalidRequestError, PlacedImage, VisionInfo, parse_bytes
-from engine.images import PIXEL_BYTES, CroppedImage, pixels_of_bytes, place, read_cropping
+from engine.images import PIXEL_BYTES, CroppedImage, most_tokens, pixels_of_bytes, place, read_cropping
 from engine.text.pictures import Pictures
 from server.answering.images import MOST_SECONDS, run_limited
 from server.config.settings import ServerSettings
@@ -40,11 +40,7 @@ class ChatImages:
         assert info.vision is not None
         self.vision: VisionInfo = info.vision
         self.most = settings.most_images
-        sizes = [self.vision.crop] if self.vision.tiling is None else self.vision.tiling.sizes
-        self.most_tokens = max(self.vision.count(self.vision.crops(size), size) for size in sizes)
-        if cropping.longest:  # squares, and the whole
-            side = max(-(-cropping.longest // cropping.tile), 1) if cropping.splits else 0
-            self.most_tokens *= side**2 + 1
+        self.most_tokens = most_tokens(self.vision, cropping)
         self._cropping = cropping
         self._max_bytes = parse_bytes(settings.max_image_bytes, "max_image_bytes")
         self._max_pixels = settings.max_image_pixels

@@ -133,7 +133,7 @@ class ImageMarks:
 
     Attributes:
         mark: stands for an image in the messages.
-        token: the model's image token.
+        token: stands for an image in a rendered text.
         expand: puts texts around the crops of the images in a rendered text.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from server.errors import shown
 MOST_LINES = 50_000  # in a batch, as at OpenAI
 _MOST_PROBLEMS = 100  # that are listed
 _MOST_ID = 512  # characters of a custom_id
+_PATH = re.compile(r"/(?!/)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ def check_line(value: dict[str, Any], endpoint: str | None) -> tuple[str, str, s
         endpoint: the batch's; None: any.
     """
     id_, url, body = value.get("custom_id"), value.get("url"), value.get("body")
-    if not isinstance(id_, str) or not 0 < len(id_) <= _MOST_ID:
+    if not isinstance(id_, str) or not 0 < len(id_) <= _MOST_ID or not _is_text(id_):
         return (
             "invalid_custom_id",
             f"custom_id must be a string of 1 to {_MOST_ID} characters, got {shown(id_)}.",
@@ -83,7 +85,8 @@ def check_line(value: dict[str, Any], endpoint: str | None) -> tuple[str, str, s
         )
     if value.get("method") != "POST":
         return "invalid_method", f"method must be POST, got {shown(value.get('method'))}.", "method"
-    if not isinstance(url, str) or (endpoint is not None and url != endpoint):
+    # A whole address would send the request, and the API key, to another server.
+    if not isinstance(url, str) or not _PATH.match(url) or (endpoint is not None and url != endpoint):
         wanted = "a path" if endpoint is None else f"the batch's endpoint, {endpoint}"
         return "invalid_url", f"url must be {wanted}, got {shown(url)}.", "url"
     if not isinstance(body, dict):
@@ -91,6 +94,15 @@ def check_line(value: dict[str, Any], endpoint: str | None) -> tuple[str, str, s
     if body.get("stream"):
         return "invalid_body", "body.stream must be false: a batch has whole answers.", "body.stream"
     return None
+
+
+def _is_text(value: str) -> bool:
+    """No half of a surrogate pair, which no file can hold."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_file(path: Path, endpoint: str, is_served: Callable[[Any], str | None]) -> tuple[int, list[Problem]]:

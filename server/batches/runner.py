@@ -25,6 +25,7 @@ _LOOK_INTERVAL = 1.0  # seconds between two looks for batches of other processes
 _IDLE_INTERVAL = 0.05  # seconds until another look whether clients have gone
 _RETRY_INTERVAL = 0.5  # seconds before a line that found no room is sent again
 _RETRIED = (503,)  # no answers: the service had no room, no engine, or stopped
+_HOPELESS = 60.0  # seconds for which a model cannot be loaded, after which its lines get that error as their answer
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +59,7 @@ class BatchRunner:
         self._active: dict[str, _Active] = {}
         self._turn = 0
         self._rests_until = 0.0  # of the loop's clock; after a failure
+        self._failing: dict[str, float] = {}  # since when models cannot be loaded, by the loop's clock
         self._news = asyncio.Event()
 
     def wake(self) -> None:
@@ -216,12 +218,25 @@ class BatchRunner:
             status, request_id, answer = await self._door.post(
                 self._app, row["endpoint"], body, row["tenant"], row.get("models")
             )
-            if status not in _RETRIED:
+            if status not in _RETRIED or self._is_hopeless(body.get("model")):
                 break
             await asyncio.sleep(_RETRY_INTERVAL)
         response = {"status_code": status, "request_id": request_id, "body": answer}
         text = json.dumps(_entry(asked["custom_id"], response, None))
         await self._store.do(self._store.answer, row["number"], place.number, status < 400, text)
+
+    def _is_hopeless(self, name: str | None) -> bool:
+        """Whether a model, one of several, has failed for so long that its lines should not keep others waiting."""
+        models, now = self._service.models, asyncio.get_running_loop().time()
+        if models is None:
+            return False
+        found = models.find(name) if name else models.statuses()[0]
+        if found is None or found.state == "loaded":
+            self._failing.pop("" if found is None else found.name, None)
+            return False
+        if found.state != "failed":  # it is tried again
+            return False
+        return now - self._failing.setdefault(found.name, now) >= _HOPELESS
 
     def _read(self, id_: str, place: Place) -> bytes:
         with self._store.path(id_).open("rb") as file:

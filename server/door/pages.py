@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+# Attached images and Swagger UI's icons are data: URLs.
+POLICY = "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 # For pages and all their files. Every response forbids browsers to guess a type (door/request_id.py).
 HEADERS = {
     "Content-Security-Policy": POLICY,

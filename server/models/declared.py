@@ -4,6 +4,7 @@ checkpoints."""
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -139,6 +140,8 @@ def _of_file(path: str) -> dict[str, dict[str, Any]]:
         entries[str(name)] = {key.replace("-", "_"): value for key, value in entry.items() if value is not None}
         if "model" not in entries[str(name)]:
             raise ConfigError(f"{path}: {name} lacks model: the folder, GGUF file or hub id to serve.")
+        if not isinstance(source := entries[str(name)]["model"], str):
+            raise ConfigError(f"{path}: {name}: model must be a folder, a GGUF file or a hub id, got {source!r}.")
     if not entries:
         raise ConfigError(f"{path} lists no models. Write lines such as chat: path/to/model.")
     return entries
@@ -220,7 +223,7 @@ def _switch(name: str, value: Any) -> bool:
 
 
 def _seconds(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
         raise ConfigError(f"model {name}: idle_time must be seconds, 0 for never, got {value!r}.")
     return float(value)
 

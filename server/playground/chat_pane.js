@@ -1,6 +1,6 @@
 // A conversation, a field for what is said next, and the list of other conversations.
 
-import { Composer, systemField } from "./composer.js";
+import { asSent, Composer, systemField } from "./composer.js";
 import { branch, copyOf, fresh, resultsAt, titleFrom } from "./conversation.js";
 import { h } from "./dom.js";
 import { FieldError } from "./fields.js";
@@ -28,7 +28,7 @@ export class ChatPane {
       changed: context.changed,
       sendResults: () => this.replace([...this.messages, ...this.waiting.results()]),
     }, context.examples.chat);
-    this.composer = new Composer(this.session, this.meter, context.changed, () => this.start());
+    this.composer = new Composer(this.session, this.meter, context.changed, () => this.start(), context.model.inputs.includes("image"));
     this.input = this.composer.input;
     this.system = systemField(() => this.remember());
     const top = h("div", { class: "chat-top" }, h("h2", { class: "unseen" }, "Conversation"), this.system.parentElement, this.thread.toggle);
@@ -51,10 +51,10 @@ export class ChatPane {
   }
 
   // The request that would be sent now.
-  body(news = this.waiting?.results() ?? [{ role: "user", content: this.input.value }]) {
+  body(news = this.waiting?.results() ?? [this.composer.message]) {
     const { system, messages } = this.conversation;
     const first = system.trim() ? [{ role: "system", content: system }] : [];
-    return { model: this.context.model.id, messages: [...first, ...messages, ...news], ...this.context.parameters.values() };
+    return { model: this.context.model.id, messages: [...first, ...messages, ...news].map(asSent), ...this.context.parameters.values() };
   }
 
   type(text) {
@@ -115,12 +115,12 @@ export class ChatPane {
   }
 
   start() {
-    const said = this.input.value;
-    if (this.session.running || !said.trim()) return;
+    const said = this.composer.message;
+    if (this.session.running || !(said.content.trim() || said.images)) return;
     if (this.waiting) return this.waiting.element.requestSubmit();
-    this.input.value = "";
+    this.composer.empty();
     this.input.focus();
-    this.replace([...this.messages, { role: "user", content: said }], () => (this.input.value ||= said));
+    this.replace([...this.messages, said], () => this.composer.restore(said));
   }
 
   edit(at, content) {
@@ -137,7 +137,7 @@ export class ChatPane {
     this.remember();
     const { conversation, messages: before } = this;
     conversation.messages = messages;
-    conversation.title ||= titleFrom(messages[0].content);
+    conversation.title ||= titleFrom(messages[0].content || messages[0].images?.[0].name || "");
     this.thread.draw(messages);
     const job = { makeBody: () => this.body([]), place: this.thread.begin(), meter: this.meter, beams: this.context.beams };
     const answers = await this.session.run(this.path, [{ ...job, onNews: this.saver(conversation), rich: true }]);

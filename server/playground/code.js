@@ -116,7 +116,7 @@ export class Code {
     } catch (error) {
       for (const { text } of this.listings) text.textContent = `# ${error.message}`;
     }
-    this.link.hidden = !this.body || isForm(path);
+    this.link.hidden = !this.body || isForm(path) || withoutFiles(this.body, () => MARK).includes(MARK);
     if (!this.body) return;
     const body = { ...this.body, ...(streams ? { stream: true } : {}) };
     for (const { text, write } of this.listings) text.textContent = write(path, body);

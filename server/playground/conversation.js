@@ -53,6 +53,8 @@ function readMessage(value, place) {
   const content = value.content ?? "";
   if (typeof content !== "string") throw new Error(`the content of ${where} is not text`);
   const message = { role, content };
+  const images = Array.isArray(value.images) ? value.images.filter(({ url } = {}) => /^data:image\//.test(url)) : [];
+  if (role === "user" && images.length) message.images = images.map(({ name, url }) => ({ name: String(name), url }));
   if (role === "tool") message.tool_call_id = String(value.tool_call_id);
   const reasoning = value.reasoning_content ?? value.reasoning;
   if (role === "assistant" && typeof reasoning === "string") message.reasoning_content = reasoning;

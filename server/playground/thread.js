@@ -1,6 +1,7 @@
 // What was said, in an area that scrolls: each message with what can be done with it.
 
 import { Answer } from "./answer.js";
+import { shown } from "./attachments.js";
 import { callsWait, resultsAt } from "./conversation.js";
 import { h } from "./dom.js";
 import { Follower } from "./follow.js";
@@ -44,14 +45,15 @@ export class Thread {
   }
 
   turn(messages, at) {
-    const { role, content } = messages[at];
+    const { role, content, images = [] } = messages[at];
     const { actions } = this;
     const asked = role === "user";
     const copy = ["Copy", (event) => copyText(content, event.target)];
     const edit = ["Edit", () => editTurn(turn, content, asked ? "Send" : "Save", (text) => actions.edit(at, text))];
     const split = ["Branch", () => actions.split(at)];
     const acts = asked ? [copy, edit, split] : [copy, ["Regenerate", () => actions.again(at)], edit, split];
-    const turn = makeTurn(asked ? h("p", { class: "said by-user" }, content) : this.answer(messages, at), role, acts);
+    const said = () => h("div", { class: "said by-user" }, images.map(shown), content && h("p", {}, content));
+    const turn = makeTurn(asked ? said() : this.answer(messages, at), role, acts);
     return turn;
   }
 

@@ -34,6 +34,18 @@ def may_see(request: Request, status: ModelStatus) -> bool:
     return key is None or key.may_use(status.name)
 
 
+def _check_allowed(house: Service, request: Request, name: str) -> None:
+    """Refuse a model that the request's API key may not use.
+
+    Raises:
+        ApiError: 403.
+    """
+    status = models_of_house(house).find(name)
+    if status is not None and not may_see(request, status):
+        message = f"This API key may not use the model {shown(status.name)}."
+        raise ApiError(403, message, param="model", code="model_not_allowed")
+
+
 def _state(status: ModelStatus) -> dict[str, Any]:
     """The fields of `ModelState`."""
     return {
@@ -115,8 +127,11 @@ async def get_model(model_id: str, request: Request, house: HouseDep, version: V
     response_model_exclude_none=True,
     summary="Load a model",
 )
-async def load_model(body: Annotated[LoadModelRequest, Body(openapi_examples=_EXAMPLE)], house: HouseDep) -> _Card:
+async def load_model(
+    body: Annotated[LoadModelRequest, Body(openapi_examples=_EXAMPLE)], request: Request, house: HouseDep
+) -> _Card:
     """Load a model, and answer when it serves. The least recently used models may be unloaded for it."""
+    _check_allowed(house, request, body.model)
     return _cards(house, await models_of_house(house).load(body.model))[0]
 
 
@@ -127,8 +142,11 @@ async def load_model(body: Annotated[LoadModelRequest, Body(openapi_examples=_EX
     response_model_exclude_none=True,
     summary="Unload a model",
 )
-async def unload_model(body: Annotated[LoadModelRequest, Body(openapi_examples=_EXAMPLE)], house: HouseDep) -> _Card:
+async def unload_model(
+    body: Annotated[LoadModelRequest, Body(openapi_examples=_EXAMPLE)], request: Request, house: HouseDep
+) -> _Card:
     """Unload a model that no request uses. The next request to it loads it again."""
+    _check_allowed(house, request, body.model)
     return _cards(house, await models_of_house(house).unload(body.model))[0]
 
 

@@ -570,3 +570,75 @@ test("every control is reached by Tab in the order of the page, and a conversati
   await page.waitForFunction(() => !document.querySelector("#pane-chat .log").textContent.includes("Show me"));
   await page.waitForFunction(() => document.activeElement.id === "message", null, { timeout: 5000 });
 });
+
+const PNG = "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAGUlEQVR4nGNkYIiSY2DARCwMcgxYweCUAAA7mwIcPKI4XgAAAABJRU5ErkJggg==";
+
+// The page of a model that reads images: the server's, but for what it says of its inputs.
+async function visitSeeing() {
+  tab = await open(browser, URL_);
+  await tab.page.route("**/v1/models", async (route) => {
+    const answer = await (await route.fetch()).json();
+    answer.data[0].inputs = ["text", "image"];
+    await route.fulfill({ json: answer });
+  });
+  await tab.page.reload();
+  await tab.page.waitForSelector("#attach", { state: "attached" });
+  await script(tab.page);
+  return tab.page;
+}
+
+// What a visitor pastes or drops.
+const receive = (page, kind, files) =>
+  page.evaluate(([type, given]) => {
+    const data = new DataTransfer();
+    for (const [name, mime, text] of given) data.items.add(new File([Uint8Array.from(atob(text), (one) => one.charCodeAt(0))], name, { type: mime }));
+    const options = type === "paste" ? { clipboardData: data } : { dataTransfer: data };
+    const event = new (type === "paste" ? ClipboardEvent : DragEvent)(type, { ...options, bubbles: true, cancelable: true });
+    document.querySelector("#message").dispatchEvent(event);
+  }, [kind, files]);
+
+test("images are attached, pasted and dropped, sent, shown and kept", async () => {
+  const page = await visitSeeing();
+  const names = () => page.locator(".attached img").evaluateAll((all) => all.map(({ alt }) => alt));
+  await page.setInputFiles("#attach", { name: "one.png", mimeType: "image/png", buffer: Buffer.from(PNG, "base64") });
+  await page.waitForSelector('.attached img[alt="one.png"]');
+  await receive(page, "paste", [["two.png", "image/png", PNG]]);
+  await page.waitForSelector('.attached img[alt="two.png"]');
+  await receive(page, "drop", [["three.png", "image/png", PNG], ["notes.txt", "text/plain", "aGk="]]);
+  await page.waitForSelector('.attached img[alt="three.png"]');
+  assert.equal(await page.textContent(".composer .problem[role=alert]:not(:empty)"), "notes.txt is not an image.");
+  await page.evaluate(axe.source);
+  await check(page, "attached images");
+  assert.match(await page.textContent(".listing code"), /\$\(base64 -w0 'two\.png'\)\\"/);
+  await page.click('[aria-label="Remove two.png"]');
+  assert.deepEqual(await names(), ["one.png", "three.png"]);
+  await ask(page, "What is this?");
+  assert.deepEqual(await names(), []);
+  await say(page, "A square.");
+  await end(page);
+  const url = `data:image/png;base64,${PNG}`;
+  const part = { type: "image_url", image_url: { url } };
+  const [{ messages }] = await page.evaluate(() => window.asked);
+  assert.deepEqual(messages, [{ role: "user", content: [part, part, { type: "text", text: "What is this?" }] }]);
+  const shown = () => page.locator(".by-user img").evaluateAll((all) => all.map(({ src, alt, naturalWidth }) => [src, alt, naturalWidth]));
+  assert.deepEqual(await shown(), [[url, "one.png", 8], [url, "three.png", 8]]);
+  await check(page, "a conversation with images");
+  await page.reload();
+  await page.waitForSelector(".by-user img");
+  assert.deepEqual((await shown()).map(([, alt]) => alt), ["one.png", "three.png"]);
+
+  await script(page); // an image without a text
+  await receive(page, "paste", [["four.png", "image/png", PNG]]);
+  await page.waitForSelector('.attached img[alt="four.png"]');
+  await page.press("#message", "Enter");
+  await page.waitForSelector('[aria-busy="true"]');
+  const [body] = await page.evaluate(() => window.asked);
+  assert.deepEqual(body.messages.at(-1), { role: "user", content: [part] });
+  await say(page, "Another.");
+  await end(page);
+});
+
+test("where a model reads no images, none can be attached", async () => {
+  const page = await visit();
+  assert.equal(await page.locator("#attach, .attached").count(), 0);
+});

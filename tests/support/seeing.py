@@ -96,6 +96,19 @@ SHAPES = {
         ("Idefics3ImageProcessorPil", {"size": {"longest_edge": 100}, "max_image_size": {"longest_edge": 84},
                                        "do_image_splitting": False}), "Idefics3Processor",
     ),
+    "gemma3": SeeingShape(  # images of more tokens than the window
+        "Gemma3ForConditionalGeneration",
+        {"head_dim": 10, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"],
+         "query_pre_attn_scalar": 12}, SIGLIP | {"image_size": 56}, {"mm_tokens_per_image": 16},
+        ("Gemma3ImageProcessorPil", {"size": {"height": 56, "width": 56}}), "Gemma3Processor",
+    ),
+    "gemma3-scans": SeeingShape(
+        "Gemma3ForConditionalGeneration", {"head_dim": 10, "sliding_window": 30}, SIGLIP, {"mm_tokens_per_image": 4},
+        ("Gemma3ImageProcessorPil", _SQUARE | {
+            "do_pan_and_scan": True, "pan_and_scan_min_crop_size": 20, "pan_and_scan_max_num_crops": 3,
+            "pan_and_scan_min_ratio_to_activate": 1.2,
+        }), "Gemma3Processor",
+    ),
 }  # fmt: skip
 
 
@@ -104,14 +117,16 @@ def make_tokenizer() -> Any:
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     special = ["<pad>", "<s>", "</s>", "<image>", "<video>", "<fake_token_around_image>", "<global-img>"]
     special += [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
-    vocabulary = {token: number for number, token in enumerate([*special, *alphabet])}
+    frame = ["<start_of_image>", "<end_of_image>"]
+    vocabulary = {token: number for number, token in enumerate([*special, *alphabet, *frame])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens([tokenizers.AddedToken(token, special=True) for token in special])
+    tokenizer.add_special_tokens([tokenizers.AddedToken(token, special=True) for token in (*special, *frame)])
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE
-    )
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE,
+        extra_special_tokens={"image_token": "<image>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
+    )  # fmt: skip
 
 
 def picture(width: int, height: int, seed: int = 0) -> PIL.Image.Image:
@@ -128,6 +143,11 @@ class SeeingModel:
     shape: SeeingShape
     path: Path
     model: Any
+
+    @property
+    def mark(self) -> str:
+        """Stands for an image in a prompt's text."""
+        return "<start_of_image>" if self.shape.whole == "Gemma3Processor" else "<image>"
 
     @cached_property
     def processor(self) -> Any:
@@ -146,6 +166,13 @@ class SeeingModel:
 
     def processed(self, text: str, image: PIL.Image.Image) -> list[int]:
         """The ids that the reference's processor makes of a text with one "<image>"."""
+        if self.shape.whole == "Gemma3Processor":
+            count = self.model.config.mm_tokens_per_image
+            processor = transformers.Gemma3Processor(self.processor, make_tokenizer(), image_seq_length=count)
+            # Its own settings stand before those of the processor of images.
+            own = {name: value for name, value in self.shape.processor[1].items() if "pan_and_scan" in name}
+            made = processor(text=text.replace("<image>", self.mark), images=image, **own)
+            return list(made["input_ids"][0])
         if self.shape.whole not in ("LlavaOnevisionProcessor", "Idefics3Processor"):
             found = self.whole_processor(text=text, images=image)["input_ids"]
             return list(found[0] if isinstance(found[0], list) else found)
@@ -167,10 +194,18 @@ class SeeingModel:
 
     def pixels(self, images: Sequence[PIL.Image.Image]) -> dict[str, Any]:
         """What the reference model is given of a prompt's images."""
-        nested = not self.shape.architecture.startswith(("LlavaFor", "LlavaNext"))
+        nested = not self.shape.architecture.startswith(("LlavaFor", "LlavaNext", "Gemma3"))
         given: Any = [list(images)] if nested else list(images)
         made = dict(self.processor(given, return_tensors="pt"))
+        made.pop("num_crops", None)
         return {name: torch.as_tensor(value) for name, value in made.items()}
+
+    def seen(self, images: Sequence[PIL.Image.Image], ids: Sequence[int]) -> dict[str, Any]:
+        """What the reference model is given beside a prompt's tokens."""
+        found = self.pixels(images)
+        if self.shape.whole == "Gemma3Processor":
+            found["token_type_ids"] = (torch.tensor([list(ids)]) == IMAGE).long()
+        return found
 
     def prompt(self, parts: Sequence[int | PIL.Image.Image], info: VisionInfo) -> TokenInput:
         """Tokens and images as the engine takes them."""
@@ -184,7 +219,7 @@ class SeeingModel:
                 given.append(part)
             else:
                 tiles = next(left).tiles
-                given += [IMAGE] if info.surrounds is None else encode(info.surrounds.text("<image>", tiles))
+                given += [IMAGE] if info.texts is None else encode(info.texts.text("<image>", tiles))
         ids, placed = place(given, crops, info)
         return TokenInput(ids, images=tuple(placed))
 
@@ -208,8 +243,10 @@ def make_seeing_model(name: str, folder: Path, *, seed: int = 0, length: int = 5
         model.get_output_embeddings().weight[EOS] *= 2.2
     model.generation_config = transformers.GenerationConfig(eos_token_id=EOS, pad_token_id=0)
     model.eval().save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
     made = SeeingModel(shape, folder, model)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TEMPLATE.replace("<image>", made.mark)
+    tokenizer.save_pretrained(folder)
     stored = made.processor.to_dict()
     (folder / "preprocessor_config.json").write_text(json.dumps(stored))
     return made

@@ -162,6 +162,8 @@ class AttentionMetadata:
             once and replayed with other lengths (`engine.execution.cuda_graphs`), only the device knows the lengths.
         max_queries: the maximum number of queries of all rows together, if only the device knows how they are divided
             among rows (`engine.execution.prompt_graphs`); None: `query_lens` says it.
+        two_way: for each row, whether its causal queries also see all later keys of the row (host), like the tokens of
+            an image that see each other; None: for no row.
         overlapping: whether a kernel may begin before the previous one ends (`engine.model.kernels.RowForm`).
     """
 
@@ -173,6 +175,7 @@ class AttentionMetadata:
     max_context: int | None = None
     max_queries: int | None = None
     overlapping: bool = False
+    two_way: tuple[bool, ...] | None = None
 
     @property
     def longest(self) -> int:
@@ -193,7 +196,12 @@ class AttentionMetadata:
         )
 
     @staticmethod
-    def of(query_start: NDArray[np.int32], context_lens: NDArray[np.int32], device: torch.device) -> AttentionMetadata:
+    def of(
+        query_start: NDArray[np.int32],
+        context_lens: NDArray[np.int32],
+        device: torch.device,
+        two_way: tuple[bool, ...] | None = None,
+    ) -> AttentionMetadata:
         """Metadata for a plan's rows, whose arrays it may share: [R + 1] first query of each row, [R] keys."""
         return AttentionMetadata(
             query_lens=(query_start[1:] - query_start[:-1]).tolist(),
@@ -201,6 +209,7 @@ class AttentionMetadata:
             query_start=upload(query_start, device),
             context=upload(context_lens, device),
             cache={},
+            two_way=two_way,
         )
 
 

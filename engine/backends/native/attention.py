@@ -46,11 +46,11 @@ _ATTEND = native.Kernel("attention", "p")
 _Call: Any = structure(
     "Attention",
     "pointer q keys values out | int q_format kv_format q_token q_head key_token key_head value_token value_head |"
-    "pointer key_scales value_scales centre where | int where_row block_size slots | pointer query_start context |"
-    "int rows tokens heads kv_heads head_dim causal left right chunk | double scale softcap | pointer bias sinks |"
-    "int bias_kind bias_columns bias_zero | pointer distance_keys distance_queries distance_columns |"
-    "int distances content threads cache | pointer workspace shared finished |"
-    "int workspace_bytes shared_floats whole tile outside",
+    "pointer key_scales value_scales centre where | int where_row block_size slots |"
+    "pointer query_start context two_way | int rows tokens heads kv_heads head_dim causal left right chunk |"
+    "double scale softcap | pointer bias sinks | int bias_kind bias_columns bias_zero |"
+    "pointer distance_keys distance_queries distance_columns | int distances content threads cache |"
+    "pointer workspace shared finished | int workspace_bytes shared_floats whole tile outside",
 )
 
 
@@ -60,7 +60,7 @@ class _Prepared:
 
     call: Any
     address: int
-    kept: tuple[Tensor, ...]
+    kept: tuple[Tensor | None, ...]
 
 
 class NativeAttention(AttentionBackend):
@@ -208,6 +208,7 @@ class NativeAttention(AttentionBackend):
         _check_formats(q, kv)
         laid = where if where.dtype == torch.int32 and where.stride(-1) == 1 else where.int().contiguous()
         start, context = metadata.query_start.contiguous(), metadata.context.contiguous()
+        two_way = None if metadata.two_way is None else torch.tensor(metadata.two_way, dtype=torch.int32)
         call = _Call(
             q_format=_FORMATS[q.dtype],
             kv_format=_FORMATS[keys.dtype],
@@ -217,6 +218,7 @@ class NativeAttention(AttentionBackend):
             slots=keys.shape[0] * (keys.shape[1] if isinstance(kv, Paged) else 1),
             query_start=start.data_ptr(),
             context=context.data_ptr(),
+            two_way=None if two_way is None else two_way.data_ptr(),
             rows=len(metadata.query_lens),
             tokens=q.shape[0],
             heads=q.shape[1],
@@ -233,7 +235,7 @@ class NativeAttention(AttentionBackend):
         _SIZES.call(ctypes.addressof(call))
         room = self._room(call)
         # `where` is kept too, so that its address stays taken and remains a valid key.
-        prepared = _Prepared(call, ctypes.addressof(call), (where, laid, start, context, *room))
+        prepared = _Prepared(call, ctypes.addressof(call), (where, laid, start, context, two_way, *room))
         metadata.cache[key] = prepared
         return prepared
 

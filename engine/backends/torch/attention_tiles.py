@@ -109,11 +109,12 @@ def plan(metadata: AttentionMetadata, kv: Paged | Ragged, shape: Shape) -> tuple
     lens = np.asarray(metadata.query_lens, dtype=np.int64)
     context = np.asarray(metadata.context_lens, dtype=np.int64)
     start = np.cumsum(lens) - lens
+    two_way = np.zeros(len(lens), dtype=np.int64) if metadata.two_way is None else np.array(metadata.two_way, np.int64)
     groups: list[Group] = []
     widths = _widths(lens, shape.causal)
     for width in np.unique(widths[lens > 0]).tolist():
         rows = np.flatnonzero((widths == width) & (lens > 0))
-        tiles = _cut(rows, lens[rows], context[rows], start[rows], width, shape)
+        tiles = _cut(rows, lens[rows], context[rows], start[rows], two_way[rows], width, shape)
         for keys in SIZES:
             sized = tiles.take(np.flatnonzero(tiles.keys == keys))
             groups += [_group(part, keys, kv, shape) for part in sized.parts(_tile_bytes(width, keys, shape))]
@@ -142,6 +143,7 @@ class _Tiles:
     origin: Ints  # position of the row's first query
     length: Ints  # queries of the row
     context: Ints  # keys of the row
+    two_way: Ints  # 1: its queries see all later keys
     base: Ints  # position of the tile's first query
     low: Ints  # positions [low, high) are visible to some query of the tile
     high: Ints
@@ -160,7 +162,7 @@ class _Tiles:
         return [self.take(slice(i, i + size)) for i in range(0, len(self.row), size)]
 
 
-def _cut(rows: Ints, lens: Ints, context: Ints, start: Ints, width: int, shape: Shape) -> _Tiles:
+def _cut(rows: Ints, lens: Ints, context: Ints, start: Ints, two_way: Ints, width: int, shape: Shape) -> _Tiles:
     origin = context - lens if shape.causal else np.zeros_like(context)
     counts = (origin + lens - 1) // width - origin // width + 1
     of = np.repeat(np.arange(len(rows)), counts)
@@ -179,9 +181,11 @@ def _cut(rows: Ints, lens: Ints, context: Ints, start: Ints, width: int, shape: 
         left, right = shape.window.left, shape.window.right
         low, all_low = np.maximum(low, first_query - left), np.maximum(all_low, last_query - left)
         high, all_high = np.minimum(high, last_query + right + 1), np.minimum(all_high, first_query + right + 1)
+    ahead = two_way[of]
+    high, all_high = np.where(ahead, context[of], high), np.where(ahead, context[of], all_high)
     first = low // CHUNK
     chunks = np.where(high > low, -(-high // CHUNK) - first, 0)
-    row = (rows[of], start[of], origin[of], lens[of], context[of])
+    row = (rows[of], start[of], origin[of], lens[of], context[of], ahead)
     sizes = np.array(SIZES)
     keys = sizes[np.searchsorted(sizes, np.minimum(high, CHUNK))]
     tiles = _Tiles(width, *row, base, low, high, all_low, all_high, keys, first, chunks)
@@ -213,7 +217,8 @@ def _group(tiles: _Tiles, keys: int, kv: Paged | Ragged, shape: Shape) -> Group:
     distance = put(key - tiles.base[tile] - (width - 1))[:, None]
     select = np.flatnonzero(tile >= masked[step])
     base, context = put(tiles.base[tile[select]]), put(tiles.context[tile[select]])
-    masks = _masks(put(key[select]), base, context, width, keys, shape)
+    ahead = put(tiles.two_way[tile[select]])
+    masks = _masks(put(key[select]), base, context, ahead, width, keys, shape)
     steps = tuple(
         Step(n, r, m, mask.view(n - m, 1, 1, width, keys) if m < n else None, f, d)
         for n, r, m, mask, f, d in zip(
@@ -258,16 +263,18 @@ def _rows(
     return rows.to(torch.int32) if kv.keys.numel() // kv.keys.shape[-1] < 2**31 else rows
 
 
-def _masks(key: Tensor, base: Tensor, context: Tensor, width: int, keys: int, shape: Shape) -> Tensor:
+def _masks(key: Tensor, base: Tensor, context: Tensor, two_way: Tensor, width: int, keys: int, shape: Shape) -> Tensor:
     """[entries, width, keys] float32: 0 where the query sees the key, -inf elsewhere."""
     places = (key[:, None] + torch.arange(keys, device=key.device))[:, None, :]
     queries = (base[:, None] + torch.arange(width - 1, -1, -1, device=key.device))[:, :, None]
+    ahead = two_way[:, None, None] > 0
     seen = (places < context[:, None, None]).expand(-1, width, -1)
     if shape.causal:
-        seen = seen & (places <= queries)
+        seen = seen & ((places <= queries) | ahead)
     if isinstance(shape.window, Chunks):
         seen = seen & (places >= queries // shape.window.size * shape.window.size)
     if isinstance(shape.window, Window):
-        seen = seen & (places >= queries - shape.window.left) & (places <= queries + shape.window.right)
+        seen = seen & (places >= queries - shape.window.left)
+        seen = seen & ((places <= queries + shape.window.right) | ahead)
     zero = torch.zeros((), device=key.device)
     return torch.where(seen, zero, zero - torch.inf)

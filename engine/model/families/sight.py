@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,13 +11,13 @@ from typing import Any
 import torch
 
 from engine.errors import UnsupportedModelError
-from engine.interface.vision import Surrounds, Tiling
-from engine.model.families.common import linear
+from engine.interface.vision import Framed, Surrounds, Tiling
+from engine.model.families.common import linear, norm
 from engine.model.families.names import norm_weights
 from engine.model.families.vision import kernel, layers_weights, patches, pre_norm_encoder
 from engine.model.normalisation import Norm
-from engine.model.spec import Patches, Projector, Shuffled, Stack, Vision
-from engine.model.table import Entry, Reshaped, WeightTable
+from engine.model.spec import Patches, Pooled, Projector, Shuffled, Stack, Vision
+from engine.model.table import Entry, Reshaped, Transposed, WeightTable
 
 _MOST_TILES = 64
 
@@ -121,6 +122,28 @@ def _idefics3(config: Any) -> Vision:
     )
 
 
+def _gemma3(config: Any) -> Vision:
+    part, text, count = config.vision_config, config.text_config, config.mm_tokens_per_image
+    embedding = patches(part, bias=True, first=0)
+    (height, width), (rows, columns) = embedding.image, embedding.patch
+    side = math.isqrt(count) if isinstance(count, int) and count > 0 else 0
+    if height != width or rows != columns or not side or side**2 != count or height // rows % side:
+        raise UnsupportedModelError(
+            f"mm_tokens_per_image of the config is {count!r}, but a crop has {height // rows} x {width // columns} "
+            "patches. It must be the square of a number that divides them."
+        )
+    if getattr(text, "use_bidirectional_attention", None):
+        raise UnsupportedModelError("use_bidirectional_attention of the config's language part is not implemented.")
+    return Vision(
+        tower=pre_norm_encoder(part, embedding),
+        token_id=config.image_token_id,
+        skip=0,
+        projector=Pooled(height // rows // side, Norm("rms", part.layer_norm_eps, unit_offset=True)),
+        frame=Framed(),
+        two_way=True,
+    )
+
+
 def _placed(side: int) -> tuple[int, ...]:
     """The row of the table of positions that each patch of a full crop has. The reference finds it with fractions in
     float32, so some patches share a row where `side` is no power of two."""
@@ -150,6 +173,7 @@ _READERS: dict[str, Callable[[Any], Vision]] = {
     "LlavaForConditionalGeneration": _llava,
     "LlavaNextForConditionalGeneration": _llava_next,
     "LlavaOnevisionForConditionalGeneration": _llava_onevision,
+    "Gemma3ForConditionalGeneration": _gemma3,
     "Idefics3ForConditionalGeneration": _idefics3,
     "SmolVLMForConditionalGeneration": _idefics3,
 }
@@ -192,7 +216,13 @@ def with_sight(table: WeightTable, vision: Vision) -> WeightTable:
     )
 
 
-def _projector_entries(part: Projector | Shuffled) -> list[Entry]:
+def _projector_entries(part: Projector | Shuffled | Pooled) -> list[Entry]:
+    if isinstance(part, Pooled):
+        source, ours = "multi_modal_projector", "vision.projector"
+        return [
+            *norm(f"{ours}.norm", f"{source}.mm_soft_emb_norm", bias=False),
+            Entry(f"{ours}.second.weight", (f"{source}.mm_input_projection_weight",), Transposed()),
+        ]
     if isinstance(part, Shuffled):
         return linear("vision.projector.second", "connector.modality_projection.proj", False, 0)
     source = "multi_modal_projector.linear_"

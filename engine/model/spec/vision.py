@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.interface.vision import Surrounds, Tiling
+from engine.interface.vision import Framed, Surrounds, Tiling
+from engine.model.normalisation import Norm
 from engine.model.spec.networks import Activation
 from engine.model.spec.stack import Stack
 
@@ -29,6 +30,19 @@ class Shuffled:
     factor: int
 
 
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """The means of the hidden states of squares of patches, normed, and mapped by one matrix without bias
+    (arXiv:2503.19786).
+
+    Attributes:
+        factor: patches of a square's side.
+    """
+
+    factor: int
+    norm: Norm
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vision:
     """A tower over crops of images, and what makes a decoder's vectors of its hidden states (arXiv:2304.08485).
@@ -41,12 +55,16 @@ class Vision:
         newline: a learned vector ends rows (`Tiling`), and follows an image of one crop.
         tiling: how an image becomes several crops.
         surrounds: the texts around crops that are images of their own among the tokens.
+        frame: the same, for another family.
+        two_way: the tokens of an image see each other in the decoder, the later ones, too.
     """
 
     tower: Stack
     token_id: int
     skip: int
-    projector: Projector | Shuffled
+    projector: Projector | Shuffled | Pooled
     newline: bool = False
     tiling: Tiling | None = None
     surrounds: Surrounds | None = None
+    frame: Framed | None = None
+    two_way: bool = False

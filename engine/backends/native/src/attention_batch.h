@@ -27,6 +27,7 @@ struct Tile {
   int64_t position;           // of the first query
   int64_t low, high;          // positions [low, high) are seen by some query
   int64_t context;
+  bool two_way;  // its queries see all later keys
 
   OCTAVO_INLINE_MEMBER int64_t keys() const { return larger(high - low, int64_t{0}); }
   OCTAVO_INLINE_MEMBER int64_t first_chunk() const { return low / CHUNK; }
@@ -56,12 +57,13 @@ struct Tiles {
       begin_row();
     }
     const int64_t context = a.context[row], position = (a.causal ? context - queries : 0) + begin;
-    tile = {row, a.query_start[row] + begin, smaller(width, queries - begin), position, 0, context, context};
+    tile = {row, a.query_start[row] + begin, smaller(width, queries - begin), position, 0, context, context,
+            a.two_way && a.two_way[row]};
     const int64_t end = position + tile.count;
-    if (a.causal) tile.high = smaller(tile.high, end);
+    if (a.causal && !tile.two_way) tile.high = smaller(tile.high, end);
     if (a.left >= 0) {
       tile.low = larger(position - a.left, int64_t{0});
-      tile.high = smaller(tile.high, end + a.right);
+      if (!tile.two_way) tile.high = smaller(tile.high, end + a.right);
     }
     if (a.chunk) tile.low = position - position % a.chunk;
     begin += width;

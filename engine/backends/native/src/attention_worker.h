@@ -78,8 +78,11 @@ struct Worker {
       for (int64_t token = 0; token < tile.count; ++token) {
         const int64_t at = tile.position + token;
         int64_t low = 0, high = tile.context;
-        if (a.causal) high = smaller(high, at + 1);
-        if (a.left >= 0) low = larger(low, at - a.left), high = smaller(high, at + a.right + 1);
+        if (a.causal && !tile.two_way) high = smaller(high, at + 1);
+        if (a.left >= 0) {
+          low = larger(low, at - a.left);
+          if (!tile.two_way) high = smaller(high, at + a.right + 1);
+        }
         if (a.chunk) low = at - at % a.chunk;
         low = larger(low - position, int64_t{0}), high = smaller(high - position, CHUNK);
         if (low >= high) low = high = 0;
