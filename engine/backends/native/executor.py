@@ -321,11 +321,11 @@ class NativeExecutor:
                 self.native.convolve(x, out, memory, weight=module.weight, bias=module.bias, gated=gated)
             case ApplyDelta(module, x, rates, opening, out, layer):
                 memory = self._states.setdefault(layer, StateMemory())
-                part = module.part
+                rule = module.part
                 self.native.apply_delta(
                     x, rates, opening, out, memory, decay=module.decay, offset=module.offset, norm=module.norm,
-                    begin=(part.kernel - 1) * part.convolved, eps=part.eps, key_heads=part.key_heads,
-                    value_heads=part.value_heads, key_dim=part.key_dim, value_dim=part.value_dim,
+                    begin=(rule.kernel - 1) * rule.convolved, eps=rule.eps, key_heads=rule.key_heads,
+                    value_heads=rule.value_heads, key_dim=rule.key_dim, value_dim=rule.value_dim,
                 )  # fmt: skip
             case AddAdapters() | AllReduce():
                 pass  # nothing to add without adapters, and on one device

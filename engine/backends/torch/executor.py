@@ -552,9 +552,10 @@ def _convolve(operation: Convolve, state: Pass) -> None:
 def _apply_delta(operation: ApplyDelta, state: Pass) -> None:
     module, part, inputs = operation.module, operation.module.part, state.inputs
     x, opening = state.values[operation.x], state.values[operation.opening]
-    widths = (part.key_heads * part.key_dim,) * 2 + (part.value_heads * part.value_dim,)
+    keys_width = part.key_heads * part.key_dim
+    pieces = torch.split(x.float(), [keys_width, keys_width, part.value_heads * part.value_dim], dim=1)
     dims = (part.key_dim, part.key_dim, part.value_dim)
-    queries, keys, values = (_heads(one.float(), dim) for one, dim in zip(x.split(widths, dim=1), dims, strict=True))
+    queries, keys, values = (_heads(piece, dim) for piece, dim in zip(pieces, dims, strict=True))
     each = part.value_heads // part.key_heads
     queries, keys = (
         (one * (one.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(each, dim=1)

@@ -139,7 +139,7 @@ def _next_delta_weights(target: str, layer: str, part: StateLayer) -> list[Entry
     source, heads, each = f"{layer}.linear_attn", part.key_heads, part.value_heads // part.key_heads
     keys, values = part.key_dim, each * part.value_dim
     rows = 2 * keys + 2 * values
-    places = [HeadRows(heads, rows, begin) for begin in (0, keys, 2 * keys, 2 * keys + values)]
+    places = tuple(HeadRows(heads, rows, begin) for begin in (0, keys, 2 * keys, 2 * keys + values))
     made, rates = (f"{source}.in_proj_qkvz.weight",), (f"{source}.in_proj_ba.weight",)
     halves = tuple(HeadRows(heads, 2 * each, begin) for begin in (0, each))
     return [

@@ -76,13 +76,13 @@ from engine.model.spec.states import DeltaRule, ShortConvolution, StateLayer
 from engine.model.spec.vision import Pooled, Projector, Shuffled, Vision
 
 __all__ = [
-    "NO_ATTENTION", "Activation", "AfterRotation", "AfterSublayer", "AnswerSpan", "AtToken", "Attention",
-    "BeforeToken", "Block", "BlockSums", "Bottleneck", "Clamped", "Classifier", "Convolution", "Corrected",
-    "DeltaRule", "Dense", "EachHead", "Embedder", "Embedding", "Experts", "FeedForward", "FirstStates", "FirstToken", "Fourier", "Gated",
+    "NO_ATTENTION", "Activation", "AfterRotation", "AfterSublayer", "AnswerSpan", "AtToken", "Attention", "BeforeToken",
+    "Block", "BlockSums", "Bottleneck", "Clamped", "Classifier", "Convolution", "Corrected", "DeltaRule", "Dense",
+    "EachHead", "Embedder", "Embedding", "Experts", "FeedForward", "FirstStates", "FirstToken", "Fourier", "Gated",
     "GlobalStream", "GlobalTokens", "GroupLimited", "Head", "HeadLayer", "LabelledSpans", "Latent", "LayerInput",
     "LayerVectors", "Likeliest", "Lm", "LowRank", "MaskedLm", "MaskedOut", "ModelSpec", "Neighbours", "NormedResidual",
-    "NormedSum", "Opened", "OutputGate", "Parallel", "Patches", "PerHead", "Placement", "Pool", "Pooled", "Post",
-    "Pre", "PredictingStream", "Probe", "Projector", "QkNorm", "Repeated", "Rescaled", "ResidualNetwork", "Routing",
+    "NormedSum", "Opened", "OutputGate", "Parallel", "Patches", "PerHead", "Placement", "Pool", "Pooled", "Post", "Pre",
+    "PredictingStream", "Probe", "Projector", "QkNorm", "Repeated", "Rescaled", "ResidualNetwork", "Routing",
     "Sandwich", "ScaledInput", "Shared", "ShortConvolution", "Shuffled", "Sinks", "Spans", "SparseBlocks",
     "SparseMixer", "SparselyGated", "Spectrum", "Stack", "StateLayer", "Tokens", "Versions", "Vision",
     "WholeProjection", "Xielu",
