@@ -126,11 +126,15 @@ def expand(text: str, token: str, images: Sequence[CroppedImage], info: VisionIn
     """A prompt's text with an image token for each crop of its images, where each has a text around it.
 
     Args:
-        text: with one image token for each image; if there are more or fewer, it stays as it is, and `place` says so.
+        text: with one image token for each image.
         token: the image token.
+
+    Raises:
+        InvalidRequestError: as `place`. Image tokens of the text do not count as those of crops.
     """
-    if info.surrounds is None or text.count(token) != len(images):
+    if info.surrounds is None:
         return text
+    _check_marks(text.count(token), len(images))
     before, *rest = text.split(token)
     return before + "".join(
         info.surrounds.text(token, image.tiles) + after for image, after in zip(images, rest, strict=True)
@@ -149,13 +153,7 @@ def place(ids: Sequence[int], images: Sequence[CroppedImage], info: VisionInfo) 
     if info.surrounds is not None:
         images = [CroppedImage(one[None], info.crop) for image in images for one in image.pixels]
     marks = [index for index, token in enumerate(ids) if token == info.token_id]
-    if len(marks) != len(images):
-        raise InvalidRequestError(
-            f"the prompt has {len(marks)} image tokens for {len(images)} images. The chat template, or the text, must "
-            "have one for each image, and no others.",
-            param="images",
-            code="invalid_value",
-        )
+    _check_marks(len(marks), len(images))
     expanded: list[int] = []
     placed: list[PlacedImage] = []
     before = 0
@@ -166,6 +164,16 @@ def place(ids: Sequence[int], images: Sequence[CroppedImage], info: VisionInfo) 
         expanded += [info.token_id] * count
         before = mark + 1
     return [*expanded, *ids[before:]], placed
+
+
+def _check_marks(marks: int, images: int) -> None:
+    if marks != images:
+        raise InvalidRequestError(
+            f"the prompt has {marks} image tokens for {images} images. The chat template, or the text, must "
+            "have one for each image, and no others.",
+            param="images",
+            code="invalid_value",
+        )
 
 
 def pixels_of_bytes(data: bytes, shape: Sequence[int]) -> Pixels:
