@@ -12,7 +12,6 @@ from typing import Annotated, Any, Protocol
 from fastapi import Depends, Request
 
 from engine import EngineDeadError, RequestFailedError
-from engine.images import expand
 from engine.process.client import EngineClient
 from engine.text.pictures import Pictures
 from engine.text.processor import Tokenizer
@@ -291,7 +290,7 @@ class Service:
         images = await reading.read(pictures)
         token = self.tokenizer.written(reading.vision.token_id)
         marks = ImageMarks(
-            pictures.mark, reading.vision.mark(token), partial(expand, token=token, images=images, info=reading.vision)
+            pictures.mark, reading.vision.mark(token), partial(reading.expand, token=token, images=images)
         )
         prompt = await self.renderer.prompt(self.tokenizer, messages, room, rendering, formats, terms, marks)
         ids, placed = reading.place(prompt.token_ids, images)

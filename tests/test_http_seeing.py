@@ -17,7 +17,7 @@ import pytest
 from support import reference
 from support.local_client import LocalClient
 from support.reference import MIN_MARGIN
-from support.seeing import EOS, SeeingModel, make_seeing_model, picture
+from support.seeing import EOS, IMAGE, SeeingModel, make_seeing_model, picture
 
 from engine import LLM, EngineConfig, InvalidRequestError, SamplingParams
 from engine.text.processor import load_tokenizer
@@ -267,6 +267,10 @@ def test_texts_around_crops(name: str, tmp_path: Path) -> None:
     found = own.chat(text("a"), shown(image))
     assert found["usage"]["prompt_tokens"] == len(ids)
     assert found["choices"][0]["token_ids"] == expected.answers[0].tokens
+    crops = ids.count(IMAGE) // 4  # a text's image tokens are not taken for them
+    refused = own.refused(text("<image>" * (crops - 1)), shown(image))
+    assert f"the prompt has {crops} image tokens for 1 images" in refused["message"]
+    assert refused["param"] == "messages"
     own.workers.close()
     llm = LLM(str(model.path), device="cpu", dtype="float32", show_progress=False, num_gpu_blocks_override=256)
     params = SamplingParams(temperature=0.0, max_tokens=6)

@@ -146,13 +146,16 @@ def expand(text: str, token: str, images: Sequence[CroppedImage], info: VisionIn
     """A prompt's text with an image token for each crop of its images, where each has a text around it.
 
     Args:
-        text: with one mark (`VisionInfo.mark`) for each image; if there are more or fewer, it stays as it is, and
-            `place` says so.
+        text: with one mark (`VisionInfo.mark`) for each image.
         token: the image token.
+
+    Raises:
+        InvalidRequestError: as `place`. Image tokens of the text do not count as those of crops.
     """
     mark = info.mark(token)
-    if info.texts is None or text.count(mark) != len(images):
+    if info.texts is None:
         return text
+    _check_marks(text.count(mark), len(images))
     before, *rest = text.split(mark)
     return before + "".join(
         info.texts.text(token, image.tiles) + after for image, after in zip(images, rest, strict=True)
@@ -171,13 +174,7 @@ def place(ids: Sequence[int], images: Sequence[CroppedImage], info: VisionInfo) 
     if info.texts is not None:
         images = [CroppedImage(one[None], info.crop) for image in images for one in image.pixels]
     marks = [index for index, token in enumerate(ids) if token == info.token_id]
-    if len(marks) != len(images):
-        raise InvalidRequestError(
-            f"the prompt has {len(marks)} image tokens for {len(images)} images. The chat template, or the text, must "
-            "have one for each image, and no others.",
-            param="images",
-            code="invalid_value",
-        )
+    _check_marks(len(marks), len(images))
     expanded: list[int] = []
     placed: list[PlacedImage] = []
     before = 0
@@ -188,6 +185,16 @@ def place(ids: Sequence[int], images: Sequence[CroppedImage], info: VisionInfo) 
         expanded += [info.token_id] * count
         before = mark + 1
     return [*expanded, *ids[before:]], placed
+
+
+def _check_marks(marks: int, images: int) -> None:
+    if marks != images:
+        raise InvalidRequestError(
+            f"the prompt has {marks} image tokens for {images} images. The chat template, or the text, must "
+            "have one for each image, and no others.",
+            param="images",
+            code="invalid_value",
+        )
 
 
 def pixels_of_bytes(data: bytes, shape: Sequence[int]) -> Pixels:

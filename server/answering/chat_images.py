@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
 
 from engine import EngineInfo, InvalidRequestError, PlacedImage, VisionInfo, parse_bytes
-from engine.images import PIXEL_BYTES, CroppedImage, most_tokens, pixels_of_bytes, place, read_cropping
+from engine.images import PIXEL_BYTES, CroppedImage, expand, most_tokens, pixels_of_bytes, place, read_cropping
 from engine.text.pictures import Pictures
 from server.answering.images import MOST_SECONDS, run_limited
 from server.config.settings import ServerSettings
@@ -99,7 +100,23 @@ class ChatImages:
         Raises:
             InvalidRequestError: the prompt has more or fewer image tokens than images.
         """
-        try:
+        with _of_messages():
             return place(ids, images, self.vision)
-        except InvalidRequestError as error:
-            raise InvalidRequestError(str(error), param="messages", code=error.code) from error
+
+    def expand(self, text: str, token: str, images: Sequence[CroppedImage]) -> str:
+        """A rendered text with the texts around the crops of its images.
+
+        Raises:
+            InvalidRequestError: as `place`.
+        """
+        with _of_messages():
+            return expand(text, token, images, self.vision)
+
+
+@contextmanager
+def _of_messages() -> Iterator[None]:
+    """Errors name the request's messages."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise InvalidRequestError(str(error), param="messages", code=error.code) from error
