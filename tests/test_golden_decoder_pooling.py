@@ -154,12 +154,12 @@ NO_CLASSES = (
     *("MiniMaxM2", "NanoChat"),
     *("OlmoFor", "Olmoe", "VaultGemma", "XGLM"),
     *("Afmoe", "Cwm", "ExaoneMoe", "FlexOlmo", "Gemma3n", "Gemma4", "HYV3", "HyperCLOVAX", "Jais2", "Laguna", "Lfm2"),
-    *("Mellum", "SolarOpen", "Youtu"),
+    *("Mellum", "Qwen3_5Moe", "SolarOpen", "Youtu"),
 )
 NO_TOKEN_CLASSES = (
     *NO_CLASSES,
     *("CTRL", "DeepseekV2", "GPTJ", "OPT", "Gemma3", "HunYuan", "ModernBertDecoder", "Olmo", "OpenAIGPT", "Phimoe"),
-    "MiniCPM3",
+    *("MiniCPM3", "Qwen3_5"),
 )
 
 
