@@ -326,7 +326,7 @@ def test_what_it_serves_and_why_not(device: torch.device) -> None:
         "does not support a bias from queries",
         "256 features, not 512",
         "heads share keys, not 129",
-        "no int16 pages",
+        "does not read int16 pages",
         "is mps",
     ]
     for (reason,), word in zip(reasons, words, strict=True):

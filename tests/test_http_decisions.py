@@ -227,9 +227,9 @@ def test_thinking_and_joint_reads_are_refused(api: Api) -> None:
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"messages": 5}, "must not hold 'messages'"),
-        ({"tools": []}, "must not hold 'tools'"),
-        ({"add_generation_prompt": False}, "must not hold 'add_generation_prompt'"),
+        ({"messages": 5}, "must not contain 'messages'"),
+        ({"tools": []}, "must not contain 'tools'"),
+        ({"add_generation_prompt": False}, "must not contain 'add_generation_prompt'"),
         ({"deep": functools.reduce(lambda inner, _: [inner], range(900), [])}, "more than 32 levels"),
         ({f"x{i}": 1 for i in range(65)}, "at most 64 variables"),
     ],
