@@ -38,6 +38,7 @@ LAYERS = {
     "engine.engine": 5,
     "engine.images": 5,
     "engine.images.crop_settings": 3,
+    "engine.images.model_facts": 3,
     "engine.images.settings": 3,
     "engine.text": 5,
     "engine.pooled": 6,

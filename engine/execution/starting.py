@@ -39,7 +39,8 @@ from engine.execution.threads import use_threads
 from engine.execution.warmup import Measured, can_record, measure, record, trial
 from engine.execution.whole_prompts import use_flash
 from engine.host import gpus
-from engine.images.crop_settings import read_cropping, vision_info
+from engine.images.crop_settings import read_cropping
+from engine.images.model_facts import vision_info
 from engine.interface.outputs import EngineInfo
 from engine.interface.vision import VisionInfo
 from engine.model.abilities import find_abilities

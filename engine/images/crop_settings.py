@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,6 @@ from engine.images.settings import (
     read_json,
 )
 from engine.interface.vision import Size, VisionInfo
-from engine.model.spec import Patches, Pooled, Shuffled, Vision
 
 _CLIP = {
     "size": {"shortest_edge": 224}, "resample": BICUBIC, "do_center_crop": True,
@@ -187,46 +186,6 @@ def _longest(values: Mapping[str, Any], name: str, file: Path) -> int:
     if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found <= 1 << 14:
         raise UnsupportedModelError(f"{file}: {name} must have a longest_edge from 1 to {1 << 14}, got {given!r}.")
     return found
-
-
-def vision_info(vision: Vision, cropping: Cropping, folder: Path) -> VisionInfo:
-    """The images that a model reads among its tokens.
-
-    Raises:
-        UnsupportedModelError: the processor makes crops of another size, or other tiles, than the model reads.
-    """
-    embedding, steps = vision.tower.embedding, cropping.steps
-    assert isinstance(embedding, Patches)
-    output = steps.output or ((steps.size, steps.size) if cropping.square and isinstance(steps.size, int) else None)
-    if output != embedding.image:
-        raise UnsupportedModelError(
-            f"{folder}: the processor makes crops of {output} pixels, but the model reads {embedding.image}. Correct "
-            "size or crop_size in preprocessor_config.json."
-        )
-    wanted = () if vision.tiling is None else vision.tiling.sizes
-    if set(cropping.sizes) != set(wanted):
-        raise UnsupportedModelError(
-            f"{folder}: image_grid_pinpoints of the processor are not those of config.json. Make them equal."
-        )
-    if (vision.surrounds is None) != (not cropping.longest) or (cropping.scans and vision.frame is None):
-        raise UnsupportedModelError(f"{folder}: the image processor is one of another family than the model's.")
-    factor = vision.projector.factor if isinstance(vision.projector, Shuffled | Pooled) else 1
-    rows, columns = (pixels // size // factor for pixels, size in zip(embedding.image, embedding.patch, strict=True))
-    return VisionInfo(
-        token_id=vision.token_id,
-        channels=embedding.channels,
-        crop=embedding.image,
-        grid=(rows, columns),
-        first=embedding.first - vision.skip,
-        newline=vision.newline,
-        tiling=None if vision.tiling is None else replace(vision.tiling, sizes=cropping.sizes),
-        surrounds=vision.surrounds,
-        frame=vision.frame,
-        two_way=vision.two_way,
-        rescale=steps.rescale,
-        mean=steps.mean,
-        std=steps.std,
-    )
 
 
 def most_tokens(info: VisionInfo, cropping: Cropping) -> int:
