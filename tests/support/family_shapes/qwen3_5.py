@@ -39,7 +39,8 @@ EXPERTS = BASE | {
     "num_experts_per_tok": 2,
 }
 DENSE_LAYERS = EXPERTS | {"mlp_only_layers": [0], "norm_topk_prob": False, "linear_num_value_heads": 6}
-ODD_EXPERTS = {**EXPERTS, **ODD, "num_experts": 5, "num_experts_per_tok": 3}
+# All experts of a token: no rounding chooses between two.
+ODD_EXPERTS = {**EXPERTS, **ODD, "num_experts": 3, "num_experts_per_tok": 3}
 for settings in (EXPERTS, ODD_EXPERTS):
     del settings["intermediate_size"]
 
