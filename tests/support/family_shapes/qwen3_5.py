@@ -48,7 +48,7 @@ SHAPES = {
     "qwen3.5": FamilyShape("Qwen3_5ForCausalLM", BASE, eos_gain=1.4, prompts=(1, 2, 0, 6)),
     "qwen3.5-odd-tied": FamilyShape("Qwen3_5ForCausalLM", ODD, prompts=(0, 1, 2, 3)),
     "qwen3.5-moe": FamilyShape("Qwen3_5MoeForCausalLM", EXPERTS, prompts=(6, 7, 0, 5)),
-    "qwen3.5-moe-odd-tied": FamilyShape("Qwen3_5MoeForCausalLM", ODD_EXPERTS, prompts=(0, 1, 2, 3)),
+    "qwen3.5-moe-odd-tied": FamilyShape("Qwen3_5MoeForCausalLM", ODD_EXPERTS, prompts=(4, 6, 1, 0)),
     "qwen3-next": FamilyShape("Qwen3NextForCausalLM", DENSE_LAYERS, prompts=(3, 10, 0, 1)),
-    "qwen3-next-odd-tied": FamilyShape("Qwen3NextForCausalLM", ODD_EXPERTS, prompts=(0, 1, 2, 3)),
+    "qwen3-next-odd-tied": FamilyShape("Qwen3NextForCausalLM", ODD_EXPERTS, prompts=(4, 8, 0, 6)),
 }
