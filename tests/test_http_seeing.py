@@ -250,6 +250,23 @@ def test_an_image_token_in_a_text(api: Api) -> None:
     assert "the prompt has 2 image tokens for 1 images" in found["message"]
 
 
+def test_a_prompt_with_images_is_not_rendered(api: Api) -> None:
+    """Token ids alone would be answered without the image."""
+    messages = [{"role": "user", "content": [text("a"), shown(picture(9, 9))]}]
+    answer = api.post(f"{CHAT}/render", messages=messages)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+    assert "token ids do not carry images" in answer.json()["error"]["message"]
+    assert api.post(f"{CHAT}/render", messages=[{"role": "user", "content": "a"}]).status_code == 200
+
+
+@pytest.mark.parametrize("source", ["x", None, {"type": "gopher"}])
+def test_a_source_that_is_none(source: Any, api: Api) -> None:
+    messages = [{"role": "user", "content": [text("a"), {"type": "image", "source": source}]}]
+    answer = api.post(MESSAGES, messages=messages, max_tokens=1)
+    assert answer.status_code == 400
+    assert "must be an object of the type base64, url or file" in answer.json()["error"]["message"]
+
+
 def test_a_prompt_that_is_too_long(api: Api) -> None:
     found = api.refused(*[shown(picture(9, 9, n)) for n in range(40)])
     assert found["code"] == "context_length_exceeded"

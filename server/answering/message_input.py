@@ -84,7 +84,9 @@ def _source(part: Mapping[str, Any], where: str) -> str | None:
         return f"data:{media};base64,{read_text(source, 'data', f'{where}.source')}"
     if kind == "url":
         return read_text(source, "url", f"{where}.source")
-    return None
+    if kind == "file":
+        return None
+    fail(f"{where}.source", f"{where}.source must be an object of the type base64, url or file; got {shown(source)}.")
 
 
 _SHOWN: dict[str, PartReader] = {**_TEXT, "image": seen(_source)}

@@ -127,6 +127,12 @@ async def _rendered(
     run.leave_out(*run.ignored_fields(), *_given_names(body, _NOT_RENDERED))
     with await service.tokenizing.admit(*run.size(), run.terms.tenant, run.terms.deadline):
         prompts = await run.prompts()
+    if any(prompt.images for prompt in prompts):
+        message = (
+            "A prompt with images cannot be rendered, because token ids do not carry images. Send the request to the "
+            "route without /render."
+        )
+        raise ApiError(400, message, param="messages", code="unsupported_parameter")
     response.headers.update(run.headers)
     base = f"{prefix}{uuid.uuid4().hex}"
     options = body.stream_options
