@@ -302,10 +302,9 @@ def _compare(shape: Shape, folder: Path, found: Found) -> str:
         return f"refused: {error}"
     parts = [block.attention for stack in (spec.encoder, spec.decoder) if stack is not None for block in stack.blocks]
     lengths = _lengths(shape)
-    if isinstance(shape, FamilyShape):
-        most = shape.max_model_len
-    else:
-        most = max(*lengths, *(len(ids) for ids in _sources(shape) if ids.dim() == 1))
+    most = shape.max_model_len if isinstance(shape, FamilyShape) else max(lengths)
+    if isinstance(shape, Seq2SeqShape):
+        most = max(most, *(len(ids) for ids in _sources(shape) if ids.dim() == 1), 0)
     model = load(folder, max_model_len=most, backend=select("cpu", parts))
     if model.decoder is None:
         ids = [token for prompt in prompts for token in prompt]
