@@ -44,6 +44,7 @@ from support.seq2seq import START, Seq2SeqShape, decoder_states, make_seq2seq_ch
 Shape = FamilyShape | EncoderShape | Seq2SeqShape
 
 LENGTHS = (37, 1, 14)
+MOST_ROUNDING = 5e-5  # half of what `close` allows
 SOURCES = (14, 90, 1)  # tokens that an encoder reads for a decoder's prompts
 REDRAWN = 30  # how often a configuration is drawn that transformers does not compute
 
@@ -205,7 +206,7 @@ class Found:
 
 def compare(architecture: str, number: int, folder: Path) -> str:
     """Draw configuration `number` of an architecture and compare it: "equal", "refused: " with the reason, or "unclear"
-    (experts that are chosen by less than rounding).
+    (experts that are chosen by less than rounding, or an encoder whose hidden states depend on rounding).
 
     Raises:
         AssertionError: hidden states or logits differ; the configuration is in a note.
@@ -223,6 +224,8 @@ def compare(architecture: str, number: int, folder: Path) -> str:
         try:
             return _compare(shape, folder, found)
         except Exception as error:
+            if isinstance(error, AssertionError) and _rounding(shape, folder, found) > MOST_ROUNDING:
+                return "unclear"
             error.add_note(f"{architecture} {number}: {shape}")
             raise
     raise AssertionError(f"{architecture} {number}: transformers computes none of {REDRAWN} configurations")
@@ -290,6 +293,15 @@ def _reference(model: Any, shape: Shape) -> Found:
                 hidden.append(run(trunk, prompt).last_hidden_state[0])
                 logits.append(run(model, prompt).logits[0])
     return Found(hidden, logits, encoded, min(margins, default=math.inf))
+
+
+def _rounding(shape: Shape, folder: Path, found: Found) -> float:
+    """The part of an encoder's largest hidden state that the reference itself loses by computing in float32."""
+    if not isinstance(shape, EncoderShape):
+        return 0.0
+    exact = _reference(_make(shape, folder).double(), shape).hidden
+    pairs = zip(found.hidden, exact, strict=True)
+    return max(float((rounded - wanted).abs().max() / wanted.abs().max()) for rounded, wanted in pairs)
 
 
 def _compare(shape: Shape, folder: Path, found: Found) -> str:
