@@ -390,7 +390,7 @@ def test_the_wait_ends_without_room(tmp_path: Path, ending: str) -> None:
                 assert (events[-1][0], final["status"]) == ("response.incomplete", "cancelled")
             else:
                 assert (events[-1][0], final["status"]) == ("response.failed", "failed")
-                assert "time (X-Request-Timeout" in final["error"]["message"]
+                assert "time limit (X-Request-Timeout" in final["error"]["message"]
             if ending == "delete":
                 assert (await api.ask("GET", f"{PATH}/{id_}")).status_code == 404
             else:

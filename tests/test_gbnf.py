@@ -147,7 +147,7 @@ def _errors() -> Iterator[tuple[str, str]]:
     yield 'root ::= "a"{3,1}', "allows nothing"
     yield 'root ::= "a"\nroot ::= "b"', "two rules root"
     yield "root ::= [z-a]", "ends before it begins"
-    yield r'root ::= "\ud800"', "no character"
+    yield r'root ::= "\ud800"', "is not a character"
     yield "root ::= ::= ", "'::=' is out of place"
     yield f'root ::= "{"a" * 40_000}"', "too large: a string of 40000 characters takes 40000 as a regular expression"
     yield 'root ::= "(" root ")"' + ' "a" root "b"' * 800 + ' | "x"', "too large: it has more than 1500 lexemes"

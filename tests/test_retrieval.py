@@ -139,7 +139,7 @@ REFUSED: dict[str, tuple[list[Module], dict[str, Any], str]] = {
     "size": (
         [Module("pylate.models.Dense.Dense", dense(9, 4, IDENTITY, bias=False).config)],
         {},
-        "made for vectors of 9 features.*gives 32",
+        "made for vectors of 9 features.*returns 32",
     ),
     "code": ([Module("pylate.models.Own", {})], {}, "custom code"),
 }

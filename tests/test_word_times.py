@@ -233,7 +233,7 @@ def test_what_cannot_be_aligned(subject: Subject) -> None:
         (AudioInput(features), PoolingParams(task="align"), "needs decoder_token_ids"),
         (AudioInput(features, [1, 2]), PoolingParams(task="align", skip_tokens=2), "below the decoder's 2 tokens"),
         (AudioInput(features, [1] * 65), PoolingParams(task="align"), "takes at most 64"),
-        ([1, 2], PoolingParams(task="align"), "takes sound"),
+        ([1, 2], PoolingParams(task="align"), "accepts sound"),
     ):
         with pytest.raises(InvalidRequestError, match=words):
             subject.engine.add_request("wrong", given, params)
