@@ -15,6 +15,7 @@ import transformers
 from support.encoder_text import roberta, save_model, xlmr
 from support.image_text import make_image_model
 from support.late_interaction import stanford
+from support.seeing import make_seeing_model
 from support.sentence import NORMALIZE, Module, pipeline_folder, pooling
 from support.speech import make_speech_checkpoint
 from support.text_encoders import make_text_encoder
@@ -105,6 +106,7 @@ def bge_m3(folder: Path) -> BgeM3:
 MODELS: dict[str, Callable[[Path], object]] = {
     "google/vit-base-patch16-224": _images("vit"),
     "openai/clip-vit-base-patch32": _images("clip"),
+    "llava-hf/llava-1.5-7b-hf": lambda folder: make_seeing_model("llava", folder),
     "allenai/led-large-16384-arxiv": led,
     "deepset/roberta-base-squad2": answers,
     "facebook/nllb-200-distilled-600M": lambda folder: make_text_checkpoint("nllb", folder),
