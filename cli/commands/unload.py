@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
-from cli.talking.served import ask, models_parser, print_models
+from cli.talking.served import change, models_parser
 from cli.terminal.parser import OneLineParser
 
 PROG = "octavo unload"
@@ -22,12 +20,4 @@ def parser() -> OneLineParser:
 
 def run(arguments: list[str]) -> int:
     """Unload the model; returns 1 if that fails."""
-    given = parser().parse_args(arguments)
-    card = ask(PROG, given, "POST", "/v1/models/unload", {"model": given.name})
-    if card is None:
-        return 1
-    if given.json:
-        print(json.dumps(card, indent=2))
-    else:
-        print_models([card])
-    return 0
+    return change(PROG, parser().parse_args(arguments), "/v1/models/unload")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from typing import Any
 
@@ -37,6 +38,18 @@ def ask(prog: str, given: argparse.Namespace, method: str, path: str, body: Any 
     except TalkError as problem:
         say(prog, str(problem))
         return None
+
+
+def change(prog: str, given: argparse.Namespace, path: str) -> int:
+    """Load or unload the model that a command names and print its state; returns 1 if that fails."""
+    card = ask(prog, given, "POST", path, {"model": given.name})
+    if card is None:
+        return 1
+    if given.json:
+        print(json.dumps(card, indent=2))
+    else:
+        print_models([card])
+    return 0
 
 
 def print_models(cards: list[dict[str, Any]]) -> None:

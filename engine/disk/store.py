@@ -4,9 +4,9 @@
     FOLDER/key              32 random bytes, the key of page hashes and of checksums
     FOLDER/MODEL/HASH       a page: header and content. MODEL is the digest of what must be equal (`identity`)
 
-Whoever adds or removes a file holds the lock. So a file with an unfinished name belongs to a process that was killed,
-and the sum of all files never exceeds the limit. Readers take no lock: a page appears by one rename, and its checksum
-covers the model, its hash and its content.
+A process that adds or removes a file holds the lock. So a file with an unfinished name belongs to a process that was
+killed, and the sum of all files never exceeds the limit. Readers take no lock: a page appears by one rename, and its
+checksum covers the model, its hash and its content.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ class Decoder(ModelKind):
         self.images = ImageVectors(self.model, info, self.min_rows)
 
     def cross(self, plan: StepPlan, query_lens: list[int]) -> CrossPages | None:
-        """Where the plan's rows find an encoder's output."""
+        """The pages of the encoder's output for each row of the plan."""
         return None
 
 
@@ -242,8 +242,8 @@ class EncoderDecoder(Decoder):
         )
 
     def cross(self, plan: StepPlan, query_lens: list[int]) -> CrossPages:
-        """Where the plan's rows find the encoder's output, with the rows of a request joined into one; rows of a trial
-        step find nothing."""
+        """The pages of the encoder's output for each row of the plan, with the rows of a request joined into one; empty
+        for a trial step."""
         if plan.cross is None:
             return CrossPages.empty(query_lens, self.model.device)
         if self._last is not None and self._last[0] == plan.version:

@@ -96,7 +96,7 @@ class Cropping:
 
     @property
     def most_crops(self) -> int:
-        """Of an image whose crops are images of their own among the tokens."""
+        """The maximum number of crops of an image, if each crop is an image among the tokens."""
         if self.scans is not None:
             return 1 + self.scans.most
         if not self.longest:

@@ -155,8 +155,8 @@ class VisionInfo:
         return height // self.crop[0], width // self.crop[1]
 
     def shown(self, size: Size) -> tuple[int, int, Size]:
-        """Of the grid of all tiles' vectors: rows before and columns before those that show no padding, and how many
-        rows and columns these are."""
+        """The part of the grid of all tiles' vectors without padding: its first row, its first column, its size in
+        rows and columns."""
         rows, columns = (count * each for count, each in zip(self.tiles(size), self.grid, strict=True))
         height, width = size
         if width / height > columns / rows:

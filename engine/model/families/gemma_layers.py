@@ -72,7 +72,7 @@ def _read_layers(c: Any) -> list[int | None]:
 
 
 def _of_layer(c: Any, layer: int) -> dict[str, int]:
-    """What layers may have separately: the sizes of heads, and the number of KV heads."""
+    """The head sizes and numbers of KV heads that may differ between layers."""
     own = (getattr(c, "layer_overrides", None) or {}).get(str(layer), {})
     return {
         "head_dim": own.get("head_dim", c.head_dim),

@@ -104,7 +104,8 @@ def whole_of(config: Any) -> str | None:
 
 
 def vision_of(config: Any) -> Vision | None:
-    """What sees of the model that this config is the language part of; None if nothing here does. The log says why."""
+    """The vision part of the model whose language part this config describes; None, with the reason in the log, if the
+    vision part is not implemented."""
     name = whole_of(config)
     if name is None:
         return None
