@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from engine import ConfigError, EngineConfig, default_topic, find_here, read_template
+from engine import ConfigError, EngineConfig, default_topic
 from engine.host.logs import LogFormat
 from server import logs
 from server.alone import run_server, serve_alone
 from server.config.settings import ServerSettings
 from server.door.listening import Listener, check_certificate, is_public, raise_file_limit
-from server.facts import served_model_id
+from server.facts import check_source, served_model_id
 
 if TYPE_CHECKING:
     from server.models.declared import Declared
@@ -57,10 +57,8 @@ def serve(
     for note in notes:
         logger.warning(note)
     check_certificate(settings)
-    for engine in [model.engine for model in several] or [config]:
-        find_here(engine.model)  # finds a wrong name before any process starts
-        if engine.chat_template is not None:
-            read_template(engine.chat_template)
+    if not several:  # `prepare` checks several models
+        check_source(config)
     raise_file_limit()
     # Bound before the model loads, so that a taken port is reported at once.
     with Listener(settings) as listener:

@@ -27,7 +27,7 @@ from server.models import registry as registry_module
 from server.models.declared import Declared, declare, found_in
 from server.models.loading import Loaded
 from server.models.registry import Registry
-from server.models.starting import make_app
+from server.models.starting import find_missing, make_app
 
 SIZES = {"a": 60, "b": 50, "c": 30, "huge": 101, "broken": 1}
 LIMIT = 100
@@ -374,6 +374,26 @@ def test_a_failed_load_tells_its_waiters_why_and_leaves_others_alone(monkeypatch
             assert "there is no missing" in (await found.complete("missing")).json()["error"]["message"]
             assert found.loads == ["broken", "a", "broken"]
             assert found.registry._budget.taken == SIZES["a"] + SIZES["broken"]
+
+    run(go())
+
+
+def test_models_that_cannot_be_loaded_do_not_stop_the_service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A missing file is found before the service listens, a damaged one by the prediction."""
+    gone = str(tmp_path / "gone.gguf")
+    declared = [replace(one, engine=EngineConfig(model=gone)) for one in models(ServerSettings(), "x", "y")]
+    with pytest.raises(ModelLoadError, match=r"gone\.gguf does not exist"):
+        find_missing(declared)
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "config.json").write_text("{")
+    torn = replace(declared[0], name="torn", engine=EngineConfig(model=str(tmp_path / "torn")))
+    assert find_missing([*declared, torn]) == dict.fromkeys("xy", f"The file {gone} does not exist.")
+
+    async def go() -> None:
+        async with world(monkeypatch, "missing", "a") as found:
+            await found.until(lambda: found.served("missing").state == "failed")
+            assert (await found.http.get("/v1/models/missing")).json()["reason"] == "there is no missing"
+            assert await found.text("a") == "a"
 
     run(go())
 

@@ -98,6 +98,12 @@ class Registry:
         """Take over what all models share from the service without a model."""
         self._house = house
 
+    def fail(self, name: str, reason: str) -> None:
+        """A model cannot be loaded now. A later request tries it again."""
+        served = self._names[name]
+        served.failed(reason)
+        logger.error("The model %s cannot be loaded: %s", served.name, reason)
+
     @property
     def served(self) -> Sequence[Served]:
         """All models."""
@@ -302,8 +308,8 @@ class Registry:
 
     def _predicted(self, served: Served, prediction: Prediction) -> None:
         served.prediction = prediction
-        if prediction.problem:
-            logger.warning("The model %s cannot be loaded: %s", served.name, prediction.problem)
+        if prediction.problem and served.state == "unloaded":
+            self.fail(served.name, prediction.problem)
         if prediction.on_gpu and self._settings.max_memory is None and not self._budget.taken:
             self._budget.limit = int(prediction.free * served.model.engine.gpu_memory_utilization)
 
