@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,6 +29,7 @@ from server.batches.store import BatchStore
 from server.commons import Commons
 from server.config.settings import ServerSettings
 from server.door.drain import Drain
+from server.door.keys import ApiKey
 from server.errors import ApiError, shown
 from server.gates import Gate, Place
 from server.live import LiveFeed
@@ -70,7 +71,7 @@ class Batches(Protocol):
 
 
 class Models(Protocol):
-    """The models of a service with several; see `server.models`. `server.models.one.models_of` gives a service's."""
+    """The models of a service with several; see `server.models`."""
 
     def opened(self) -> AbstractAsyncContextManager[None]:
         """A context in which models are loaded and unloaded."""
@@ -114,6 +115,9 @@ class Models(Protocol):
 
     def able(self, endpoint: str) -> list[str]:
         """The names of the loaded models that serve an endpoint."""
+
+    def seen_by(self, allowed: Collection[str]) -> Models:
+        """Only the models of these names: no list and no message names another one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,6 +248,12 @@ class Service:
             message = f"The model {shown(model)} does not exist; this server serves {self.model_id!r}{adapters}."
             raise ApiError(404, message, param="model", code="model_not_found")
 
+    def seen_by(self, key: ApiKey | None) -> Service:
+        """The service without the models that an API key may not use."""
+        if self.models is None or key is None or key.models is None:
+            return self
+        return replace(self, models=self.models.seen_by(key.models))
+
     def adapter_of(self, model: str | None) -> str | None:
         """The adapter that a request's model names; None for the base model."""
         return model if model in self.client.adapters else None
@@ -297,11 +307,18 @@ class Service:
         return replace(prompt, token_ids=ids, images=tuple(placed))
 
 
+def key_of(request: Request) -> ApiKey | None:
+    """The API key of a request; None if the service has none."""
+    key = request.scope.get("state", {}).get("api_key")
+    assert key is None or isinstance(key, ApiKey)
+    return key
+
+
 async def get_service(request: Request) -> Service:
     """The app's service, as a FastAPI dependency. (A dependency that is not async would run in a thread.)"""
     service = request.app.state.service
     assert isinstance(service, Service)
-    return service if service.models is None else await service.models.serve(request)
+    return service if service.models is None else (await service.models.serve(request)).seen_by(key_of(request))
 
 
 async def get_house(request: Request) -> Service:
@@ -309,7 +326,7 @@ async def get_house(request: Request) -> Service:
     engine (`server.models.engines`)."""
     service = request.app.state.service
     assert isinstance(service, Service)
-    return service
+    return service.seen_by(key_of(request))
 
 
 ServiceDep = Annotated[Service, Depends(get_service)]

@@ -240,6 +240,42 @@ def test_a_key_may_be_for_some_models(monkeypatch: pytest.MonkeyPatch) -> None:
     run(go())
 
 
+def test_no_message_names_a_model_that_the_key_may_not_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def go() -> None:
+        operator = ApiKey.of("operator", models=frozenset({"c"}))
+        changes = {"a": {"pinned": True}}
+        store = str(tmp_path / "batches")
+        names = ("a", "b", "c")
+        async with world(monkeypatch, *names, keys=[operator], changes=changes, batch_store=store) as found:
+            await found.until(lambda: found.served("a").state == "loaded")
+            found.http.headers["Authorization"] = "Bearer operator"
+            incapable = (await found.complete("c")).json()["error"]["message"]
+            assert incapable.endswith("Loaded models that serve /v1/completions: none.")
+            serves_only_c = "The model 'x' does not exist; this server serves 'c'."
+            assert (await found.complete("x")).json()["error"]["message"] == serves_only_c
+            assert (await found.http.get("/v1/models/x")).json()["error"]["message"] == serves_only_c
+            for action in ("load", "unload"):
+                refused = await found.http.post(f"/v1/models/{action}", json={"model": "x"})
+                assert (refused.status_code, refused.json()["error"]["message"]) == (404, serves_only_c)
+            assert [one["name"] for one in (await found.http.get("/api/tags")).json()["models"]] == ["c:latest"]
+            assert [one["name"] for one in (await found.http.get("/api/ps")).json()["models"]] == ["c:latest"]
+            lines = [
+                {"custom_id": name, "method": "POST", "url": "/v1/embeddings", "body": {"model": name, "input": "hi"}}
+                for name in ("a", "x")
+            ]
+            file = ("in.jsonl", "\n".join(map(json.dumps, lines)).encode())
+            sent = await found.http.post("/v1/files", files={"file": file}, data={"purpose": "batch"})
+            body = {"input_file_id": sent.json()["id"], "endpoint": "/v1/embeddings", "completion_window": "24h"}
+            path = f"/v1/batches/{(await found.http.post('/v1/batches', json=body)).json()['id']}"
+            while (batch := (await found.http.get(path)).json())["status"] == "validating":
+                await asyncio.sleep(0.001)
+            assert [
+                problem["message"].partition(": ")[2] or problem["message"] for problem in batch["errors"]["data"]
+            ] == [serves_only_c.replace("'x'", f"'{name}'") for name in ("a", "x")]
+
+    run(go())
+
+
 def test_a_key_for_other_models_cannot_use_the_only_one() -> None:
     async def go() -> None:
         keys = [ApiKey.of("other", models=frozenset({"x"})), ApiKey.of("this", models=frozenset({"x", "a"}))]
@@ -341,7 +377,7 @@ def test_a_pinned_model_is_loaded_at_the_start_and_stays(monkeypatch: pytest.Mon
             await found.until(lambda: found.served("a").running is not None)
             refused = await found.complete("b")
             assert refused.status_code == 503
-            assert "b with the pinned a needs" in refused.json()["error"]["message"]
+            assert "b with the pinned models needs" in refused.json()["error"]["message"]
             assert await found.text("a") == "a"
 
     run(go())

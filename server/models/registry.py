@@ -30,15 +30,15 @@ from server.api.schemas import ServedBody
 from server.app import make_reader
 from server.commons import own_commons
 from server.config.settings import ServerSettings
-from server.context import ANY_MODEL, Service
+from server.context import ANY_MODEL, Service, key_of
 from server.door.auth import routed_path
-from server.door.keys import ApiKey
-from server.errors import ApiError, shown
+from server.errors import ApiError
 from server.live import LiveFeed
 from server.models.budget import Budget, Promise
 from server.models.declared import Declared, memory_limit
 from server.models.engines import AllEngines
 from server.models.loading import Loaded, load_model
+from server.models.seen import SeenModels, no_model, not_allowed
 from server.models.served import Running, Served
 from server.models.status import ModelStatus
 from server.models.using import Use
@@ -156,17 +156,14 @@ class Registry:
         return next(iter(form.texts.get("model", ())), None)
 
     def _choose(self, asked: str | None, request: Request) -> Served:
-        key: ApiKey | None = request.scope.get("state", {}).get("api_key")
+        key = key_of(request)
         allowed = [served for served in self._served if key is None or key.may_use(served.name)]
         served = self._default(asked, allowed) or self._named(asked or "")
+        names = [served.name for served in allowed]
         if served is None:
-            names = ", ".join(shown(served.name) for served in allowed) or "no models with this API key"
-            message = f"The model {shown(asked)} does not exist; this server serves {names}."
-            raise ApiError(404, message, param="model", code="model_not_found")
+            raise no_model(asked, names)
         if served not in allowed:
-            names = ", ".join(shown(served.name) for served in allowed) or "none"
-            message = f"This API key may not use the model {shown(served.name)}. Models that it may use: {names}."
-            raise ApiError(403, message, param="model", code="model_not_allowed")
+            raise not_allowed(served.name, names)
         return served
 
     def _default(self, asked: str | None, allowed: Sequence[Served]) -> Served | None:
@@ -220,8 +217,9 @@ class Registry:
             raise ApiError(503, message, code="model_loading", headers={"Retry-After": str(_RETRY)}) from None
 
     def _obstacle(self) -> str:
-        busy = [served.name for served in self._served if served.running is not None and served.uses]
-        return f"requests run on {', '.join(busy)}" if busy else "it is still loading"
+        """Why a model has not loaded in time. It names no other model, which the caller's key may not see."""
+        busy = any(served.running is not None and served.uses for served in self._served)
+        return "other models have running requests and need the memory" if busy else "it is still loading"
 
     async def _until_loaded(self, served: Served) -> None:
         """Wait until a model is loaded; starts a load if none is under way.
@@ -279,12 +277,13 @@ class Registry:
         served = self._named(name)
         return None if served is None or served.running is None else served.running.service
 
+    def seen_by(self, allowed: Collection[str]) -> SeenModels:
+        return SeenModels(self, allowed)
+
     def _known(self, name: str) -> Served:
         served = self._named(name)
         if served is None:
-            names = ", ".join(shown(served.name) for served in self._served)
-            message = f"The model {shown(name)} does not exist; this server serves {names}."
-            raise ApiError(404, message, param="model", code="model_not_found")
+            raise no_model(name, [served.name for served in self._served])
         return served
 
     # ---------------------------------------------------------------- memory
@@ -360,8 +359,7 @@ class Registry:
         pinned = [other for other in self._served if other.model.pinned and other is not served and other.running]
         held = sum(other.running.promise.size for other in pinned if other.running is not None)
         if held:
-            names = ", ".join(other.name for other in pinned)
-            self._budget.check(f"{served.name} with the pinned {names}", held + size)
+            self._budget.check(f"{served.name} with the pinned models", held + size)  # names would tell any key
 
     async def _change(self) -> None:
         """Wait until a model is used less, or is unloaded."""

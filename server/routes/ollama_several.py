@@ -7,38 +7,34 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 
 from server.answering.ollama_facts import capabilities, read_files
 from server.answering.ollama_input import tagged
 from server.api.ollama_schemas import OllamaDetails, OllamaListed, OllamaModels, OllamaProcesses, OllamaRunning
-from server.context import HouseDep, Models, Service
+from server.context import HouseDep, Models
 from server.models.status import ModelStatus
 from server.routes.ollama import ERRORS
 from server.routes.ollama_models import NEVER, facts_of
-from server.routes.several_models import may_see, models_of_house
+from server.routes.several_models import models_of_house
 
 router = APIRouter()
 
 _GGUF = ".gguf"
 
 
-def _statuses(house: Service, request: Request) -> list[ModelStatus]:
-    return [status for status in models_of_house(house).statuses() if may_see(request, status)]
-
-
 @router.get("/api/tags", responses=ERRORS, summary="Ollama's list of models")
-async def tags(request: Request, house: HouseDep) -> OllamaModels:
+async def tags(house: HouseDep) -> OllamaModels:
     """List all models, loaded or not, as in Ollama's API."""
     models = models_of_house(house)
-    return OllamaModels(models=[await _listed(models, status) for status in _statuses(house, request)])
+    return OllamaModels(models=[await _listed(models, status) for status in models_of_house(house).statuses()])
 
 
 @router.get("/api/ps", responses=ERRORS, summary="Ollama's list of loaded models")
-async def ps(request: Request, house: HouseDep) -> OllamaProcesses:
+async def ps(house: HouseDep) -> OllamaProcesses:
     """List the loaded models and when they will be unloaded, as in Ollama's API."""
     found = []
-    for status in _statuses(house, request):
+    for status in models_of_house(house).statuses():
         service = models_of_house(house).service_of(status.name)
         if service is not None:
             info = service.client.info
