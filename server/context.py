@@ -83,6 +83,13 @@ class Models(Protocol):
         """The model that a request with this `model` gets: by its name, an alias, or the name of an adapter; None if
         there is none."""
 
+    def choose(self, request: Request, name: str) -> ModelStatus:
+        """The model that a request with this `model` would get. It is not loaded.
+
+        Raises:
+            ApiError: 404, there is no such model; 403, the API key may not use it.
+        """
+
     async def serve(self, request: Request) -> Service:
         """The service of the model that a request names, which is loaded first if it is not. The model stays loaded
         until the request has been answered.

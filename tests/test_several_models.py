@@ -583,7 +583,8 @@ def test_an_idle_model_is_unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ollamas_clients_see_all_models(monkeypatch: pytest.MonkeyPatch) -> None:
     async def go() -> None:
-        async with world(monkeypatch, "a", "b") as found:
+        said = {"prompt": "hi"}
+        async with world(monkeypatch, "a", "b", changes={"b": {"aliases": ("Other",)}}) as found:
 
             async def names(path: str) -> list[str]:
                 return [one["name"] for one in (await found.http.get(path)).json()["models"]]
@@ -597,7 +598,15 @@ def test_ollamas_clients_see_all_models(monkeypatch: pytest.MonkeyPatch) -> None
             assert (await names("/api/tags"), await names("/api/ps")) == (["a:latest", "b:latest"], ["b:latest"])
             shown = await found.http.post("/api/show", json={"name": "b:latest"})
             assert shown.status_code == 200
+            unloaded = await found.http.post("/api/show", json={"model": "A"})
+            assert (unloaded.status_code, unloaded.json()["capabilities"]) == (200, ["completion"])
+            pulls = [await found.http.post("/api/pull", json={"model": name, "stream": False}) for name in ("A", "x")]
+            assert [answer.status_code for answer in pulls] == [200, 404]
+            assert "It serves 'a', 'b'." in pulls[1].json()["error"]
             assert found.loads == ["b"]
+            answer = await found.http.post("/api/generate", json={"model": "OTHER:latest", "stream": False} | said)
+            assert answer.json()["response"] == "b"
+            assert (await found.complete("OTHER")).status_code == 404
             await found.http.post("/api/generate", json={"model": "b", "keep_alive": 0})
             await found.until(lambda: found.served("b").state == "unloaded")
             assert await names("/api/ps") == []

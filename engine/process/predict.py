@@ -32,6 +32,9 @@ class Prediction:
         on_gpu: whether it is a GPU's memory.
         tasks: what the model can do.
         max_model_len: tokens of prompt and answer together.
+        path: the folder with its config.json.
+        dtype, quantization: the formats of its weights, as in `EngineInfo`.
+        sees: whether it reads images among its tokens.
         problem: why it cannot be loaded; "" if it can.
         unknown: whether it is not on this machine yet.
     """
@@ -42,6 +45,10 @@ class Prediction:
     on_gpu: bool = False
     tasks: tuple[str, ...] = ()
     max_model_len: int = 0
+    path: str = ""
+    dtype: str = ""
+    quantization: str | None = None
+    sees: bool = False
     problem: str = ""
     unknown: bool = False
 
@@ -114,6 +121,10 @@ def look(config: EngineConfig, *, download: bool = False) -> Prediction:
         on_gpu=on_gpu,
         tasks=("transcribe",) if facts.hears else tuple(facts.tasks),
         max_model_len=facts.max_model_len,
+        path=str(facts.path),
+        dtype=facts.dtype,
+        quantization=facts.quantization,
+        sees=facts.image_tokens > 0,
     )
 
 

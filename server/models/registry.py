@@ -21,6 +21,7 @@ from engine.process.predict import Prediction, predict
 from server.answering.chat_images import ChatImages
 from server.answering.endpoints import served_endpoints
 from server.answering.images import ImageReading
+from server.answering.ollama_facts import capabilities, expected_capabilities
 from server.answering.rendering import ChatRenderer
 from server.answering.terms import DeadlineError, read_terms
 from server.api.multipart import read_form
@@ -36,7 +37,7 @@ from server.errors import ApiError
 from server.live import LiveFeed
 from server.models.budget import Budget, Promise
 from server.models.declared import Declared, memory_limit
-from server.models.engines import AllEngines
+from server.models.engines import AllEngines, expected_info
 from server.models.loading import Loaded, load_model
 from server.models.seen import SeenModels, no_model, not_allowed
 from server.models.served import Running, Served
@@ -52,6 +53,7 @@ _FOREVER = 10.0**9  # seconds
 _RETRY = 5  # seconds after which a client may ask again
 _LATEST = ":latest"  # Ollama's clients add it to names
 _FORMS = "/v1/audio/"
+_OLLAMA = "/api/"  # names in its API may have any case
 # Endpoints whose streams are server-sent events, in which comments may stand.
 _STREAMS = frozenset(
     {
@@ -86,6 +88,7 @@ class Registry:
             for served in self._served
             for name in (served.name, *served.model.aliases, *served.model.engine.adapters)
         }
+        self._folded = {name.casefold(): served for name, served in reversed(self._names.items())}
         self._budget = Budget(memory_limit(settings))
         self._turn = asyncio.Lock()  # held by the load that looks for models to unload
         self._changed = asyncio.Event()
@@ -159,6 +162,8 @@ class Registry:
         key = key_of(request)
         allowed = [served for served in self._served if key is None or key.may_use(served.name)]
         served = self._default(asked, allowed) or self._named(asked or "")
+        if served is None and routed_path(request.scope).startswith(_OLLAMA):
+            served = self._folded.get((asked or "").casefold().removesuffix(_LATEST))
         names = [served.name for served in allowed]
         if served is None:
             raise no_model(asked, names)
@@ -239,6 +244,9 @@ class Registry:
     def statuses(self) -> list[ModelStatus]:
         return [served.status() for served in self._served]
 
+    def choose(self, request: Request, name: str) -> ModelStatus:
+        return self._choose(name, request).status()
+
     def find(self, name: str) -> ModelStatus | None:
         served = self._named(name)
         return None if served is None else served.status()
@@ -300,13 +308,16 @@ class Registry:
 
         def work() -> None:
             found = predict([config for _, config in models], download=download)
-            for (served, _), prediction in zip(models, found, strict=True):
-                loop.call_soon_threadsafe(self._predicted, served, prediction)
+            for (served, config), prediction in zip(models, found, strict=True):
+                abilities = expected_capabilities(config, served.model.settings, prediction)
+                loop.call_soon_threadsafe(self._predicted, served, prediction, abilities)
 
         await asyncio.to_thread(work)
 
-    def _predicted(self, served: Served, prediction: Prediction) -> None:
+    def _predicted(self, served: Served, prediction: Prediction, abilities: Sequence[str]) -> None:
         served.prediction = prediction
+        if not served.num_loads and not prediction.problem and not prediction.unknown:
+            served.info, served.abilities = expected_info(served.model.engine.model, prediction), tuple(abilities)
         if prediction.problem and served.state == "unloaded":
             self.fail(served.name, prediction.problem)
         if prediction.on_gpu and self._settings.max_memory is None and not self._budget.taken:
@@ -406,6 +417,7 @@ class Registry:
     def _running(self, served: Served, loaded: Loaded, promise: Promise) -> Running:
         client, service = loaded.client, self._service(served, loaded)
         served.endpoints = tuple(served_endpoints(client.info, loaded.tokenizer))
+        served.info, served.abilities = client.info, tuple(capabilities(service))
         stuck = restart_when_stuck(client, STUCK * served.model.settings.liveness_timeout)
         watches = (asyncio.create_task(stuck), asyncio.create_task(self._fail_with(served, client)))
         return Running(client, service, promise, watches)

@@ -56,6 +56,9 @@ class SeenModels:
         status = self._models.find(name)
         return status if status is not None and status.name in self._allowed else None
 
+    def choose(self, request: Request, name: str) -> ModelStatus:
+        return self._models.choose(request, name)
+
     async def serve(self, request: Request) -> Service:
         return await self._models.serve(request)
 

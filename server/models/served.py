@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from engine import EngineInfo
 from engine.process.client import ProcessEngineClient
 from engine.process.predict import Prediction
 from server.context import Service
@@ -47,7 +48,7 @@ class Served:
         running: None while it is not loaded.
         bringing: the task that loads it, if there is one.
         prediction: its predicted memory; None before it is known.
-        endpoints: the endpoints of its last load.
+        endpoints, info, abilities: the facts of its last load, or expected ones.
         uses: number of requests that use it or wait for it.
         waiting: number of those that wait.
         idle_time: seconds without a request after which it is unloaded; None: never.
@@ -60,6 +61,8 @@ class Served:
         self.bringing: asyncio.Task[None] | None = None
         self.prediction: Prediction | None = None
         self.endpoints: tuple[str, ...] = ()
+        self.info: EngineInfo | None = None
+        self.abilities: tuple[str, ...] = ()
         self.percent: int | None = None
         self.uses = self.waiting = self.num_loads = 0
         self.idle_time: float | None = None
@@ -185,4 +188,7 @@ class Served:
             last_used=None if running is None else time.time() - since,
             expires_at=None if idle is None else time.time() - since + idle,
             running=self.uses,
+            info=self.info,
+            chat_template=model.engine.chat_template,
+            abilities=self.abilities,
         )
