@@ -11,9 +11,7 @@ class Finding:
     """The result of one check.
 
     Attributes:
-        check: the name of the check.
         verdict: ok, warn or FAIL; FAIL prevents the start.
-        found: the result in words.
         fix: the remedy; "" if none is needed.
     """
 

@@ -26,7 +26,6 @@ class Commons:
     """The counts over all processes.
 
     Attributes:
-        metrics: the metrics of this process.
         generating: limits requests that generate text.
         pooling: limits requests for vectors, classes and masked tokens; each counts as one, however many inputs it has.
         tokenizing: limits calls of /tokenize and /detokenize.
@@ -54,7 +53,6 @@ class Admissions:
     """The limits from the settings, one for each kind of request.
 
     Args:
-        client: the engine.
         settings: the service's settings.
         rejected: called with the reason for each refused request.
     """
@@ -78,11 +76,7 @@ class Admissions:
 
 
 def own_commons(client: EngineClient, settings: ServerSettings, model_id: str, version: str) -> Commons:
-    """The shared state of a service with one HTTP process.
-
-    Raises:
-        ConfigError: Redis cannot be used.
-    """
+    """The shared state of a service with one HTTP process. Raises ConfigError: Redis cannot be used."""
     metrics = Metrics(client, model_id, version)
     admissions = Admissions.of(client, settings, metrics.rejected)
     metrics.exposition.show_admission(admissions.generating, admissions.pooling)

@@ -56,12 +56,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A load with a fixed number of requests at a time.
-
-    Attributes:
-        server: the model, its path and its version.
-        cpu_seconds: CPU time of this process.
-    """
+    """A load with a fixed number of requests at a time. `server`: the model, its path and its version."""
 
     records: Sequence[Record]
     settings: Mapping[str, Any]

@@ -44,11 +44,7 @@ _TURN = 16 * 2**20  # bytes that are copied into pages between two steps of othe
 
 
 class Content(Protocol):
-    """Pages as bytes on the host (`engine.execution.page_content`).
-
-    Attributes:
-        size: bytes of a page.
-    """
+    """Pages as bytes on the host (`engine.execution.page_content`). `size`: bytes of a page."""
 
     size: int
 
@@ -85,7 +81,6 @@ class _Restore:
         hashes, seen: those of the beginning to find, as for `BlockPool.match`.
         places: positions of the needed pages that are on the disk.
         kept: number of pages in memory.
-        placed: number of pages that it has restored.
         over: whether no more of its pages are wanted.
     """
 
@@ -112,7 +107,6 @@ class DiskTier:
     """Moves pages between a pool and a store.
 
     Args:
-        store: the folder.
         content: the content of the pool's pages.
         scheduler: the scheduler of the waiting requests, with its pool.
     """
@@ -148,11 +142,7 @@ class DiskTier:
 
     def begin(self, group: SequenceGroup, hashes: Sequence[PageHash], seen: int | None) -> bool:
         """Whether a request waits from now on because pages of its prompt are on the disk and not in memory;
-        `Scheduler.restored` returns it.
-
-        Args:
-            hashes, seen: as for `BlockPool.match`.
-        """
+        `Scheduler.restored` returns it. `hashes`, `seen`: as for `BlockPool.match`."""
         store = self._store.known
         if not store or not hashes or self._hangs:
             return False

@@ -37,11 +37,8 @@ class LoadedAdapters:
         self.heads: dict[int, Head] = {}
 
     def load(self, name: str, source: Adapter | str, slot: int) -> AdapterInfo:
-        """Load an adapter, or the one in a folder or file, into an empty slot.
-
-        Raises:
-            AdapterError: the adapter does not fit the model; nothing was changed.
-        """
+        """Load an adapter, or the one in a folder or file, into an empty slot. Raises AdapterError if the adapter does
+        not fit the model; nothing was changed."""
         adapter = self._read(name, source) if isinstance(source, str) else replace(source, name=name)
         if not 1 <= slot <= self._max_loras:
             raise AdapterError(f"slot {slot} must be from 1 to {self._max_loras} (max_loras).")
@@ -63,7 +60,6 @@ class LoadedAdapters:
         )  # fmt: skip
 
     def unload(self, slot: int) -> None:
-        """Empty a slot."""
         self._empty(self._filled.pop(slot, []), slot)
         self.heads.pop(slot, None)
 
@@ -80,7 +76,6 @@ class LoadedAdapters:
             raise AdapterError(f"adapter {name!r} cannot be loaded: {error}") from error
 
     def _head(self, adapter: Adapter) -> Head | None:
-        """The head in an adapter, if it has one."""
         if not adapter.replaced:
             return None
         head, prefix = self._model.head, "head."

@@ -121,11 +121,8 @@ class DecodeGraphs:
         )
 
     def run(self, plan: StepPlan, search: Callable[[Tensor], None] | None = None) -> Tensor:
-        """Hidden states [R, features] of a plan that this serves; valid until the next step.
-
-        Args:
-            search: changes the block tables [rows, blocks] as the plan's searches have chosen.
-        """
+        """Hidden states [R, features] of a plan that this serves; valid until the next step. `search`: changes the
+        block tables [rows, blocks] as the plan's searches have chosen."""
         self.state.load(plan)
         if search is not None and plan.searches is not None:
             search(self.state.tables)

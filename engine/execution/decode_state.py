@@ -211,11 +211,8 @@ class DecodeState:
 
 
 class _Sender:
-    """Writes single numbers to an array on the device, without waiting for it.
-
-    Attributes:
-        count: how many numbers were sent so far.
-    """
+    """Writes single numbers to an array on the device, without waiting for it. `count`: how many numbers were sent so
+    far."""
 
     def __init__(self, target: Tensor):
         self._target = target

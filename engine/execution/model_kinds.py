@@ -158,11 +158,8 @@ class Encoder(ModelKind):
 
 
 class Decoder(ModelKind):
-    """Models that continue their own tokens, whose keys and values are stored in pages.
-
-    Attributes:
-        images: makes vectors of images among the tokens; None: the model reads none.
-    """
+    """Models that continue their own tokens, whose keys and values are stored in pages. `images`: makes vectors of
+    images among the tokens; None: the model reads none."""
 
     images: ImageVectors | None = None
 

@@ -83,11 +83,7 @@ class Pooler:
         return made
 
     def pool(self, hidden: Tensor, plan: StepPlan) -> tuple[PooledRow, ...]:
-        """The results of the plan's pooling rows, in order.
-
-        Args:
-            hidden: [Tp, hidden] states of the plan's tokens.
-        """
+        """The results of the plan's pooling rows, in order. `hidden`: [Tp, hidden] states of the plan's tokens."""
         answers: dict[int, PooledRow] = {}
         starts = plan.query_start
         by_task: dict[str, list[PoolingRow]] = {}
@@ -271,7 +267,6 @@ class Pooler:
 
 
 def _finished(vector: NDArray[np.float32], pooling: Pooling) -> PooledRow:
-    """A vector in the requested form."""
     vector = vector[: pooling.dimensions]
     if pooling.normalize:
         vector = vector / max(float(np.linalg.norm(vector)), _TINY)

@@ -89,7 +89,6 @@ class ModelRunner:
         self.kind.use_images(info)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Compute one step."""
         return self.launch(plan).result()
 
     @torch.inference_mode()
@@ -148,7 +147,6 @@ class ModelRunner:
         return plan, partial(self._beams.go_on, plan.searches, before, self.cache, plan.block_tables.shape[1])
 
     def _recorded(self, plan: StepPlan) -> DecodeGraphs | PromptGraphs | None:
-        """The recorded steps that serve a plan."""
         if plan.images:
             return None
         if self.graphs is not None and self.graphs.serves(plan):

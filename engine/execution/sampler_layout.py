@@ -29,10 +29,7 @@ class Layout:
         width, number: the numbers of columns for tokens, and for the most probable ones that are reported.
         touched: [N] rows whose logits are changed, or from which torch's sampler draws.
         place: [S] a row's index among the touched rows.
-        by_torch: rows from which torch's sampler draws.
-        beams: whether there are beams.
         arrays: what the device needs of it.
-        version: the version of these arrays.
     """
 
     width: int
@@ -98,11 +95,8 @@ def lay_out(batch: SamplingBatch, touched: Int32, vocabulary: int) -> Layout:
 
 def edit_arrays(edits: EditList, place: Int32, vocabulary: int) -> dict[str, Array]:
     """The description of edits for a device, by kind: positions in the touched rows' logits. Tokens outside the
-    vocabulary, which an encoder with a different vocabulary may have, are ignored.
-
-    Args:
-        place: [S] a row's index among the touched rows.
-    """
+    vocabulary, which an encoder with a different vocabulary may have, are ignored. `place`: [S] a row's index among the
+    touched rows."""
     arrays: dict[str, Array] = {}
     edits = edits[edits["token"] < vocabulary]
     for kind in Kind:

@@ -56,13 +56,8 @@ _NAME = re.compile(rf"({'|'.join(sorted(_CLASSES, reverse=True))})ImageProcessor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PanAndScan:
-    """A long image gets crops of its parts, side by side, after the one that shows the whole (Gemma 3).
-
-    Attributes:
-        least: pixels of a part's shorter side.
-        most: parts.
-        ratio: of the sides of an image, from which on it gets them.
-    """
+    """A long image gets crops of its parts, side by side, after the one that shows the whole (Gemma 3). `least`: pixels
+    of a part's shorter side."""
 
     least: int
     most: int
@@ -106,11 +101,8 @@ class Cropping:
 
 
 def read_cropping(folder: Path) -> Cropping | None:
-    """Read the settings from a checkpoint's folder; None if it has none.
-
-    Raises:
-        UnsupportedModelError: a setting that is not implemented; names it.
-    """
+    """Read the settings from a checkpoint's folder; None if it has none. Raises UnsupportedModelError if a setting that
+    is not implemented; names it."""
     for name in FILES:
         file = folder / name
         if file.is_file():

@@ -33,11 +33,8 @@ class Breakers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dry:
-    """`SamplingParams.dry_*` with all defaults filled in.
-
-    Attributes:
-        last_n: number of latest tokens that are examined; -1: all of prompt and output.
-    """
+    """`SamplingParams.dry_*` with all defaults filled in. `last_n`: number of latest tokens that are examined; -1: all
+    of prompt and output."""
 
     multiplier: float
     base: float = DEFAULT_BASE

@@ -119,15 +119,13 @@ def load_defaults(
     load_vocabulary: Callable[[], Vocabulary | None] = lambda: None,
 ) -> GenerationDefaults:
     """Defaults from a checkpoint folder: `generation_config.json`, or without that file the same fields of
-    `config.json`, as in `transformers`.
+    `config.json`, as in `transformers`. Raises ModelLoadError if the file is not a JSON object, or contains an invalid
+    value.
 
     Args:
         vocab_size: ids outside the vocabulary are dropped with a warning.
         honour: False keeps only the EOS ids and a speech model's special tokens.
         load_vocabulary: see `read_speech`.
-
-    Raises:
-        ModelLoadError: the file is not a JSON object, or contains an invalid value.
     """
     source = path / "generation_config.json"
     if not source.exists():
@@ -255,17 +253,13 @@ def resolve(
     constraint: Constraint | None = None,
     breakers: Breakers | None = None,
 ) -> Decoding:
-    """Complete a request's parameters with the model's defaults and check them against its limits.
+    """Complete a request's parameters with the model's defaults and check them against its limits. Raises
+    InvalidRequestError: prompt and answer do not fit, an id is outside the vocabulary, or values contradict each other.
 
     Args:
         constraint: the constraint for `structured_outputs`.
         breakers: `dry_sequence_breakers` as tokens; None for none.
         prompt_len: tokens before the answer; for an encoder-decoder model, the decoder's.
-        prompt_name: the request's name for the prompt.
-
-    Raises:
-        InvalidRequestError: prompt and answer do not fit, an id is outside the vocabulary, or values contradict each
-            other.
     """
     for name, instead in (("bad_words", "bad_words_ids"), ("truncate_prompt_tokens", "a prompt that is short enough")):
         if getattr(params, name):
@@ -413,11 +407,7 @@ def _dry(params: SamplingParams, breakers: Breakers) -> Dry:
 
 
 def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
-    """Refuse ids outside [0, vocab_size).
-
-    Raises:
-        InvalidRequestError: names the first one.
-    """
+    """Refuse ids outside [0, vocab_size). Raises InvalidRequestError: names the first one."""
     for token in ids:
         if not 0 <= token < vocab_size:
             raise InvalidRequestError(

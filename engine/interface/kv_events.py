@@ -22,7 +22,6 @@ class KVEventsConfig:
     """The settings for publishing the contents of the prefix cache.
 
     Attributes:
-        enable_kv_cache_events: whether events are published.
         publisher: zmq, or null to publish nothing (default: zmq if events are enabled).
         endpoint: ZeroMQ address of the PUB socket.
         bind: bind the PUB socket, or connect it to a subscriber (default: as in vLLM, bind addresses with *, ::, ipc://
@@ -79,11 +78,8 @@ class KVEventsConfig:
 
 
 def parse_kv_events(given: Any) -> KVEventsConfig:
-    """The settings in a mapping, or in a JSON object as text.
-
-    Raises:
-        ConfigError: it is neither, or a setting in it is unknown or out of range.
-    """
+    """The settings in a mapping, or in a JSON object as text. Raises ConfigError if it is neither, or a setting in it
+    is unknown or out of range."""
     values = decoded(NAME, given)
     known = [field.name for field in fields(KVEventsConfig)]
     for name in values:

@@ -78,12 +78,8 @@ class ChoiceDelta:
 @dataclass(frozen=True, slots=True)
 class RepeatedInput:
     """The decoder's input in a model that classifies its encoder's input: one token, then the input up to its last
-    `end`. The classifier reads the hidden state before the last `end` (BART, arXiv:1910.13461, 3.1).
-
-    Attributes:
-        start: the first token; None for the input's last one.
-        end: EOS.
-    """
+    `end`. The classifier reads the hidden state before the last `end` (BART, arXiv:1910.13461, 3.1). `start`: the first
+    token; None for the input's last one."""
 
     start: int | None
     end: int
@@ -129,7 +125,6 @@ class BeamMove(NamedTuple):
 
     Attributes:
         parent: its index among the live beams of the previous step.
-        token_id: the token.
         score: its accumulated log-probability; for a beam that ends, the score that ranks it (see `ChoiceDelta.score`).
     """
 
@@ -310,12 +305,7 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class CatalogueInfo:
-    """Titles to which answers can be limited.
-
-    Attributes:
-        titles: number of different titles.
-        longest: tokens of the longest one.
-    """
+    """Titles to which answers can be limited. `titles`: number of different titles."""
 
     name: str
     titles: int
@@ -332,7 +322,6 @@ class SignalInfo:
     """The form of an encoder's input that is numbers instead of token ids.
 
     Attributes:
-        kind: the kind of input.
         shape: shape of the array: channels, height and width; or mel bins and frames.
         positions: number of encoder positions that it becomes, which count as its tokens.
     """
@@ -420,11 +409,9 @@ class SpeechInfo:
         no_timestamps_id: comes before an answer without timestamps; the token ids above it are timestamps, one for each
             `SECONDS_PER_TIMESTAMP` from 0 on.
         max_initial_timestamp: the largest index of the first timestamp; None for no limit.
-        languages: the token of each language, by code; {} for a model with one language.
         tasks: the tokens of "transcribe" and "translate"; {} for a model that only transcribes.
         prompt_id: the token before a preceding text; None if the model has none.
         language: the code of the default language; None: it is detected.
-        task: the default task.
         defaults_are_forced: whether these two defaults come from the older `forced_decoder_ids`, which apply only if a
             request sets neither.
         alignment: the heads for token times; None if the model lists none.

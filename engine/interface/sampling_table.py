@@ -34,7 +34,6 @@ class Column:
 
     Attributes:
         name: the name of the column and of the request's field.
-        kind: its type in the table.
         neutral: the value without effect, which is used if neither request nor model sets one.
         use: filter: selects the tokens to sample from, in rows that sample; condition: a parameter of a filter, without
             effect alone; penalty: on tokens that occurred; search, draw: the wanted results of a row and its random
@@ -149,7 +148,6 @@ class Kind(IntEnum):
         HISTORY: the token occurred, so the row's penalties apply once per occurrence; `value` is 1 for occurrences in
             the output.
         DRY: the token would continue a repetition: `value` is subtracted; at most once per token of a row.
-        BAN: impossible.
         FORCE: only these tokens of the row are possible, all equally, whatever a mask says.
     """
 

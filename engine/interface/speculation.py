@@ -65,11 +65,8 @@ _WITHOUT_EFFECT = (
 
 
 def parse_speculative(given: Any) -> SpeculativeConfig:
-    """The settings in a mapping, in a JSON object as text, or the method alone.
-
-    Raises:
-        ConfigError: it is none of these, or a setting in it is unknown or out of range.
-    """
+    """The settings in a mapping, in a JSON object as text, or the method alone. Raises ConfigError if it is none of
+    these, or a setting in it is unknown or out of range."""
     if isinstance(given, str) and not given.lstrip().startswith("{"):
         alone = [method for method in METHODS if method != "draft_model"]
         if given not in alone:

@@ -67,11 +67,9 @@ class TokenSide:
 
     @property
     def entry(self) -> int | list[int]:
-        """The default entry of a token."""
         return self.default if self.width == 1 else [self.default] * self.width
 
     def array(self, values: Sequence[Any]) -> Values:
-        """Entries as an array."""
         return np.array(values, dtype=self.dtype).reshape((-1,) if self.width == 1 else (-1, self.width))
 
     def part(self, known: Values, start: int, count: int) -> Values:
@@ -91,14 +89,9 @@ class TokenSide:
         return self.goes_on or start < len(known)
 
     def read(self, values: Any, count: int, limit: int) -> Values | None:
-        """The entries for this many tokens from a request; None if all are the default.
-
-        Args:
-            limit: number of values in the model, 0 if it does not read the side.
-
-        Raises:
-            InvalidRequestError: the number of entries differs, or a value is outside the model's range.
-        """
+        """The entries for this many tokens from a request; None if all are the default. `limit`: number of values in
+        the model, 0 if it does not read the side. Raises InvalidRequestError if the number of entries differs, or a
+        value is outside the model's range."""
         name, limit = self.field, max(limit, self.least)
         if not limit:
             self._refuse(f"this model does not read {self.noun}. Remove {name}.", "unsupported_parameter")
@@ -206,14 +199,9 @@ def asked_sides() -> Iterable[TokenSide]:
 
 
 def read_sides(given: Mapping[str, Any], count: int, limits: Mapping[str, int]) -> dict[str, Values]:
-    """The sides for this many tokens from a request; sides with only default values are left out.
-
-    Args:
-        limits: for each side, the number of values that the model reads.
-
-    Raises:
-        InvalidRequestError: names the first invalid or unknown side.
-    """
+    """The sides for this many tokens from a request; sides with only default values are left out. `limits`: for each
+    side, the number of values that the model reads. Raises InvalidRequestError: names the first invalid or unknown
+    side."""
     known = {side.name: side for side in asked_sides()}
     for name in given:
         if name not in known:

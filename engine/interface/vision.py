@@ -62,11 +62,8 @@ class Surrounds:
     whole: str = "<global-img>"
 
     def text(self, token: str, tiles: Size) -> str:
-        """An image's text, with one image token for each crop.
-
-        Args:
-            tiles: rows and columns of crops before the one that shows the whole image.
-        """
+        """An image's text, with one image token for each crop. `tiles`: rows and columns of crops before the one that
+        shows the whole image."""
         rows, columns = tiles
         made = ""
         for row in range(1, rows + 1):
@@ -87,11 +84,8 @@ class Framed:
     end: str = "<end_of_image>"
 
     def text(self, token: str, tiles: Size) -> str:
-        """An image's text, with one image token for each crop.
-
-        Args:
-            tiles: rows and columns of crops after the one that shows the whole image.
-        """
+        """An image's text, with one image token for each crop. `tiles`: rows and columns of crops after the one that
+        shows the whole image."""
         one = f"\n\n{self.mark}{token}{self.end}\n\n"
         count = tiles[0] * tiles[1]
         if not count:
@@ -232,11 +226,8 @@ class SeenImage:
 def read_images(
     images: Sequence[PlacedImage], tokens: Sequence[int], vision: VisionInfo | None
 ) -> tuple[SeenImage, ...]:
-    """The images of a prompt.
-
-    Raises:
-        InvalidRequestError: the model reads none, or one does not fit the model or the tokens.
-    """
+    """The images of a prompt. Raises InvalidRequestError if the model reads none, or one does not fit the model or the
+    tokens."""
     if not images:
         return ()
     if vision is None:

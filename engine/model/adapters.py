@@ -46,6 +46,5 @@ class Adapter:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its tensors."""
         products = [tensor for product in self.products.values() for tensor in (product.down, product.up)]
         return sum(tensor.nbytes for tensor in (*products, *self.replaced.values()))

@@ -64,13 +64,8 @@ class Temper(HasRows):
 @dataclass(frozen=True, slots=True, eq=False)
 class PrepareLatent(HasRows):
     """out = queries in the form for keys in pages: rotated, and multiplied with the matrix that would expand latents to
-    keys. The normalised latents and the rotated shared keys are written to a layer's pages.
-
-    Attributes:
-        queries: for each head its content, then the part that is rotated.
-        latent: the latent, then the shared key.
-        layer: the layer of the pages.
-    """
+    keys. The normalised latents and the rotated shared keys are written to a layer's pages. `queries`: for each head
+    its content, then the part that is rotated."""
 
     READS = ("queries", "latent")
     WRITES = ("out",)
@@ -109,7 +104,6 @@ class Attend(HasRows):
     encoder), or those in the encoder's pages.
 
     Attributes:
-        module: the module that it belongs to.
         kv: keys and values beside the queries; None if they are in pages.
         layer: the layer of the pages; None for an encoder.
     """
@@ -174,11 +168,8 @@ class AttendByBuckets(HasRows):
 @dataclass(frozen=True, slots=True, eq=False)
 class AttendGlobally(HasRows):
     """out = attention of the queries to nearby keys and values beside them and to those of global tokens; for global
-    tokens, attention of their own queries to the global keys and values of their whole rows.
-
-    Attributes:
-        heads, of_global: queries, keys and values side by side; the latter are for global tokens.
-    """
+    tokens, attention of their own queries to the global keys and values of their whole rows. `heads`, `of_global`:
+    queries, keys and values side by side; the latter are for global tokens."""
 
     READS = ("heads", "of_global")
     WRITES = ("out",)
@@ -191,11 +182,7 @@ class AttendGlobally(HasRows):
 @dataclass(frozen=True, slots=True, eq=False)
 class AttendToBlocks(HasRows):
     """out = attention of the queries to nearby keys and values beside them, and to those made from sums of blocks of
-    their rows' x.
-
-    Attributes:
-        heads: queries, keys and values side by side.
-    """
+    their rows' x."""
 
     READS = ("x", "heads")
     WRITES = ("out",)
@@ -207,11 +194,7 @@ class AttendToBlocks(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttendInBlocks(HasRows):
-    """out = attention of the queries to the keys and values beside them in the blocks that they see.
-
-    Attributes:
-        heads: queries, keys and values side by side.
-    """
+    """out = attention of the queries to the keys and values beside them in the blocks that they see."""
 
     READS = ("heads",)
     WRITES = ("out",)
@@ -230,11 +213,7 @@ class BeginBeside(HasRows):
 @dataclass(frozen=True, slots=True, eq=False)
 class AttendBeside(HasRows):
     """out = attention of the queries to the keys and values beside them in their block, and to those of the vectors
-    beside the tokens; these vectors add the results of their own attention to all tokens and to each other.
-
-    Attributes:
-        heads: queries, keys and values side by side.
-    """
+    beside the tokens; these vectors add the results of their own attention to all tokens and to each other."""
 
     READS = ("heads",)
     WRITES = ("out",)

@@ -43,11 +43,8 @@ class ExpertMatrices(nn.Module):
 
     def pack(self, quantization: Held | None = None, quantised: Callable[[int], Weight | Packed] | None = None) -> None:
         """Lay the loaded matrices out for a CPU's kernels, or for a GPU's if they are quantised; the plain ones are
-        released, or are on the model's device afterwards.
-
-        Args:
-            quantised: returns a matrix that is already quantised or packed; the plain ones then need not be loaded.
-        """
+        released, or are on the model's device afterwards. `quantised`: returns a matrix that is already quantised or
+        packed; the plain ones then need not be loaded."""
         matrices = self.weight if quantised is None else map(quantised, range(self.count))
         if not on_gpu(self.device):
             biases = [None] * self.count if self.bias is None else list(self.bias)

@@ -29,7 +29,6 @@ class Inputs:
 
     Attributes:
         token_ids, positions: [Tp].
-        metadata: the rows that the T tokens form.
         min_rows: minimum rows of a matrix product whose rows do not depend on each other
             (`engine.execution.invariance`).
         caches: the pages of each decoder layer; None for an encoder alone.

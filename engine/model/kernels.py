@@ -39,7 +39,6 @@ class RowForm(NamedTuple):
     """How a GPU computes a single row; an argument of each pass.
 
     Attributes:
-        name: the name for the log.
         fused: whether to use our kernels around products (`engine.backends.triton.one_row`).
         overlapping: whether these begin before the previous ones end.
     """

@@ -54,11 +54,8 @@ class CrossPages:
 
 
 class Linear(nn.Module):
-    """x @ weight.T + bias, weight [out, in].
-
-    Args:
-        shared: a weight that another module owns (a tied head); None for its own weight.
-    """
+    """x @ weight.T + bias, weight [out, in]. `shared`: a weight that another module owns (a tied head); None for its
+    own weight."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, place: Place, shared: nn.Parameter | None = None):
         super().__init__()
@@ -187,11 +184,8 @@ class SpanConvolution(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """The weights of self-attention within a row; queries, keys and values are one matrix.
-
-    Args:
-        values_size: features from which a separate matrix makes values; None: values are made like queries and keys.
-    """
+    """The weights of self-attention within a row; queries, keys and values are one matrix. `values_size`: features from
+    which a separate matrix makes values; None: values are made like queries and keys."""
 
     def __init__(
         self,

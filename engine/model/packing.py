@@ -23,7 +23,6 @@ class PackedProduct:
     """x [..., in] to x @ weight.T + bias [..., out], in x's format.
 
     Attributes:
-        compute: computes the product.
         invariant: whether its rows never depend on each other, for any number of rows.
         native: the weight, if our own kernels compute the product on a CPU.
         few_bits: the weight, if it is quantised and on a GPU.
@@ -129,11 +128,7 @@ def keeps_once(device: torch.device, dtype: torch.dtype, quantization: Held | No
 
 
 def takes_parts(dtype: torch.dtype, quantization: Held | None, table: bool) -> bool:
-    """Whether `pack_parts` supports a weight on a CPU.
-
-    Args:
-        quantization, table: see `pack_product`.
-    """
+    """Whether `pack_parts` supports a weight on a CPU. `quantization`, `table`: see `pack_product`."""
     if quantization is not None:
         return native.available()
     return _has_vectors(dtype) and (table or _native_is_best(dtype, amx=False))
@@ -150,8 +145,6 @@ def pack_parts(
 
     Args:
         parts: see `gemm.pack_parts`.
-        outputs: the number of rows.
-        quantization: the format of the parts.
         amx: see `pack_product`.
     """
     if quantization is None:

@@ -72,7 +72,6 @@ class BandScaling:
 
     Attributes:
         factor: divisor of the low frequencies.
-        low, high: the band is between the wavelengths original_length / low and original_length / high.
         original_length: context length in pretraining.
     """
 
@@ -229,7 +228,6 @@ class DistanceVectors:
         max_distance: the last distance, in tokens; with buckets, the last one begins about there.
         buckets: the number on either side: the nearer half have one distance each, the others widen geometrically.
             None: each distance has its own vector.
-        norm: a norm of the vectors.
     """
 
     max_distance: int
@@ -245,11 +243,7 @@ class DistanceVectors:
 @dataclass(frozen=True, slots=True)
 class Temperature:
     """Queries at position p are multiplied by 1 + growth * log(1 + floor((p + first) / every)), so that softmax does
-    not flatten as the number of keys grows (arXiv:2501.19399).
-
-    Attributes:
-        first: the number of the first position, 0 or 1.
-    """
+    not flatten as the number of keys grows (arXiv:2501.19399). `first`: the number of the first position, 0 or 1."""
 
     growth: float
     every: float

@@ -16,12 +16,8 @@ from engine.model.state_layers import CausalConvolution, DeltaRuleAttention
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Convolve(HasRows):
-    """out = b * convolution(a * x) of [a | b | x], or silu(convolution(x)).
-
-    Attributes:
-        gated: which of the two.
-        layer: the layer's number among those with a state.
-    """
+    """out = b * convolution(a * x) of [a | b | x], or silu(convolution(x)). `layer`: the layer's number among those
+    with a state."""
 
     READS = ("x",)
     WRITES = ("out",)

@@ -149,11 +149,8 @@ class Reversed:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Several tensors, one after the other along the first axis, of these lengths.
-
-    Attributes:
-        inner: the layout of each in its part; empty: as stored.
-    """
+    """Several tensors, one after the other along the first axis, of these lengths. `inner`: the layout of each in its
+    part; empty: as stored."""
 
     lengths: tuple[int, ...]
     inner: tuple[Transform, ...] = ()
@@ -215,9 +212,6 @@ class Interleaved:
     """Queries, keys and values stored group by group: `queries` query heads, then one key and one value head.
 
     In the parameter all queries come first, then all keys, then all values.
-
-    Attributes:
-        order: the order of the three in a stored group.
     """
 
     groups: int
@@ -365,9 +359,8 @@ class Entry:
     Attributes:
         target: the parameter's name in the Transformer.
         sources: names in the checkpoint, in the transform's order.
-        transform: their layout in the parameter.
-        shard_axis: axis of the parameter (of each part, if joined) that tensor parallelism would divide;
-            None to repeat it everywhere.
+        shard_axis: axis of the parameter (of each part, if joined) that tensor parallelism would divide; None to repeat
+            it everywhere.
         default: value of all elements if the checkpoint has none of the sources, or a function that fills the
             parameter; None if they are required.
     """

@@ -51,9 +51,8 @@ class AnswerTerms:
         max_answer_len: maximum tokens of an answer.
         max_seq_len: tokens of a window, including question and special tokens; None: 384, or the model's limit if that
             is less.
-        doc_stride: tokens of the context that a window shares with the next one; None: 128, or half a window if that
-            is less.
-        handle_impossible_answer: whether "no answer" may be an answer.
+        doc_stride: tokens of the context that a window shares with the next one; None: 128, or half a window if that is
+            less.
         align_to_words: whether answers are extended to whole words.
     """
 
@@ -72,11 +71,8 @@ class AnswerTerms:
         check_number("doc_stride", self.doc_stride, NumberRange(low=0, integer=True))
 
     def window(self, info: EngineInfo) -> tuple[int, int]:
-        """Tokens of a window, and tokens that two windows share.
-
-        Raises:
-            InvalidRequestError: the window exceeds the model's limit, or contains nothing new.
-        """
+        """Tokens of a window, and tokens that two windows share. Raises InvalidRequestError if the window exceeds the
+        model's limit, or contains nothing new."""
         size = min(DEFAULT_WINDOW, info.max_model_len) if self.max_seq_len is None else self.max_seq_len
         if size > info.max_model_len:
             raise InvalidRequestError(
@@ -97,11 +93,8 @@ class AnswerTerms:
 
 
 def read_question(tokenizer: Tokenizer, question: str, context: str) -> Encoding:
-    """A question and its context as one pair, of any length.
-
-    Raises:
-        InvalidRequestError: one of them is empty or invalid, or the tokenizer does not report positions.
-    """
+    """A question and its context as one pair, of any length. Raises InvalidRequestError if one of them is empty or
+    invalid, or the tokenizer does not report positions."""
     for name, text in (("question", question), ("context", context)):
         if not text:
             raise InvalidRequestError(f"the {name} is empty.", param=name, code="invalid_value")
@@ -120,14 +113,11 @@ def read_question(tokenizer: Tokenizer, question: str, context: str) -> Encoding
 
 def windows_of(encoding: Encoding, size: int, overlap: int, side: Side) -> list[Encoding]:
     """A question with parts of its context. Each part has at most `size` tokens, and neighbouring parts share `overlap`
-    tokens.
+    tokens. Raises InvalidRequestError if the question leaves no room for a context, or there are too many windows.
 
     Args:
         encoding: see `read_question`.
         side: the side at which the tokenizer cuts: with "left", windows begin at the context's end.
-
-    Raises:
-        InvalidRequestError: the question leaves no room for a context, or there are too many windows.
     """
     places = [at for at, owner in enumerate(encoding.sequence) if owner == _CONTEXT]
     others = len(encoding.ids) - len(places)
@@ -187,11 +177,8 @@ def answers_of(
     terms: AnswerTerms,
     cls_token_id: int | None,
 ) -> list[Answer]:
-    """The answers in the results of the task "answer" for each window, best first.
-
-    Args:
-        cls_token_id: the token that means "no answer"; None for models without one.
-    """
+    """The answers in the results of the task "answer" for each window, best first. `cls_token_id`: the token that means
+    "no answer"; None for models without one."""
     found: dict[str, Answer] = {}
     null = np.inf
     for answer, window in zip(pooled, windows, strict=True):

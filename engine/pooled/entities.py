@@ -28,7 +28,6 @@ class Entity:
     """A part of a text, with its label.
 
     Attributes:
-        text: its text.
         label: one of the requested labels.
         start, end: characters [start, end) of the text.
         score: from 0 to 1.
@@ -76,13 +75,7 @@ class EntityTerms:
 
 @dataclass(frozen=True, slots=True)
 class EntityWindow:
-    """A part of a text, read with the labels.
-
-    Attributes:
-        encoding: its tokens.
-        labels, words: the token for each label and word.
-        first: index of its first word in the text.
-    """
+    """A part of a text, read with the labels. `first`: index of its first word in the text."""
 
     encoding: Encoding
     labels: list[int]
@@ -154,7 +147,6 @@ def _first_tokens(words: Sequence[int | None]) -> dict[int, int]:
 
 
 def _marks(whole: Encoding, firsts: dict[int, int], count: int, reading: EntitiesInfo) -> list[int]:
-    """The tokens for the labels."""
     marks = [firsts.get(2 * number, -1) for number in range(count)]
     if any(at < 0 or whole.ids[at] != reading.label_token_id for at in marks) or 2 * count not in firsts:
         raise InvalidRequestError(
@@ -172,13 +164,8 @@ def _marks(whole: Encoding, firsts: dict[int, int], count: int, reading: Entitie
 def _cuts(
     begins: Sequence[int], room: int, terms: EntityTerms, reading: EntitiesInfo, limit: int
 ) -> Iterator[tuple[int, int]]:
-    """The first word of each window and the word after its last, for words that begin with these tokens.
-
-    Args:
-        begins: the first token of each word; the last entry is the end of the last word.
-        room: tokens of a window for words.
-        limit: total tokens of a window.
-    """
+    """The first word of each window and the word after its last, for words that begin with these tokens. `begins`: the
+    first token of each word; the last entry is the end of the last word."""
     count, first, number = len(begins) - 1, 0, 0
     while True:
         last = first

@@ -49,7 +49,8 @@ class RestartPolicy:
 
 
 class ProcessEngineClient(ConnectedClient):
-    """Loads an engine in a separate process, and starts it again when it has died.
+    """Loads an engine in a separate process, and starts it again when it has died. Raises OctavoError if the engine
+    cannot start; this is the error raised in its process.
 
     Args:
         config: the engine's settings.
@@ -61,9 +62,6 @@ class ProcessEngineClient(ConnectedClient):
 
     Attributes:
         on_change: called when the engine has died, and when it serves again.
-
-    Raises:
-        OctavoError: the engine cannot start; this is the error raised in its process.
     """
 
     def __init__(
@@ -225,10 +223,7 @@ class ProcessEngineClient(ConnectedClient):
 def start_engine(
     config: EngineConfig, policy: RestartPolicy | None = None, log_format: LogFormat | None = None
 ) -> EngineClient:
-    """Load an engine in a separate process and return a client for it; blocks until the engine can serve.
-
-    Raises:
-        ModelLoadError, UnsupportedModelError, ConfigError: the engine cannot start.
-        EngineDeadError: the engine's process ended while it loaded.
-    """
+    """Load an engine in a separate process and return a client for it; blocks until the engine can serve. Raises
+    ModelLoadError, UnsupportedModelError, ConfigError if the engine cannot start. EngineDeadError if the engine's
+    process ended while it loaded."""
     return ProcessEngineClient(config, policy, log_format)

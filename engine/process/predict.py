@@ -27,8 +27,6 @@ class Prediction:
 
     Attributes:
         memory: the maximum that its engine takes, while it loads or once its KV cache is full.
-        weights: the weights' part of it.
-        free: free memory of its device.
         on_gpu: whether it is a GPU's memory.
         tasks: what the model can do.
         max_model_len: tokens of prompt and answer together.
@@ -48,14 +46,8 @@ class Prediction:
 
 def predict(configs: Sequence[EngineConfig], *, download: bool = False) -> Iterator[Prediction]:
     """The predictions for some models, each as soon as it is known. Blocks for some seconds, most of them before the
-    first one.
-
-    Args:
-        download: whether models on the hub are downloaded first.
-
-    Raises:
-        OctavoError: the process ended early.
-    """
+    first one. `download`: whether models on the hub are downloaded first. Raises OctavoError if the process ended
+    early."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", f"{__package__}.predict"],
@@ -87,11 +79,8 @@ def _read(values: dict[str, Any]) -> Prediction:
 
 
 def look(config: EngineConfig, *, download: bool = False) -> Prediction:
-    """The prediction for one model, in this process, which imports torch.
-
-    Args:
-        download: whether a model on the hub is downloaded first.
-    """
+    """The prediction for one model, in this process, which imports torch. `download`: whether a model on the hub is
+    downloaded first."""
     from engine.inspection import inspect_model  # imports torch
     from engine.model.checkpoint import locate
 

@@ -50,7 +50,6 @@ class Outcome:
 
     Attributes:
         delta: the news for the caller.
-        live: sequences that continue.
         forks: (child, parent) pairs; the child needs references to the parent's pages.
         dropped: sequences that have ended; their pages are freed after all forks.
         num_new_tokens: number of tokens that the caller gained.

@@ -366,7 +366,6 @@ def _sampling_again(rows: Seq[Row], before: SamplingBatch | None) -> SamplingBat
 
 
 def _edits(rows: Seq[Row]) -> EditList:
-    """The edits of each row: its tokens by kind."""
     parts: list[tuple[int, int, Int32 | list[int], float]] = []  # row, kind, tokens, value
     values_of: dict[int, Float32] = {}  # values of kinds that have one for each token
     for i, row in enumerate(rows):
@@ -508,7 +507,6 @@ def forced_tokens(row: Row) -> tuple[int, ...]:
 
 
 def _word_ends(words: Seq[tuple[int, ...]], tokens: Int32) -> list[int]:
-    """The last tokens of those words whose other tokens are the end of the given tokens."""
     longest = max(map(len, words)) - 1
     tail = tuple(tokens[-longest:].tolist()) if longest else ()
     return [word[-1] for word in words if len(word) <= len(tail) + 1 and tail[len(tail) + 1 - len(word) :] == word[:-1]]

@@ -106,7 +106,6 @@ class StepWork:
     """The work of a step.
 
     Attributes:
-        tokens: the number of all tokens.
         prompt_tokens: the number of tokens in rows that do not just decode.
         pairs: the number of query-key pairs.
         scores: the number of rows of logits.
@@ -119,7 +118,6 @@ class StepWork:
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepWork:
-        """The work of a plan."""
         sampled = _NO_ROWS if plan.sampling is None else plan.sampling.rows
         if plan.num_tokens == plan.num_rows == len(sampled) and plan.encoder is None and not plan.pooling:
             seen = plan.context_lens.tolist() if plan.cross is None else (plan.context_lens + plan.cross.lens).tolist()
@@ -140,7 +138,6 @@ class StepWork:
         )
 
     def total(self, costs: Costs) -> float:
-        """The work in tokens."""
         return self.tokens + costs.pair * self.pairs + costs.score * self.scores
 
 
@@ -148,7 +145,6 @@ class StepBudget:
     """Learns how long steps take, and limits the next one. Pure: it has no clock.
 
     Args:
-        seconds: the time limit.
         costs: how work is counted.
         measured: initial steps and their seconds.
         floor: work that a step may always have, however long it takes.

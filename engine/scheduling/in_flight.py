@@ -43,7 +43,6 @@ class InFlightStep:
     Attributes:
         rows: the rows as they were planned; some may have become void.
         copies: pages copied for each request.
-        encoder_runs: runs of the encoder.
         searches: its beam searches whose previous step's answer is not applied yet.
         plan: the plan that is computed; None if it has to be planned again, from the rows that are not void by then.
         answer: the launched answer, or why the launch failed; None before the launch.
@@ -65,7 +64,6 @@ class InFlightStep:
     ended: float | None = None
 
     def live(self) -> list[Row]:
-        """Rows that are not void."""
         return [row for row in self.rows if not row.is_void]
 
     def take_inputs(self, groups: set[SequenceGroup]) -> list[EncoderInput]:

@@ -77,14 +77,9 @@ class SchedulerConfig:
 
 
 def check_fits(request: Request, config: SchedulerConfig, total_pages: int, total_states: int | None = None) -> None:
-    """Refuse a request that could never run, even alone.
-
-    Args:
-        total_states: number of state slots, of which a sequence has two in a step; None: sequences need none.
-
-    Raises:
-        InvalidRequestError: it needs more rows or pages than there are.
-    """
+    """Refuse a request that could never run, even alone. `total_states`: number of state slots, of which a sequence has
+    two in a step; None: sequences need none. Raises InvalidRequestError if it needs more rows or pages than there
+    are."""
     decoding, size = request.decoding, config.block_size
     if decoding.width > config.max_num_seqs:
         name = "num_beams" if decoding.num_beams > 1 else "n"

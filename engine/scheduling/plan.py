@@ -183,8 +183,6 @@ class PoolingRow:
     """A row whose hidden states are wanted.
 
     Attributes:
-        row: number of the row in the plan.
-        pooling: the kind of pooling.
         start: number of the input's tokens before the row's first.
         complete: whether the row ends the input.
         before: [modes, features] `PooledRow.values` after the input's earlier tokens, None if there are none.
@@ -202,10 +200,8 @@ class ImageRows:
     """Vectors of an image that a step's tokens have.
 
     Attributes:
-        key: of the image: its pixels and its size.
         pixels: uint8 [crops, channels, height, width].
         size: height and width of the image as it was sent.
-        first, count: the vectors, in the order of the tokens.
     """
 
     key: bytes

@@ -77,7 +77,6 @@ class Row:
         return range(first, max(first, min(self.start + self.count, self.sequence.num_prompt - 1)))
 
     def drafting(self, drafts: tuple[int, ...]) -> Row:
-        """This row, which has no drafts, with these drafts."""
         return replace(self, count=self.count + len(drafts), sampled=1 + len(drafts), drafts=drafts)
 
     def keeping(self, count: int) -> Row:

@@ -115,11 +115,8 @@ class Scheduler:
     # ---------------------------------------------------------------- adding and ending requests
 
     def check_fits(self, request: Request) -> None:
-        """Refuse a request that could never run.
-
-        Raises:
-            InvalidRequestError: it needs more rows or pages than exist, or its id is taken.
-        """
+        """Refuse a request that could never run. Raises InvalidRequestError if it needs more rows or pages than exist,
+        or its id is taken."""
         if request.request_id in self._groups:
             raise InvalidRequestError(
                 f"request id {request.request_id!r} is in use by an unfinished request.", param="request_id"
@@ -192,7 +189,6 @@ class Scheduler:
         return request_id in self._groups
 
     def groups(self) -> Iterator[SequenceGroup]:
-        """All unfinished groups."""
         return iter(self._groups.values())
 
     def adapters_in_use(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -325,11 +321,7 @@ class Scheduler:
 
     def fail(self, message: str, groups: Iterable[SequenceGroup] | None = None) -> list[RequestDelta]:
         """End requests of the oldest step with an error, and no others; the step is over if no request is left.
-
-        Args:
-            message: why.
-            groups: the groups that end; None: all.
-        """
+        `groups`: the groups that end; None: all."""
         deltas = []
         if groups is None:
             groups = dict.fromkeys(row.group for row in self.in_flight.oldest.live()) if self.in_flight else ()
@@ -681,11 +673,8 @@ class Scheduler:
         return stats
 
     def check_integrity(self) -> None:
-        """Compare the pool with the tables of all live sequences; for tests and for idle moments.
-
-        Raises:
-            AssertionError: something leaked, is held twice, or is held although it is outside every window.
-        """
+        """Compare the pool with the tables of all live sequences; for tests and for idle moments. Raises
+        AssertionError: something leaked, is held twice, or is held although it is outside every window."""
         self._tables.check(self._groups.values())
         tables = [list(s.table) for g in self._groups.values() for s in g.sequences]
         tables += [g.encoder_input.pages for g in self._groups.values() if g.encoder_input is not None]

@@ -29,7 +29,6 @@ class Continuation:
 
     Attributes:
         parent: index among the given sequences.
-        token: the new token.
         score: the sequence's new accumulated log-probability.
         column: the column of the parent's candidates that contains the token.
     """
@@ -45,10 +44,8 @@ class Ranking:
     """The best candidates of all beams of a search, best first.
 
     Attributes:
-        width: number of candidates of each beam.
         places: for each of the best candidates, the number of the beam that it continues, times width, plus its column
             among that beam's.
-        tokens: the new tokens.
         scores: the beams' new accumulated log-probabilities.
     """
 
@@ -135,7 +132,6 @@ class BeamSearch:
         length_penalty: exponent of the length by which a finished score is divided.
         early_stopping: True stops as soon as num_beams hypotheses are kept; False when the best live beam, at its
             current length, cannot beat the worst kept one; "never" when it cannot at any length up to max_tokens.
-        stop_ids: tokens that end a beam.
         max_tokens: output length at which every beam ends.
         distinct_ends: whether only the best of the stop tokens with which a beam may end counts.
     """
@@ -208,7 +204,6 @@ class BeamSearch:
         return sorted([*kept, *new], key=lambda h: -h.score)[: self.num_beams]
 
     def _considered(self, ranking: Ranking) -> list[Continuation]:
-        """The candidates that count."""
         candidates = ranking.continuations(len(ranking.places))
         if not self.distinct_ends:
             return candidates
@@ -279,7 +274,6 @@ def settled_lengths(live: Sequence[Sequence[int]], kept: Sequence[Sequence[int]]
     so later hypotheses only push others down. The tokens that all of these have in common are settled.
 
     Args:
-        live: outputs of the live beams.
         kept: outputs of the kept hypotheses, best first.
         known: [n] lengths settled before; they only grow.
     """

@@ -24,11 +24,8 @@ _EMPTY = np.zeros(0, dtype=np.int32)
 
 
 class IntBuffer:
-    """A growing int32 array: O(1) append, and slices that need no conversion.
-
-    Attributes:
-        size: the number of its values; do not set it.
-    """
+    """A growing int32 array: O(1) append, and slices that need no conversion. `size`: the number of its values; do not
+    set it."""
 
     __slots__ = ("_data", "size")
 
@@ -52,7 +49,6 @@ class IntBuffer:
         self._data[: self.size][index] = value
 
     def extend(self, values: Iterable[int]) -> None:
-        """Append values."""
         new = list(values)
         end = self.size + len(new)
         if end > len(self._data):
@@ -61,7 +57,6 @@ class IntBuffer:
         self.size = end
 
     def append(self, value: int) -> None:
-        """Append one value."""
         if self.size == len(self._data):
             self._data = self._grown(2 * self.size)
         self._data[self.size] = value
@@ -72,7 +67,6 @@ class IntBuffer:
         return self._data[start : self.size if end is None else end]
 
     def tolist(self) -> list[int]:
-        """The values."""
         return self._data[: self.size].tolist()  # type: ignore[no-any-return]
 
     def assign(self, other: IntBuffer, start: int = 0) -> None:
@@ -257,7 +251,6 @@ class SequenceGroup:
     """All sequences of one request; they are admitted, preempted and aborted together.
 
     Attributes:
-        request: the request itself.
         arrival: number that orders requests of equal priority.
         root: hash before the first page, which covers whatever changes K and V besides the tokens.
         encoder_input: the encoder's input and its pages, for an encoder-decoder model.
@@ -435,7 +428,6 @@ class SequenceGroup:
 
 
 def pages_needed(num_tokens: int, block_size: int) -> int:
-    """The number of pages for num_tokens tokens."""
     return -(-num_tokens // block_size)
 
 

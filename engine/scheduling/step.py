@@ -62,7 +62,6 @@ class Step:
         searches: the beam searches among the groups whose last answer is not known.
         ahead: whether another step is in flight, so that nothing is preempted for this one.
         num_drafts: number of tokens that may still be drafted: none once prompts are planned.
-        gain: the gain from drafts in this step.
         kept_pages: number of pages that running groups still lack for their tokens, if tokens are drafted.
         image_work: the work of making vectors of images, in tokens.
     """

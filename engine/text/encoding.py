@@ -18,7 +18,6 @@ class Encoding:
     """A text, or a pair of texts, in the form that a model reads; the lists have one entry per token.
 
     Attributes:
-        ids: the tokens.
         type_ids: the tokens' segments; all 0 if the tokenizer has none.
         offsets: the characters [start, end) of its text that a token stands for; (0, 0) for a token that the tokenizer
             added. None if they are not known: for tokenizers written in Python, and for inputs that arrived as ids.
@@ -73,10 +72,8 @@ def encode_fast(
     pad.
 
     The library would truncate before it adds special tokens, through a setting that all threads share. Removing the
-    same tokens afterwards gives the same result.
-
-    Raises:
-        InvalidRequestError: there are more special tokens than `max_length`.
+    same tokens afterwards gives the same result. Raises InvalidRequestError if there are more special tokens than
+    `max_length`.
     """
     # Not `encode`: that holds Python's lock, and so blocks the rest of the process.
     whole = fast.encode_batch([texts if len(texts) == 2 else texts[0]], add_special_tokens=special)[0]
@@ -125,10 +122,8 @@ def encode_slow(
     marker: int | None = None,
 ) -> Encoding:
     """Encode one or two texts with a `transformers` tokenizer written in Python, which has neither offsets nor words.
-
-    Raises:
-        InvalidRequestError: there are more special tokens than `max_length`, or the tokenizer does not accept pairs.
-    """
+    Raises InvalidRequestError if there are more special tokens than `max_length`, or the tokenizer does not accept
+    pairs."""
     parts = [list(hf.encode(text, add_special_tokens=False, verbose=False)) for text in texts]
     total = sum(map(len, parts))
     added = (len(_joined(hf, [[] for _ in texts])) if special else 0) + (marker is not None)

@@ -66,11 +66,8 @@ def is_gbnf(text: str) -> bool:
 
 
 def gbnf_to_lark(text: str) -> str:
-    """The Lark grammar that accepts the same texts.
-
-    Raises:
-        ValueError: names the part that cannot be read or translated.
-    """
+    """The Lark grammar that accepts the same texts. Raises ValueError: names the part that cannot be read or
+    translated."""
     rules = _Reader(grammar_tokens(_TOKEN, text)).rules()
     if "root" not in rules:
         raise ValueError("the grammar has no rule root")
@@ -211,13 +208,7 @@ def _meet(first: Ranges, second: Ranges) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Flow:
-    """The order of a part's positions, which are its characters or its lexemes.
-
-    Attributes:
-        empty: whether the part may be empty.
-        first: positions at which it may begin.
-        last: positions at which it may end.
-    """
+    """The order of a part's positions, which are its characters or its lexemes."""
 
     empty: bool
     first: frozenset[int] = frozenset()
@@ -226,13 +217,7 @@ class _Flow:
 
 @dataclass(slots=True)
 class _Lexeme:
-    """A regular expression as an automaton over character positions.
-
-    Attributes:
-        text: the expression.
-        chars: the characters at each position.
-        after: the positions that may follow each position.
-    """
+    """A regular expression as an automaton over character positions."""
 
     text: str
     chars: list[Ranges] = field(default_factory=list)
@@ -273,7 +258,6 @@ class _Translation:
     flows: dict[str, _Flow] = field(default_factory=dict)
 
     def lark(self) -> str:
-        """The translation."""
         self._find_regular()
         self._find_endless()
         while conflicts := self._conflicts():
@@ -459,7 +443,6 @@ class _Translation:
         return found
 
     def _written(self, node: _Node, names: dict[str, str]) -> str:
-        """A part written in Lark."""
         lexeme = self._lexeme(node)
         if lexeme is not None:
             return f"/{lexeme.text}/{'?' if lexeme.flow.empty else ''}"

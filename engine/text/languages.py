@@ -52,11 +52,8 @@ class Languages:
         return cls()
 
     def id(self, language: str, param: str) -> int:
-        """The token of a language.
-
-        Raises:
-            InvalidRequestError: the tokenizer does not know this language, or knows none.
-        """
+        """The token of a language. Raises InvalidRequestError if the tokenizer does not know this language, or knows
+        none."""
         if not self.ids:
             raise InvalidRequestError(
                 f"{param}: this model's tokenizer has no language tokens. Remove it, and describe the task in the "

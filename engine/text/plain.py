@@ -98,7 +98,6 @@ class PlainTokenizer:
         return found
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Ids to text."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def whole(self) -> Any:
@@ -111,14 +110,12 @@ class PlainTokenizer:
 
 
 def read_plain(folder: Path, settings: Mapping[str, Any]) -> PlainTokenizer | None:
-    """The tokenizer of a folder whose settings are plain; None if `transformers` has to read it.
+    """The tokenizer of a folder whose settings are plain; None if `transformers` has to read it. Raises Exception if
+    the tokenizers library cannot read the file.
 
     Args:
         folder: has a tokenizer.json, and `transformers` has no specific class for it.
         settings: the content of tokenizer_config.json.
-
-    Raises:
-        Exception: the tokenizers library cannot read the file.
     """
     given = {name: value for name, value in settings.items() if value is not None and name not in _IDLE}
     plain = (

@@ -177,14 +177,8 @@ class Tokenizer:
         }
 
     def need_chat_template(self, *, tools: bool = False) -> str:
-        """The model's own chat template (Jinja).
-
-        Args:
-            tools: whether the conversation has tools; some models have a separate template for these.
-
-        Raises:
-            InvalidRequestError: the model has no such template.
-        """
+        """The model's own chat template (Jinja). `tools`: whether the conversation has tools; some models have a
+        separate template for these. Raises InvalidRequestError if the model has no such template."""
         template = (self._template("tool_use") if tools else None) or self.chat_template
         if template is None:
             raise InvalidRequestError(
@@ -215,14 +209,9 @@ class Tokenizer:
         return template if isinstance(template, str) else None
 
     def encode(self, text: str, add_special_tokens: bool = True, src_lang: str | None = None) -> list[int]:
-        """Text to ids.
-
-        Args:
-            src_lang: the text's language, for tokenizers that mark it with a special token; None means their default.
-
-        Raises:
-            InvalidRequestError: the text is not valid Unicode (unpaired surrogates), or the language has no token.
-        """
+        """Text to ids. `src_lang`: the text's language, for tokenizers that mark it with a special token; None means
+        their default. Raises InvalidRequestError if the text is not valid Unicode (unpaired surrogates), or the
+        language has no token."""
         source = None if src_lang is None or not add_special_tokens else self.languages.id(src_lang, "src_lang")
         text = self._given(text)
         if self.encode_long is not None and len(text) > self.encode_long[0]:
@@ -245,7 +234,8 @@ class Tokenizer:
         words: bool = False,
         marker: int | None = None,
     ) -> Encoding:
-        """Convert a text, or a pair of texts, to an encoder's input.
+        """Convert a text, or a pair of texts, to an encoder's input. Raises InvalidRequestError if a text is not valid
+        Unicode, there is no room for the special tokens, or the tokenizer takes no pairs.
 
         Args:
             max_length: the maximum number of tokens; the rest is left out, of a pair from the longer text first
@@ -254,10 +244,6 @@ class Tokenizer:
             words: whether to return each token's word, too.
             marker: a token that is inserted after the first one, or at the start if there are no special tokens; it
                 counts as a special token.
-
-        Raises:
-            InvalidRequestError: a text is not valid Unicode, there is no room for the special tokens, or the tokenizer
-                takes no pairs.
         """
         texts = tuple(self._given(part, "input") for part in (text, pair) if part is not None)
         encode, by = (encode_slow, self._hf) if self._fast is None else (encode_fast, self._fast)
@@ -274,11 +260,8 @@ class Tokenizer:
         )
 
     def encode_words(self, words: Sequence[str]) -> Encoding:
-        """Convert words that are already separated to an encoder's input; `Encoding.words` counts them.
-
-        Raises:
-            InvalidRequestError: a word is not valid Unicode, or the tokenizer does not say which word a token is of.
-        """
+        """Convert words that are already separated to an encoder's input; `Encoding.words` counts them. Raises
+        InvalidRequestError if a word is not valid Unicode, or the tokenizer does not say which word a token is of."""
         if self._fast is None:
             raise InvalidRequestError(
                 "the model's tokenizer is a Python tokenizer and does not report the words of tokens, which this "
@@ -289,11 +272,8 @@ class Tokenizer:
         return encode_words(self._fast, [self._given(word, "input") for word in words], segments=self._segments)
 
     def encode_answer(self, text: str) -> list[int]:
-        """Convert the beginning of an encoder-decoder model's answer to ids, without special tokens.
-
-        Raises:
-            InvalidRequestError: the text is not valid Unicode.
-        """
+        """Convert the beginning of an encoder-decoder model's answer to ids, without special tokens. Raises
+        InvalidRequestError if the text is not valid Unicode."""
         if self._fast is not None:
             return self.encode(text, add_special_tokens=False)
         text = self._given(text)
@@ -338,12 +318,10 @@ class Tokenizer:
         return self.without(ids, self._special if skip_special_tokens else frozenset())
 
     def without(self, ids: Sequence[int], hidden: frozenset[int]) -> list[int]:
-        """The ids that are known to the tokenizer and not hidden."""
         return [token for token in ids if token not in hidden and self._is_known(token)]
 
     @property
     def special_token_ids(self) -> frozenset[int]:
-        """The ids of the special tokens."""
         return self._special
 
     def special_texts(self) -> dict[int, str]:
@@ -416,7 +394,8 @@ class Tokenizer:
     ) -> str:
         """Convert messages to a prompt, by the model's chat template in `transformers`' sandbox.
 
-        The template writes the special tokens itself: encode the result with `add_special_tokens=False`.
+        The template writes the special tokens itself: encode the result with `add_special_tokens=False`. Raises
+        InvalidRequestError if the model has no template, or it refuses these messages.
 
         Args:
             messages: {"role": ..., "content": ...} each, with text contents.
@@ -425,9 +404,6 @@ class Tokenizer:
             add_generation_prompt: whether to end with the text that opens the assistant's answer.
             variables: continue_final_message, documents, image_mark, image_text, and variables that the template may
                 use (enable_thinking ...).
-
-        Raises:
-            InvalidRequestError: the model has no template, or it refuses these messages.
         """
         from engine.text.conversations import fit_messages, render_conversation  # slow to import
 

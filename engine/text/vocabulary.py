@@ -19,7 +19,6 @@ class Vocabulary:
     """The tokens of a model in the form that llguidance expects (its `TokenizerWrapper`).
 
     Args:
-        tokenizer: the model's tokenizer.
         size: number of ids of the model; ids that the tokenizer does not know have no bytes, and are never allowed.
         eos_ids: tokens that end answers.
 

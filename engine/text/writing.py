@@ -8,12 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """The format of an argument: begin NAME middle VALUE end.
-
-    Attributes:
-        middle_of_json: used instead of `middle` if the value is JSON rather than text, in formats that distinguish
-            them.
-    """
+    """The format of an argument: begin NAME middle VALUE end. `middle_of_json`: used instead of `middle` if the value
+    is JSON rather than text, in formats that distinguish them."""
 
     begin: str
     middle: str

@@ -69,14 +69,8 @@ class Background:
         self._accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def start(self, ended: Callable[[], None]) -> None:
-        """Begin the answer; returns when the engine has accepted the request and the store has it.
-
-        Args:
-            ended: called when everything is done.
-
-        Raises:
-            ApiError, OctavoError, StoreError: the request is refused or cannot be stored.
-        """
+        """Begin the answer; returns when the engine has accepted the request and the store has it. `ended`: called when
+        everything is done. Raises ApiError, OctavoError, StoreError if the request is refused or cannot be stored."""
         task = asyncio.create_task(self._make())
         task.add_done_callback(lambda _: ended())
         await asyncio.shield(self._accepted)
@@ -130,12 +124,7 @@ class Background:
 
 class Patience:
     """The wait of one request for room in the service. At most two waiting responses ask for room at a time,
-    round-robin over tenants.
-
-    Args:
-        service: the service that lacks room.
-        terms: the request's terms; the deadline ends the wait.
-    """
+    round-robin over tenants. `terms`: the request's terms; the deadline ends the wait."""
 
     def __init__(self, service: Service, terms: Terms):
         self._service = service
@@ -144,14 +133,8 @@ class Patience:
         self._waiting: asyncio.Timeout | None = None
 
     async def place(self, admit: Callable[[], Awaitable[Place]]) -> Place | None:
-        """The request's slots, once there is room; None if the wait was abandoned.
-
-        Args:
-            admit: asks for the slots.
-
-        Raises:
-            ApiError: there will be no room, or none before the deadline.
-        """
+        """The request's slots, once there is room; None if the wait was abandoned. Raises ApiError if there will be no
+        room, or none before the deadline."""
         if self._given_up:
             return None
         try:
@@ -189,11 +172,7 @@ async def _nothing() -> Message:
 async def follow(service: Service, id_: str, tenant: str | None, after: int) -> AsyncGenerator[str, None]:
     """The events of an answer after this number, to the end, whichever process makes them. The last event is always
     sent with a higher number than the client's: a client may have seen higher numbers than the store has, if the
-    process that made the answer was killed.
-
-    Args:
-        id_: the id of an answer whose stream is kept.
-    """
+    process that made the answer was killed. `id_`: the id of an answer whose stream is kept."""
     store, made = service.response_store, service.background.get(id_)
     assert store is not None
     yield ""  # errors no longer matter
@@ -221,7 +200,6 @@ async def follow(service: Service, id_: str, tenant: str | None, after: int) -> 
 
 
 def _numbered(event: str, number: int) -> str:
-    """A typed event with a new number."""
     name, data = event.split("data: ", 1)
     return f"{name}data: {to_json(from_json(data) | {'sequence_number': number}).decode()}\n\n"
 

@@ -25,7 +25,6 @@ class Block:
     Attributes:
         index: the block's index in the answer.
         call_id: for a call, the id that its result refers to.
-        name: for a call, the function.
         parts: the parts of the text, or of a call's arguments.
         logprobs: log-probabilities of a text's tokens, if requested.
         ended: whether the block is finished.
@@ -64,13 +63,9 @@ class Listener(Protocol):
 
 
 class Blocks:
-    """The blocks of one answer.
-
-    Args:
-        listener: is notified at once.
+    """The blocks of one answer. `listener`: is notified at once.
 
     Attributes:
-        made: the blocks so far.
         finish_reason: as in chat answers; None until known.
         stop_reason: the stop string or token that ended the answer.
     """
@@ -109,7 +104,6 @@ class Blocks:
         return self.made[-1] if self.made and not self.made[-1].ended else None
 
     def _current(self, kind: Kind) -> Block:
-        """The open block if it is of that kind, else a new one."""
         block = self._open
         return block if block is not None and block.kind == kind else self._begin(kind)
 

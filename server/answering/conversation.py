@@ -27,11 +27,8 @@ from server.errors import ApiError
 
 
 async def render_chat(service: Service, chat: ChatCompletionRequest) -> Prompt:
-    """The prompt of a chat request that is rendered, not answered.
-
-    Raises:
-        ApiError, InvalidRequestError: the request cannot be rendered, or is far too long.
-    """
+    """The prompt of a chat request that is rendered, not answered. Raises ApiError, InvalidRequestError if the request
+    cannot be rendered, or is far too long."""
     pictures = pictures_for(service)
     messages = read_messages(chat.messages, pictures)
     rendering = read_rendering(chat, read_tools(chat.tools, chat.tool_choice, chat.parallel_tool_calls))
@@ -70,14 +67,12 @@ class ConversationRun(Run[ChatPiece, Choice]):
 
     @classmethod
     def of(cls, body: ChatCompletionRequest, service: Service, arrival: float, **more: Any) -> Self:
-        """The run that answers a request.
+        """The run that answers a request. Raises ApiError, InvalidRequestError if the body contains an invalid or
+        unsupported field.
 
         Args:
             arrival: `time.monotonic()` seconds.
             more: further attributes of the run.
-
-        Raises:
-            ApiError, InvalidRequestError: the body contains an invalid or unsupported field.
         """
         if body.top_logprobs and not body.logprobs:
             message = f"top_logprobs ({body.top_logprobs}) needs logprobs to be true."

@@ -39,8 +39,6 @@ class Question:
     """A question in the form that the model reads.
 
     Attributes:
-        instructions: the question.
-        lines: the meaning of each label.
         labels: the accepted replies, each one token.
         reply: tells the model to reply with a label; ends with a full stop.
     """
@@ -94,12 +92,9 @@ class DecisionRun(TextRun):
 
     Attributes:
         given: the request in the endpoint's shape.
-        state: the subject of the questions.
-        questions: at least one.
         answer: makes the response from the readings, the usage and this run.
         instructions: a system message, or None.
         variables: further variables for the template.
-        param: the field with the state.
     """
 
     id_prefix = "decision-"
@@ -186,14 +181,7 @@ class DecisionRun(TextRun):
 
 
 def label_ids(tokenizer: Tokenizer, context: str, labels: Sequence[str] | Mapping[str, Any]) -> dict[str, int]:
-    """The token of each label after the prompt.
-
-    Args:
-        context: the end of the prompt.
-
-    Raises:
-        ApiError: a label is not a single token there.
-    """
+    """The token of each label after the prompt. Raises ApiError if a label is not a single token there."""
     base, found = tokenizer.encode(context, add_special_tokens=False), dict[str, int]()
     for label in labels:
         ids = tokenizer.encode(context + label, add_special_tokens=False)

@@ -83,7 +83,6 @@ class Chunks(Events[Piece]):
         return "".join(written)
 
     def _usage(self) -> Extra:
-        """The usage so far, for each event."""
         return {"usage": self.maker.usage() if self._continuous else None} if self._with_usage else {}
 
     def closing(self) -> str:

@@ -30,7 +30,6 @@ class CallFormat:
     """A format for calls.
 
     Attributes:
-        name: its name in settings.
         models: some models that use it.
         regions: where calls are, in the fields of a response template: open or open_pattern, close or close_pattern
             (default: the end); `shown` is the pattern as plain text.
@@ -64,11 +63,8 @@ class ReasoningFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formats:
-    """The formats for parsing one model's answers. If both are None, answers are plain text.
-
-    Attributes:
-        prompted: the templates do not support tools, so a system message describes the tools and the call format.
-    """
+    """The formats for parsing one model's answers. If both are None, answers are plain text. `prompted`: the templates
+    do not support tools, so a system message describes the tools and the call format."""
 
     calls: CallFormat | None = None
     reasoning: ReasoningFormat | None = None
@@ -97,11 +93,7 @@ def _files(folder: str) -> tuple[_File, ...]:
 
 
 def check_name(folder: str, name: str) -> None:
-    """Refuse an unknown format name.
-
-    Raises:
-        ConfigError: lists the known names.
-    """
+    """Refuse an unknown format name. Raises ConfigError: lists the known names."""
     files = _files(folder)
     known = [AUTO, NONE, *sorted(name for file in files for name in (file.name, *file.also))]
     if name not in known:
@@ -119,15 +111,12 @@ def _find(folder: str, wanted: str, template: str) -> _File | None:
 def choose_formats(
     templates: str, calls: str = AUTO, reasoning: str = AUTO, response_template: Mapping[str, Any] | None = None
 ) -> Formats:
-    """Choose the formats for parsing a model's answers.
+    """Choose the formats for parsing a model's answers. Raises ConfigError if there is no format of that name; lists
+    the known names.
 
     Args:
         templates: all chat templates of the model together; "" if it has none.
-        calls, reasoning: auto, none or the name of a format.
         response_template: the model's own, which takes precedence over the files with auto.
-
-    Raises:
-        ConfigError: there is no format of that name; lists the known names.
     """
     call_file = _find(CALLS, calls, templates)
     reasoning_file = _find(REASONING, reasoning, templates)

@@ -62,7 +62,6 @@ class Generation:
 
     Args:
         request_id: prefix of the engine's request ids, one per prompt.
-        terms: the terms of all prompts.
         record: is notified of what happens.
         ticket: its slots are released as the prompts end.
         shown_special: special tokens whose text is always shown.

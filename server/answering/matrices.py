@@ -44,12 +44,8 @@ class Asked:
 
 
 def read_conversation(body: MatrixBody, service: Service) -> Asked | None:
-    """The conversation of a request; None if the request has other inputs.
-
-    Raises:
-        ApiError: the conversation is invalid, there are both or neither, or the body has a field that no model here
-            supports.
-    """
+    """The conversation of a request; None if the request has other inputs. Raises ApiError if the conversation is
+    invalid, there are both or neither, or the body has a field that no model here supports."""
     if body.input is None and body.messages is None:
         raise ApiError(400, "input or messages is required.", param="input", code="missing_required_parameter")
     if body.input is not None and body.messages is not None:

@@ -194,7 +194,6 @@ class AnswerParser:
     """Parses one answer.
 
     Attributes:
-        called: whether the answer has a call.
         reasoned: whether the answer has reasoning, perhaps empty.
         reasons: whether the next text is reasoning.
     """
@@ -226,7 +225,6 @@ class AnswerParser:
         list(self._parts(self._parser.initial_events))
 
     def feed(self, text: str) -> list[Part]:
-        """Add text."""
         return self._tidied(self._parts(self._parser.feed(text)))
 
     def finish(self) -> list[Part]:
@@ -283,7 +281,6 @@ class AnswerParser:
             yield from self._parts(self._parser.feed(rest))
 
     def _whole(self, format: CallFormat, region: Mapping[str, Any], value: Mapping[str, str]) -> Iterable[Part]:
-        """A region that is parsed at its end."""
         text = value["opening"] + value["content"]
         cut, text = text.endswith(_END), text.removesuffix(_END)
         text = text if cut else text + region.get("close", "")
@@ -330,11 +327,7 @@ class AnswerParser:
 def _read_whole(
     format: CallFormat, region: Mapping[str, Any], text: str, tools: list[dict[str, Any]] | None
 ) -> Sequence[tuple[str, str]]:
-    """Names and arguments of the calls in a region; none if it cannot be parsed.
-
-    Args:
-        tools: the types of arguments.
-    """
+    """Names and arguments of the calls in a region; none if it cannot be parsed."""
     assert format.field is not None
     transform = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
     fields = {"tool_calls": {**region, "transform": transform, **format.field, "repeats": True}}

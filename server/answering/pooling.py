@@ -66,7 +66,6 @@ class PoolingInput:
 
 
 def image_input(image: PixelInput, params: PoolingParams, info: EngineInfo) -> PoolingInput:
-    """An image with its parameters."""
     assert info.signal is not None
     return PoolingInput(image, params, info.signal.positions)
 
@@ -83,7 +82,6 @@ class PoolingRun(ABC):
         request_id: the answer's id: `id_prefix` and a random part.
         created: Unix seconds.
         num_tokens: the tokens of all inputs, once known.
-        media_type: the media type of the body.
         headers: headers of the answer, besides those of every answer; `render` may add some.
     """
 
@@ -128,7 +126,6 @@ class PoolingRun(ABC):
         return PoolingUsage(prompt_tokens=self.num_tokens, total_tokens=self.num_tokens)
 
     async def respond(self, request: Request) -> Response:
-        """The answer."""
         headers = ignored_header(self.body.ignored_fields())
         self.terms = read_terms(self.body, request, self.service.settings, self.arrival, self.service.client.adapters)
         self.record = PoolingRecord(
@@ -211,7 +208,6 @@ class _Answers(Lane):
 
     Args:
         request_id: prefix of the engine's request ids, one per input.
-        terms: the terms of all inputs.
         record: is notified of what happens.
         ticket: with every answer, fewer of its tokens wait.
 
@@ -261,12 +257,8 @@ class _Answers(Lane):
             turns.ended(run.num_tokens)
 
     async def all(self) -> list[Pooled]:
-        """One answer for each input, in order, when all are known.
-
-        Raises:
-            InvalidRequestError: an input was refused.
-            RequestFailedError, EngineDeadError: from the engine.
-        """
+        """One answer for each input, in order, when all are known. Raises InvalidRequestError if an input was refused.
+        RequestFailedError, EngineDeadError: from the engine."""
         self._settle()
         await self._over
         if self._problem is not None:

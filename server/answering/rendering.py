@@ -69,14 +69,8 @@ class Rendering:
 
 
 def read_rendering(body: TemplateFields, tools: Tools | None) -> Rendering:
-    """Read the body's fields about rendering.
-
-    Args:
-        tools: the tools that the answer may call.
-
-    Raises:
-        ApiError: names the invalid field, or the field that contradicts another.
-    """
+    """Read the body's fields about rendering. `tools`: the tools that the answer may call. Raises ApiError: names the
+    invalid field, or the field that contradicts another."""
     variables: dict[str, Any] = {}
     characters = 0 if tools is None else tools.characters
     if body.reasoning_effort is not None:
@@ -133,7 +127,6 @@ class ImageMarks:
 
     Attributes:
         mark: stands for an image in the messages.
-        token: stands for an image in a rendered text.
         expand: puts texts around the crops of the images in a rendered text.
     """
 

@@ -65,7 +65,6 @@ class ScoringRun(PoolingRun):
             return await (self._joined() if self._crosses else self._apart())
 
     async def _joined(self) -> list[PoolingInput]:
-        """Each pair as one input."""
         params = PoolingParams(task="classify", use_activation=self.use_activation)
         return await encode_all(
             self.service,
@@ -117,7 +116,6 @@ class ScoringRun(PoolingRun):
         return inputs
 
     def scores(self, answers: Sequence[Pooled]) -> list[float]:
-        """One score for each pair."""
         if self._crosses:
             return [float(answer.values()[0, 0]) for answer in answers]
         comparer = Comparer(self.service.client.info)

@@ -34,16 +34,11 @@ class AnswerSize:
         return self.shape.params.n * (BYTES_PER_TOKEN + self._logprobs(self.shape.params.logprobs) + listed)
 
     def most_tokens(self, settings: ServerSettings) -> int:
-        """Tokens that each answer to one prompt may have."""
         return max(_limit(settings) // self.bytes_per_token, 1)
 
     def check(self, prompts: Sequence[Prompt], settings: ServerSettings, *, stream: bool) -> int:
         """The maximum bytes of the answer to these prompts. A stream holds the data about prompts, and only the parts
-        of answers that have not been read.
-
-        Raises:
-            ApiError: this exceeds the limit in the settings.
-        """
+        of answers that have not been read. Raises ApiError if this exceeds the limit in the settings."""
         params = self.shape.params
         size = sum(len(prompt.continued) for prompt in prompts) * self._logprobs(params.prompt_logprobs)
         if not stream:

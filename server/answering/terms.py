@@ -69,14 +69,11 @@ class Terms:
 def read_terms(
     body: ServedBody, request: Request, settings: ServerSettings, arrival: float, adapters: Container[str] = ()
 ) -> Terms:
-    """The terms in the body and the header.
+    """The terms in the body and the header. Raises ApiError if the header is not a number of seconds.
 
     Args:
         arrival: `time.monotonic()` seconds when the request arrived, unless an outer layer noted an earlier time.
         adapters: the names of the loaded adapters.
-
-    Raises:
-        ApiError: the header is not a number of seconds.
     """
     tenant = getattr(request.state, "tenant", None)
     arrival = getattr(request.state, "arrival", arrival)

@@ -37,7 +37,6 @@ class Tools:
     """The functions of a request, and which of them its answer may call.
 
     Attributes:
-        functions: all functions, in the order of the request.
         shown: the functions as the template gets them: {"type": "function", "function": {...}} each.
         choice: auto, or required (at least one call).
         named: the function that must be called, if any.
@@ -56,7 +55,6 @@ class Tools:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of all functions."""
         return frozenset(function.name for function in self.functions)
 
     @property
@@ -85,16 +83,13 @@ class Tools:
 
 
 def read_tools(given: Sequence[Any] | None, choice: Any = None, parallel: bool | None = None) -> Tools | None:
-    """The tools of a request; None if its answer must not call any.
+    """The tools of a request; None if its answer must not call any. Raises ApiError: names the first invalid part.
 
     Args:
         given: the field `tools`.
         choice: the field `tool_choice`: none, auto, required, the function that must be called, or the functions that
             may be.
         parallel: the field `parallel_tool_calls`.
-
-    Raises:
-        ApiError: names the first invalid part.
     """
     if not given:
         if choice not in (None, "none"):

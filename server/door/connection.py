@@ -50,11 +50,8 @@ def unsent(transport: asyncio.Transport) -> int:
 
 
 class Connection:
-    """A client's connection, as a request's scope contains it.
-
-    Attributes:
-        stalled: whether it was closed because the client read nothing for too long.
-    """
+    """A client's connection, as a request's scope contains it. `stalled`: whether it was closed because the client read
+    nothing for too long."""
 
     def __init__(self, transport: asyncio.Transport):
         self._transport = transport
@@ -124,7 +121,6 @@ class WatchedProtocol(asyncio.Protocol):
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone."""
         self._unwatch()
         super().connection_lost(exc)
 

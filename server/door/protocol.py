@@ -354,7 +354,6 @@ def http_protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
 
 
 def _app(error: ApiError) -> ASGI3Application:
-    """An app that answers a request with an error."""
     return cast("ASGI3Application", RequestIdMiddleware(error.response()))
 
 

@@ -38,7 +38,6 @@ class Sizes:
     """The numbers of slots.
 
     Attributes:
-        ordinary: slots for any request.
         reserve: slots only for `ALWAYS_ANSWERED`.
         fitting: ordinary slots that the file descriptors allow.
     """
@@ -121,7 +120,6 @@ class Slots:
     Attributes:
         sizes: the number of slots; few until it is set.
         idle: ordinary slots between two requests, the longest idle first.
-        shares: the connections of other processes.
         shared: whether `sizes.ordinary` applies to all processes together.
     """
 
@@ -145,7 +143,6 @@ class Slots:
 
     @property
     def num_open(self) -> int:
-        """Connections."""
         return len(self._open)
 
     def open(self) -> Slot:

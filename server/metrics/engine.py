@@ -56,10 +56,7 @@ class EngineMetrics(Collector):
 
     A restarted engine counts from zero. The counts of earlier engines are added, so that no counter decreases. While
     there is no engine, its gauges are absent. Zeros would look like an idle engine, and a router would send all
-    requests there.
-
-    Args:
-        registry: where the histograms are registered; the collector itself is not.
+    requests there. `registry`: where the histograms are registered; the collector itself is not.
 
     Attributes:
         also_waiting: returns the number of inputs that wait here for their turn at the engine.

@@ -16,13 +16,11 @@ class PromptTimes:
 
     Attributes:
         arrival: when the HTTP request arrived.
-        num_prompt: tokens of the prompt.
         num_cached: prompt tokens found in the prefix cache.
         num_drafted, num_accepted: tokens that were drafted for its answers, and those of them that came.
         scheduled: when a step first had room for it, which ends its queueing.
         sampled: when the engine knew its first token, which ends its prefill.
         first_token, last_token: when tokens arrived here; for beams, when they became certain.
-        generated: tokens of each answer for the client.
         reasons: why each answer ended; None while it runs.
     """
 

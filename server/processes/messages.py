@@ -40,12 +40,9 @@ class Begin(msgspec.Struct, tag=True, kw_only=True):
         engine_config: the fields of `EngineConfig` that locate the tokenizer.
         version, model_id, created: the same for all fronts.
         listener: descriptor of the bound socket.
-        log_format: the format of its log lines.
         max_memory: bytes that it may use in addition to its memory at start; None for no limit.
         place: the front's index, from 0.
-        num_fronts: the number of fronts.
         shares: the file with each front's number of connections.
-        engine: the engine that serves its requests.
         tell_facts: whether this front logs the facts about the model.
     """
 
@@ -248,12 +245,7 @@ Body = (
 
 
 class Frame(msgspec.Struct, array_like=True):
-    """One message.
-
-    Attributes:
-        number: the question's number, repeated in its answer; 0 for a message without an answer.
-        answers: whether this is the answer.
-    """
+    """One message. `number`: the question's number, repeated in its answer; 0 for a message without an answer."""
 
     number: int
     answers: bool

@@ -78,11 +78,8 @@ def serve_several(
     listener: Listener,
     log_format: LogFormat,
 ) -> int:
-    """Load the model and serve until a signal; returns the exit status.
-
-    Raises:
-        OctavoError: the model cannot be loaded, or a setting is invalid.
-    """
+    """Load the model and serve until a signal; returns the exit status. Raises OctavoError if the model cannot be
+    loaded, or a setting is invalid."""
     read_api_keys(settings)  # reports invalid keys before the model loads
     workers = WorkerPool()
     try:
@@ -202,11 +199,8 @@ class _Service:
     # ---------------------------------------------------------------- start and end
 
     async def run(self) -> str | None:
-        """Serve until a signal, or until nothing can be served any more; returns the reason in that case.
-
-        Raises:
-            OctavoError: a setting is invalid, or no front can start.
-        """
+        """Serve until a signal, or until nothing can be served any more; returns the reason in that case. Raises
+        OctavoError if a setting is invalid, or no front can start."""
         loop = asyncio.get_running_loop()
         self._over = loop.create_future()
         for signum in (signal.SIGTERM, signal.SIGINT):
@@ -287,11 +281,7 @@ class _Service:
     # ---------------------------------------------------------------- fronts come and go
 
     async def _start(self, place: int) -> None:
-        """Start a front, and wait until it listens.
-
-        Raises:
-            OctavoError: it cannot start.
-        """
+        """Start a front, and wait until it listens. Raises OctavoError if it cannot start."""
         self._num_started += 1
         ours, theirs = socket.socketpair()
         try:

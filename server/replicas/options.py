@@ -47,7 +47,6 @@ class DeploymentOptions(BaseModel):
         downscale_delay_s: seconds of lower load before replicas are removed.
         health_check_period_s: seconds between two health checks of a replica.
         num_cpus: CPUs of a replica, and threads of its engine.
-        num_gpus: GPUs of a replica.
         request_router: prefix, or Serve's own power-of-two.
         keys_version: any text; deploying another one replaces the replicas by new ones, which read the current key
             file.
@@ -69,11 +68,8 @@ class DeploymentOptions(BaseModel):
 
 
 def read_arguments(arguments: Mapping[str, Any]) -> tuple[SettingsBase, DeploymentOptions]:
-    """The service's settings, including those from variables, and the deployment's options.
-
-    Raises:
-        ConfigError: an argument is unknown, invalid, or not available under Serve.
-    """
+    """The service's settings, including those from variables, and the deployment's options. Raises ConfigError if an
+    argument is unknown, invalid, or not available under Serve."""
     given = {name.replace("-", "_"): value for name, value in arguments.items()}
     known = [*Settings.model_fields.keys() - {"config"}, *DeploymentOptions.model_fields]
     for name in given:

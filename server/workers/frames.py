@@ -14,7 +14,6 @@ class Job(msgspec.Struct, array_like=True):
     """Work for a worker.
 
     Attributes:
-        name: the name of the function.
         seconds: time after which the worker is killed.
         payload: the function's argument, encoded.
         memory: maximum bytes.

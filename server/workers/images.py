@@ -23,7 +23,6 @@ class Picture(msgspec.Struct, array_like=True):
     Attributes:
         content: a data: URL, or base64.
         steps: the steps of the model's preprocessor.
-        max_bytes, max_pixels: its limits.
     """
 
     content: str
@@ -68,8 +67,6 @@ class ChatPicture(msgspec.Struct, array_like=True):
     Attributes:
         content: a data: URL, or base64.
         cropping: of the model's processor.
-        alone: it is the conversation's only image.
-        max_bytes, max_pixels: what it may have.
     """
 
     content: str
@@ -86,7 +83,6 @@ class Crops(msgspec.Struct, array_like=True):
         shape: crops, channels, height, width.
         size: height and width of the image as it was sent.
         tiles: as of `CroppedImage`.
-        data: uint8.
         problem, code: why it was refused, if it was.
     """
 

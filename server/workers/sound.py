@@ -15,7 +15,6 @@ class SoundPart(msgspec.Struct, array_like=True):
     """The input.
 
     Attributes:
-        data: the file.
         rate: samples per second of the result.
         start, count: the first sample of the result, and the number of samples.
         most_seconds: a longer file is not decoded.
@@ -41,11 +40,8 @@ class DecodedPart(msgspec.Struct, array_like=True):
 
 
 def decode(part: SoundPart) -> DecodedPart:
-    """Samples of a file.
-
-    Raises:
-        ValueError: the file is not sound in a supported format, or is damaged; says which.
-    """
+    """Samples of a file. Raises ValueError if the file is not sound in a supported format, or is damaged; says
+    which."""
     with _unheard():
         samples, seconds = decode_part(
             part.data, rate=part.rate, start=part.start, count=part.count, most_seconds=part.most_seconds

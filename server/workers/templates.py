@@ -33,7 +33,6 @@ class Conversation(msgspec.Struct, array_like=True):
     """The input.
 
     Attributes:
-        template: a Jinja template.
         messages: {"role": ..., "content": ...} each; arguments of tool calls are JSON as text.
         special: special tokens of the tokenizer, by the names that the template uses.
         variables: further variables from the client.
@@ -70,11 +69,8 @@ class Rendered(msgspec.Struct, array_like=True):
 
 
 def render(conversation: Conversation) -> Rendered:
-    """Messages to the text of a prompt.
-
-    Raises:
-        ValueError: the template refuses these messages or fails; has its message.
-    """
+    """Messages to the text of a prompt. Raises ValueError if the template refuses these messages or fails; has its
+    message."""
     writing = conversation.writing or HERMES
     if conversation.prompted and conversation.tools:
         conversation.messages = with_tool_prompt(conversation.messages, conversation.tools, writing)

@@ -51,11 +51,8 @@ class DistanceBias:
 
 @dataclass(frozen=True, slots=True)
 class PositionBias:
-    """A bias per head that depends only on the key's position (ALiBi with rounded products).
-
-    Attributes:
-        table: [heads, N] bias by position; positions beyond the last use its value.
-    """
+    """A bias per head that depends only on the key's position (ALiBi with rounded products). `table`: [heads, N] bias
+    by position; positions beyond the last use its value."""
 
     table: Tensor
 
@@ -258,10 +255,7 @@ class AttentionBackend(ABC):
         cls, part: AttentionPart, device: torch.device, cache_dtype: torch.dtype | None = None
     ) -> list[str]:
         """The reasons why this backend cannot compute `part` on `device`, one per entry; empty if it can.
-
-        Args:
-            cache_dtype: format of the pages; None for K and V without a cache.
-        """
+        `cache_dtype`: format of the pages; None for K and V without a cache."""
         return []
 
     @abstractmethod

@@ -75,7 +75,6 @@ def rotate_and_store(turning: Tensor, values: Tensor, rotation: Rotation | None,
 
 
 def _whole(tensor: Tensor | None) -> int | None:
-    """The address of a contiguous tensor; None for none."""
     if tensor is None:
         return None
     if not tensor.is_contiguous():

@@ -74,19 +74,14 @@ class _Laid:
 
 
 class LogitRows:
-    """Rows of logits with statistics from one pass over them.
-
-    Args:
-        logits: float32 [N, vocabulary] on a CPU; kept, and changed while edits apply.
+    """Rows of logits with statistics from one pass over them. Raises ValueError if the logits have another form.
+    `logits`: float32 [N, vocabulary] on a CPU; kept, and changed while edits apply.
 
     Attributes:
         values: [N, vocabulary] the logits, in the same memory if possible.
         peak: [N] the largest logit of each row; 0 if `log_sum` is NaN.
         place: [N] the first token with that logit; 0 in that case.
         log_sum: [N] log of the sum of exp(logit - peak); NaN for a row with NaN or inf, or with nothing but -inf.
-
-    Raises:
-        ValueError: the logits have another form.
     """
 
     def __init__(self, logits: Tensor):
@@ -170,7 +165,6 @@ class LogitRows:
         vocabulary order (float64) passes it. Tokens whose logits equal the last kept one are kept too.
 
         Args:
-            rows: int32.
             table: [M] parameters of the rows; temperatures are above 0.
             uniforms: [M, at least the largest number of draws] float64 in [0, 1).
 

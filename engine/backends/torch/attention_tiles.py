@@ -37,11 +37,8 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The properties of a layer's shape that the index computations depend on.
-
-    Attributes:
-        lines: the number (0 to 2) of tables of vectors by distance that a tile and a chunk read parts of.
-    """
+    """The properties of a layer's shape that the index computations depend on. `lines`: the number (0 to 2) of tables
+    of vectors by distance that a tile and a chunk read parts of."""
 
     heads: int
     kv_heads: int
@@ -61,7 +58,6 @@ class Step:
         rows: [tiles * kv_heads * keys] rows of the keys viewed as [slots * kv_heads, head_dim], ordered by tile, head,
             key. Indices of keys that no query of the tile sees point at a visible key, so nothing outside the row is
             ever read.
-        masked: tiles from this one on have keys that not all queries see.
         mask: [tiles - masked, 1, 1, width, keys] float32, 0 or -inf; None if masked == tiles.
         first: [tiles, 1] int64 position of the chunk's first key.
         distance: [tiles, 1] int64 first key's position minus the position of the tile's last query.
@@ -80,7 +76,6 @@ class Group:
     """Tiles of one width and one chunk size that are computed together.
 
     Attributes:
-        tiles: number of tiles.
         keys: keys per chunk.
         width: queries per tile. They are ordered from the last position to the first, so that the distance to key j of
             query i is i + j + constant, which torch can express as a strided view.
@@ -100,11 +95,7 @@ class Group:
 
 
 def plan(metadata: AttentionMetadata, kv: Paged | Ragged, shape: Shape) -> tuple[Group, ...]:
-    """The groups of tiles of one batch.
-
-    Raises:
-        ValueError: lengths contradict each other or the block tables.
-    """
+    """The groups of tiles of one batch. Raises ValueError if lengths contradict each other or the block tables."""
     check_lengths(metadata, kv, shape.causal)
     lens = np.asarray(metadata.query_lens, dtype=np.int64)
     context = np.asarray(metadata.context_lens, dtype=np.int64)

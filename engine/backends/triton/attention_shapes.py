@@ -92,7 +92,6 @@ def decode_tiles(head_dim: int, group: int, product_bytes: int, capability: int,
     """The tiles of rows with few queries; a tile of keys has about 16 KB, or less if many heads share it.
 
     Args:
-        group: number of heads that share keys.
         product_bytes: bytes of a number in the products.
         capability: 80, 90, ...
     """

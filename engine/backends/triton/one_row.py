@@ -157,5 +157,4 @@ def _served(linear: Linear, *, alone: bool = True) -> bool:
 
 
 def _weight(linear: Linear) -> Tensor | Quantised:
-    """The weight in the kernels' form."""
     return linear.weight if linear.few_bits is None else linear.few_bits

@@ -19,7 +19,6 @@ class Join(HasRows):
     """The stream gets after(first addend) plus the second addend, two at most; out is the norm of the sum.
 
     Attributes:
-        after: the norm of the first addend.
         norm: None if the stream itself is read next.
         out: the stream, if there is no norm or the norm replaces the sum.
     """

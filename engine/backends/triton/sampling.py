@@ -57,10 +57,7 @@ class Parameters:
 
 class Workspace:
     """Device memory for the results of a walk over up to `rows` rows: about 26 KB per row for 131072 tokens.
-
-    Args:
-        vocabulary: tokens per row.
-    """
+    `vocabulary`: tokens per row."""
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device, sizes: Sizes = SIZES):
         self.rows, self.vocabulary, self.sizes = rows, vocabulary, sizes
@@ -84,15 +81,11 @@ class Workspace:
 
 
 class LogitRows:
-    """Rows of logits with statistics from one walk over them.
+    """Rows of logits with statistics from one walk over them. Raises ValueError if the logits do not fit.
 
     Args:
         logits: [S, vocabulary] of any float format; the tokens of a row are contiguous.
-        parameters: the sampling parameters.
         room: memory for S rows or more; it belongs to this object until another one is made with it.
-
-    Raises:
-        ValueError: the logits do not fit.
     """
 
     def __init__(self, logits: Tensor, parameters: Parameters, room: Workspace):

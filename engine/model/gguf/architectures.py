@@ -27,7 +27,6 @@ class Architecture:
     """An architecture of llama.cpp.
 
     Attributes:
-        config: makes the config from the metadata.
         layer: tensors of a layer, without `.weight` and `.bias`, or in full if their end differs; for experts or heads
             that are stored together, one name for each, with `{}` for its index.
         layers: the prefix of a layer's index.
@@ -48,11 +47,8 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A tensor under transformers' name.
-
-    Attributes:
-        expert: the index of one of several experts or heads that are stored together; None for the whole tensor.
-    """
+    """A tensor under transformers' name. `expert`: the index of one of several experts or heads that are stored
+    together; None for the whole tensor."""
 
     name: str
     info: TensorInfo
@@ -66,12 +62,8 @@ class Placed:
 
 
 def describe(file: Gguf) -> tuple[Architecture, Config]:
-    """The architecture of a file, and its config.
-
-    Raises:
-        UnsupportedModelError: the architecture, or one of its settings, is not supported.
-        ModelLoadError: a setting is missing or invalid.
-    """
+    """The architecture of a file, and its config. Raises UnsupportedModelError if the architecture, or one of its
+    settings, is not supported. ModelLoadError if a setting is missing or invalid."""
     metadata = Metadata(file)
     kind = file.metadata.get("general.type", "model")
     parts = file.metadata.get("split.count", 0)
@@ -124,14 +116,9 @@ def place(file: Gguf, architecture: Architecture, config: Config) -> Iterator[Pl
 
 
 def place_alone(info: TensorInfo, architecture: str, config: Config) -> Placed:
-    """A tensor of a file without a model, under transformers' name; its own name if it has none.
-
-    Args:
-        config: the config (for the numbers of heads) of the model that the tensor is for.
-
-    Raises:
-        UnsupportedModelError: the architecture is not supported.
-    """
+    """A tensor of a file without a model, under transformers' name; its own name if it has none. `config`: the config
+    (for the numbers of heads) of the model that the tensor is for. Raises UnsupportedModelError if the architecture is
+    not supported."""
     found = _ARCHITECTURES.get(architecture)
     if found is None:
         raise UnsupportedModelError(
@@ -344,11 +331,7 @@ _POOLING = {1: "mean", 2: "cls", 3: "lasttoken"}
 
 def sentence_files(file: Gguf) -> dict[str, Any]:
     """The files that say how a model for vectors pools hidden states, in sentence-transformers' format; empty for other
-    models.
-
-    Raises:
-        UnsupportedModelError: the pooling is different.
-    """
+    models. Raises UnsupportedModelError if the pooling is different."""
     metadata = Metadata(file)
     if metadata.architecture != "gemma-embedding":
         return {}

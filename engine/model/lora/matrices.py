@@ -16,7 +16,6 @@ class Matrices:
         module: the matrix's module in transformers.
         scale: the factor of their product.
         sizes: shapes [rank, in] and [out, rank].
-        read: reads both matrices.
     """
 
     module: str

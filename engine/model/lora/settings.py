@@ -50,7 +50,6 @@ class LoraSettings:
         ranks, alphas: the values for modules whose names match a pattern; the first match counts.
         root: whether the scale is alpha / sqrt(rank) instead of alpha / rank.
         targets: the names of the modules, or a pattern of them.
-        excluded: targets that are not changed.
         layers: only modules of these layers; None for all.
         layers_patterns: names of lists of layers; empty for any.
         saved: modules that the adapter replaces whole.
@@ -98,12 +97,8 @@ class LoraSettings:
 
 
 def read_settings(path: Path) -> LoraSettings:
-    """The settings of a file.
-
-    Raises:
-        AdapterError: the file cannot be read, has a value that PEFT does not write, or describes an unsupported kind of
-            adapter.
-    """
+    """The settings of a file. Raises AdapterError if the file cannot be read, has a value that PEFT does not write, or
+    describes an unsupported kind of adapter."""
     values = _values(path)
     kind = values.get("peft_type")
     if kind != "LORA":
@@ -220,11 +215,7 @@ def _shown(value: object) -> str:
 
 
 def _simple(path: Path, name: str, pattern: str) -> str:
-    """The pattern, if matching it takes no noticeable time.
-
-    Raises:
-        AdapterError: it might.
-    """
+    """The pattern, if matching it takes no noticeable time. Raises AdapterError if it might."""
     if not _is_simple(pattern):
         raise AdapterError(
             f"{path}: the pattern {_shown(pattern)} of {name} is not supported. Octavo reads patterns with at most "
