@@ -25,18 +25,12 @@ TIMEOUT = 4.0  # seconds; less than the timeout of the container's HEALTHCHECK, 
 
 @dataclass(frozen=True)
 class Address:
-    """The address of the service.
+    """The address of the service."""
 
-    Attributes:
-        host: the host to connect to; loopback if the service listens on all addresses.
-        uds: path of a Unix socket, used instead of host and port; empty for none.
-        tls: whether the service uses TLS.
-    """
-
-    host: str = "127.0.0.1"
+    host: str = "127.0.0.1"  # the host to connect to; loopback if the service listens on all addresses
     port: int = 8000
-    uds: str = ""
-    tls: bool = False
+    uds: str = ""  # path of a Unix socket, used instead of host and port; empty for none
+    tls: bool = False  # whether the service uses TLS
 
 
 def flags(arguments: Sequence[str]) -> dict[str, str]:

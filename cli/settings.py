@@ -41,18 +41,13 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """All settings with their sources.
-
-    Attributes:
-        notes: sentences about variables without effect.
-        named: the arguments NAME=PATH, if several models are given.
-    """
+    """All settings with their sources."""
 
     settings: SettingsBase
     engine: EngineConfig
     origins: Mapping[str, Origin]
-    notes: tuple[str, ...]
-    named: tuple[str, ...] = ()
+    notes: tuple[str, ...]  # sentences about variables without effect
+    named: tuple[str, ...] = ()  # the arguments NAME=PATH, if several models are given
 
 
 class SettingsParser(OneLineParser):

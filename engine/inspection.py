@@ -153,18 +153,14 @@ class CacheFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskFacts:
-    """The folder that stores pages of the KV cache.
-
-    Attributes:
-        limit, used, free: bytes that pages may take, bytes that they take, and bytes that are free on the disk.
-        problem: why none can be stored there; "" if they can.
-    """
+    """The folder that stores pages of the KV cache."""
 
     folder: Path
+    # limit, used, free: bytes that pages may take, bytes that they take, and bytes that are free on the disk
     limit: int
     used: int
     free: int
-    problem: str = ""
+    problem: str = ""  # why none can be stored there; "" if they can
 
 
 def inspect_torch() -> TorchFacts:

@@ -29,16 +29,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """The parts that a server runs.
+    """The parts that a server runs."""
 
-    Attributes:
-        app: its lifespan closes the client at the end.
-        drain: tells the app to stop.
-    """
-
-    app: FastAPI
+    app: FastAPI  # its lifespan closes the client at the end
     client: ProcessEngineClient
-    drain: Drain
+    drain: Drain  # tells the app to stop
 
 
 def assemble(

@@ -7,16 +7,12 @@ from collections.abc import Callable
 
 
 class Mean:
-    """A moving average, 0 before the first value. `memory`: a new value weighs at least one in this many.
-
-    Attributes:
-        count: the number of values so far, or the memory if that is less.
-    """
+    """A moving average, 0 before the first value. `memory`: a new value weighs at least one in this many."""
 
     def __init__(self, memory: int):
         self._memory = memory
         self.value = 0.0
-        self.count = 0
+        self.count = 0  # the number of values so far, or the memory if that is less
 
     def add(self, value: float) -> None:
         self.count = min(self.count + 1, self._memory)

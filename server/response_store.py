@@ -93,17 +93,12 @@ class StoreError(Exception):
 
 
 class HistoryError(Exception):
-    """A conversation that is incomplete or too long.
-
-    Attributes:
-        missing: the id of the missing answer; None if the conversation is too long.
-        running: whether that answer is still being generated.
-    """
+    """A conversation that is incomplete or too long."""
 
     def __init__(self, message: str, missing: str | None, running: bool = False):
         super().__init__(message)
-        self.missing = missing
-        self.running = running
+        self.missing = missing  # the id of the missing answer; None if the conversation is too long
+        self.running = running  # whether that answer is still being generated
 
 
 class _Made(msgspec.Struct):
@@ -112,18 +107,12 @@ class _Made(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """A stored answer, each part as JSON.
+    """A stored answer, each part as JSON."""
 
-    Attributes:
-        frame: the answer without its output.
-        input: the input items of its own request, without earlier turns.
-        ended: whether the answer is complete.
-    """
-
-    frame: str
-    input: str
+    frame: str  # the answer without its output
+    input: str  # the input items of its own request, without earlier turns
     output: str
-    ended: bool = True
+    ended: bool = True  # whether the answer is complete
 
     @property
     def background(self) -> bool:
@@ -157,9 +146,6 @@ class ResponseStore:
         max_age: seconds that an answer is stored.
         max_size: maximum bytes of all answers together.
         clock: seconds since 1970.
-
-    Attributes:
-        conversations: the conversations of /v1/conversations, in the same file.
     """
 
     def __init__(
@@ -174,6 +160,7 @@ class ResponseStore:
         self._making: set[str] = set()  # answers that this process is generating
         self._has_remains = True  # whether deleted text may remain in the write-ahead log, or in pages of the file
         self._database = self._open()
+        # the conversations of /v1/conversations, in the same file
         self.conversations = Conversations(
             self._database, self._run, self._transaction, clock, lambda: self._oldest, self._make_room, self._overwrite
         )

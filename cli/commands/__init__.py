@@ -17,17 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command whose modules are imported only when they are needed.
-
-    Attributes:
-        about: a short description, without a full stop.
-        module: the module with `parser` and `run`.
-        kinds: names and descriptions of its subcommands; `parser` takes one as its argument.
-    """
+    """A command whose modules are imported only when they are needed."""
 
     group: str
-    about: str
-    module: str
+    about: str  # a short description, without a full stop
+    module: str  # the module with `parser` and `run`
+    # names and descriptions of its subcommands; `parser` takes one as its argument
     kinds: tuple[tuple[str, str], ...] = ()
 
     def parser(self, kind: str = "") -> OneLineParser:

@@ -15,20 +15,13 @@ SHORT = 0.1  # seconds
 
 @dataclass(slots=True)
 class Answer:
-    """One streamed answer.
-
-    Attributes:
-        finish_reason: "stop" or "length"; None if the answer was interrupted.
-        tokens: the number of tokens of the answer; None if the server does not report it.
-        first: seconds until the first piece.
-        seconds: seconds from the request to the end.
-    """
+    """One streamed answer."""
 
     text: str = ""
-    finish_reason: str | None = None
-    tokens: int | None = None
-    first: float | None = None
-    seconds: float = 0.0
+    finish_reason: str | None = None  # "stop" or "length"; None if the answer was interrupted
+    tokens: int | None = None  # the number of tokens of the answer; None if the server does not report it
+    first: float | None = None  # seconds until the first piece
+    seconds: float = 0.0  # seconds from the request to the end
 
     def line(self) -> str:
         """Tokens, time to first token and speed after it, in words. If all tokens came within a moment, the speed

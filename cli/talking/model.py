@@ -25,19 +25,12 @@ _ANSWER = 128  # default maximum tokens of an answer
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model behind HTTP.
+    """A model behind HTTP."""
 
-    Attributes:
-        wire: the connection to the server.
-        id: the model's id at the server.
-        card: the server's description of the model; servers other than Octavo give less.
-        here: the model was loaded for this command.
-    """
-
-    wire: Wire
-    id: str
-    card: dict[str, Any]
-    here: bool = False
+    wire: Wire  # the connection to the server
+    id: str  # the model's id at the server
+    card: dict[str, Any]  # the server's description of the model; servers other than Octavo give less
+    here: bool = False  # the model was loaded for this command
 
     @property
     def place(self) -> str:

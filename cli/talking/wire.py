@@ -25,17 +25,12 @@ _LLAMA_CPP_LOADS = "Loading model"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The address of a server.
+    """The address of a server."""
 
-    Attributes:
-        url: the URL for messages, without /v1.
-        uds: path of a Unix socket, used instead of host and port.
-    """
-
-    url: str
+    url: str  # the URL for messages, without /v1
     host: str = "localhost"
     port: int = 80
-    uds: str = ""
+    uds: str = ""  # path of a Unix socket, used instead of host and port
 
     @classmethod
     def parse(cls, url: str) -> Place:

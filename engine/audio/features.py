@@ -25,19 +25,14 @@ _DEPTH = 8.0  # orders of magnitude below a window's largest value that are kept
 
 @dataclass(frozen=True)
 class LogMel:
-    """Computes features of sound.
-
-    Attributes:
-        rate: samples per second.
-        fft, hop: samples per frame, and from one frame to the next.
-        seconds: length of a window.
-    """
+    """Computes features of sound."""
 
     bins: int = 80
-    rate: int = 16_000
+    rate: int = 16_000  # samples per second
+    # fft, hop: samples per frame, and from one frame to the next
     fft: int = 400
     hop: int = 160
-    seconds: int = 30
+    seconds: int = 30  # length of a window
 
     @property
     def window_samples(self) -> int:

@@ -91,20 +91,14 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The model's answer to a window.
+    """The model's answer to a window."""
 
-    Attributes:
-        tokens: all tokens, including the end.
-        text: their text, without timestamps.
-        mean_logprob: mean log-probability of `tokens` under the model's own distribution; for beams, the search's sum
-            divided by their number.
-        temperature: the temperature at which they were sampled.
-    """
-
-    tokens: list[int]
-    text: str
+    tokens: list[int]  # all tokens, including the end
+    text: str  # their text, without timestamps
+    # mean log-probability of `tokens` under the model's own distribution; for beams, the search's sum divided by their
+    # number
     mean_logprob: float
-    temperature: float
+    temperature: float  # the temperature at which they were sampled
 
     @property
     def compression_ratio(self) -> float:

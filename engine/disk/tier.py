@@ -57,40 +57,28 @@ class Content(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class DiskCounts:
-    """Counters since the start.
+    """Counters since the start."""
 
-    Attributes:
-        written, read: numbers of pages.
-        dropped: evicted pages that were not written because the disk was too slow, or failed.
-        hits: number of requests for which pages were read.
-        errors: number of damaged files, and of failed reads and writes.
-    """
-
+    # written, read: numbers of pages
     written: int = 0
     read: int = 0
-    dropped: int = 0
-    hits: int = 0
-    errors: int = 0
+    dropped: int = 0  # evicted pages that were not written because the disk was too slow, or failed
+    hits: int = 0  # number of requests for which pages were read
+    errors: int = 0  # number of damaged files, and of failed reads and writes
 
 
 @dataclass(slots=True)
 class _Restore:
-    """A request that waits for pages.
-
-    Attributes:
-        hashes, seen: those of the beginning to find, as for `BlockPool.match`.
-        places: positions of the needed pages that are on the disk.
-        kept: number of pages in memory.
-        over: whether no more of its pages are wanted.
-    """
+    """A request that waits for pages."""
 
     group: SequenceGroup
+    # hashes, seen: those of the beginning to find, as for `BlockPool.match`
     hashes: list[PageHash]
-    places: list[int]
-    kept: int
+    places: list[int]  # positions of the needed pages that are on the disk
+    kept: int  # number of pages in memory
     seen: int | None
     placed: int = 0
-    over: bool = False
+    over: bool = False  # whether no more of its pages are wanted
 
 
 @dataclass(slots=True)

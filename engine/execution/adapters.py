@@ -26,15 +26,12 @@ class LoadedAdapters:
     Args:
         max_loras: number of slots; 0: the model does not support adapters.
         max_rank: the maximum rank of an adapter.
-
-    Attributes:
-        heads: adapters' own heads, by slot.
     """
 
     def __init__(self, model: Transformer, max_loras: int, max_rank: int):
         self._model, self._max_loras, self.max_rank = model, max_loras, max_rank
         self._filled: dict[int, list[Linear]] = {}
-        self.heads: dict[int, Head] = {}
+        self.heads: dict[int, Head] = {}  # adapters' own heads, by slot
 
     def load(self, name: str, source: Adapter | str, slot: int) -> AdapterInfo:
         """Load an adapter, or the one in a folder or file, into an empty slot. Raises AdapterError if the adapter does

@@ -42,22 +42,14 @@ _PRIOR, _COUNT, _MEMORY, _RETURN = 0.7, 4.0, 0.95, 0.002
 
 @dataclass(slots=True)
 class _Shadow:
-    """The small model's view of a sequence.
+    """The small model's view of a sequence."""
 
-    Attributes:
-        group: of the request without an adapter and without log-probabilities.
-        sequence: the tokens, drafts included, with their pages of the small model.
-        num_known: tokens of the sequence that were no drafts, when it was last looked at.
-        num_releases: the sequence's, when the shadow was made.
-        rate: the share of drafts that were right.
-    """
-
-    group: SequenceGroup
-    sequence: Sequence
-    num_releases: int
-    num_known: int
+    group: SequenceGroup  # of the request without an adapter and without log-probabilities
+    sequence: Sequence  # the tokens, drafts included, with their pages of the small model
+    num_releases: int  # the sequence's, when the shadow was made
+    num_known: int  # tokens of the sequence that were no drafts, when it was last looked at
     proposal: list[int] = field(default_factory=list)
-    rate: float = _PRIOR
+    rate: float = _PRIOR  # the share of drafts that were right
     seen: float = _COUNT
 
     def follow(self, real: Sequence) -> None:

@@ -25,19 +25,14 @@ _TINY = 1e-12  # as in torch.nn.functional.normalize
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParts:
-    """The parts of a checkpoint that compute vectors, beside the model and its head.
+    """The parts of a checkpoint that compute vectors, beside the model and its head."""
 
-    Attributes:
-        project: matrices after pooling, [N, modes * hidden] float32 to [N, features]; None if there are none.
-        sparse: how sparse vectors are computed; None: as in `VocabularyWeights`, if that is possible.
-        weigh: the layer of `InputWeights`, [N, hidden] to [N, 1].
-        tokens: layers that compute token vectors, [N, hidden] to [N, features]; None: the hidden states are the
-            vectors.
-    """
-
+    # matrices after pooling, [N, modes * hidden] float32 to [N, features]; None if there are none
     project: Callable[[Tensor], Tensor] | None = None
+    # how sparse vectors are computed; None: as in `VocabularyWeights`, if that is possible
     sparse: SparseVectors | None = None
-    weigh: Callable[[Tensor], Tensor] | None = None
+    weigh: Callable[[Tensor], Tensor] | None = None  # the layer of `InputWeights`, [N, hidden] to [N, 1]
+    # layers that compute token vectors, [N, hidden] to [N, features]; None: the hidden states are the vectors
     tokens: Callable[[Tensor], Tensor] | None = None
 
 

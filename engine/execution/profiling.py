@@ -45,19 +45,13 @@ PARTS = 96 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """The uses of a GPU's memory besides pages, in bytes.
-
-    Attributes:
-        used: memory of weights, libraries and other processes.
-        step: memory of the largest step while it runs.
-        graphs: memory reserved for recorded steps.
-    """
+    """The uses of a GPU's memory besides pages, in bytes."""
 
     total: int
-    used: int
+    used: int  # memory of weights, libraries and other processes
     weights: int
-    step: int
-    graphs: int = 0
+    step: int  # memory of the largest step while it runs
+    graphs: int = 0  # memory reserved for recorded steps
 
     def left(self, utilization: float) -> int:
         """The bytes left for pages, if this share of the memory may be used; negative if it does not suffice."""

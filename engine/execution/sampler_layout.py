@@ -23,22 +23,16 @@ from engine.scheduling.plan import Int32, SamplingBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The kinds of a batch's rows.
+    """The kinds of a batch's rows."""
 
-    Attributes:
-        width, number: the numbers of columns for tokens, and for the most probable ones that are reported.
-        touched: [N] rows whose logits are changed, or from which torch's sampler draws.
-        place: [S] a row's index among the touched rows.
-        arrays: what the device needs of it.
-    """
-
+    # width, number: the numbers of columns for tokens, and for the most probable ones that are reported
     width: int
     number: int
-    touched: Int32
-    place: Int32
+    touched: Int32  # [N] rows whose logits are changed, or from which torch's sampler draws
+    place: Int32  # [S] a row's index among the touched rows
     by_torch: Int32
     beams: bool
-    arrays: dict[str, Array]
+    arrays: dict[str, Array]  # what the device needs of it
     version: int
 
 

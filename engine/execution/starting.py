@@ -62,35 +62,22 @@ logger = logging.getLogger("octavo.execution")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """The decisions of a start before it reads a weight.
-
-    Attributes:
-        path: the checkpoint's folder.
-        file: the GGUF file that the folder stands for, if any.
-        hf_config: the model's config, as transformers reads it.
-        pipeline: what the folder says about its embeddings.
-        dtype: the format of weights and activations.
-        cache_dtype: the pages' format.
-        quantization: what matrices are converted to; None: they keep the dtype.
-        max_model_len: maximum length of prompt plus answer, in tokens.
-        max_encoder_len: longest input of an encoder beside a decoder that reads token ids.
-        vision: the images that are read among tokens; None: none are read.
-    """
+    """The decisions of a start before it reads a weight."""
 
     config: EngineConfig
     device: torch.device
-    path: Path
-    file: Path | None
-    hf_config: Any
+    path: Path  # the checkpoint's folder
+    file: Path | None  # the GGUF file that the folder stands for, if any
+    hf_config: Any  # the model's config, as transformers reads it
     spec: ModelSpec
-    pipeline: Pipeline
-    dtype: torch.dtype
-    cache_dtype: torch.dtype
-    quantization: Wanted | None
-    max_model_len: int
-    max_encoder_len: int
+    pipeline: Pipeline  # what the folder says about its embeddings
+    dtype: torch.dtype  # the format of weights and activations
+    cache_dtype: torch.dtype  # the pages' format
+    quantization: Wanted | None  # what matrices are converted to; None: they keep the dtype
+    max_model_len: int  # maximum length of prompt plus answer, in tokens
+    max_encoder_len: int  # longest input of an encoder beside a decoder that reads token ids
     backend: AttentionBackend
-    vision: VisionInfo | None
+    vision: VisionInfo | None  # the images that are read among tokens; None: none are read
 
 
 def start(config: EngineConfig, read: ConfigReader = read_config, *, beside: int = 0) -> LocalExecutor:

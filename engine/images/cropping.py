@@ -26,16 +26,11 @@ _LONGEST = 4096  # pixels of a side
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CroppedImage:
-    """An image that has no place in a prompt yet.
+    """An image that has no place in a prompt yet."""
 
-    Attributes:
-        pixels: uint8 [crops, 3, height, width].
-        size: height and width of the image as it was sent.
-        tiles: rows and columns of crops beside the one that shows the whole image, where crops have texts around them.
-    """
-
-    pixels: Any
-    size: Size
+    pixels: Any  # uint8 [crops, 3, height, width]
+    size: Size  # height and width of the image as it was sent
+    # rows and columns of crops beside the one that shows the whole image, where crops have texts around them
     tiles: Size = (0, 0)
 
 

@@ -46,20 +46,13 @@ MEANT = {"do_resize": True, "do_center_crop": False, "do_rescale": True, "do_nor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preprocessing:
-    """The steps, in order; None for a step that is left out.
+    """The steps, in order; None for a step that is left out."""
 
-    Attributes:
-        size: height and width to resize to, or a number for the shorter side.
-        resample: Pillow's number of the filter.
-        crop: height and width of the middle part to keep; a smaller image is surrounded by zeros.
-        rescale: factor of the numbers, which are from 0 to 255.
-        mean, std: for each channel, the number to subtract and the number to divide by.
-    """
-
-    size: tuple[int, int] | int | None
-    resample: int
-    crop: tuple[int, int] | None
-    rescale: float | None
+    size: tuple[int, int] | int | None  # height and width to resize to, or a number for the shorter side
+    resample: int  # Pillow's number of the filter
+    crop: tuple[int, int] | None  # height and width of the middle part to keep; a smaller image is surrounded by zeros
+    rescale: float | None  # factor of the numbers, which are from 0 to 255
+    # mean, std: for each channel, the number to subtract and the number to divide by
     mean: tuple[float, ...] | None
     std: tuple[float, ...] | None
 

@@ -101,20 +101,15 @@ class StoreEncoded(HasRows):
 @dataclass(frozen=True, slots=True, eq=False)
 class Attend(HasRows):
     """out = attention of the queries to the keys and values of their own rows: those in pages, those beside them (in an
-    encoder), or those in the encoder's pages.
-
-    Attributes:
-        kv: keys and values beside the queries; None if they are in pages.
-        layer: the layer of the pages; None for an encoder.
-    """
+    encoder), or those in the encoder's pages."""
 
     READS = ("queries", "kv")
     WRITES = ("out",)
     module: SelfAttention | CrossAttention | LatentAttention | ReadingAttention
     queries: Rows
-    kv: tuple[Rows, Rows] | None
+    kv: tuple[Rows, Rows] | None  # keys and values beside the queries; None if they are in pages
     out: Rows
-    layer: int | None
+    layer: int | None  # the layer of the pages; None for an encoder
 
     @property
     def part(self) -> spec.Attention:
@@ -147,19 +142,15 @@ class Attend(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttendByBuckets(HasRows):
-    """out = attention of the queries to keys and values in pages, with scores by distance from each query.
-
-    Attributes:
-        scores: a number per bucket and head.
-        own: keys and values of next tokens, each visible only to its own query. The queries then belong to these
-            tokens. None: queries belong to tokens whose keys are in the pages.
-    """
+    """out = attention of the queries to keys and values in pages, with scores by distance from each query."""
 
     READS = ("queries", "scores", "own")
     WRITES = ("out",)
     module: BucketedAttention
     queries: Rows
-    scores: Rows
+    scores: Rows  # a number per bucket and head
+    # keys and values of next tokens, each visible only to its own query. The queries then belong to these tokens. None:
+    # queries belong to tokens whose keys are in the pages.
     own: tuple[Rows, Rows] | None
     out: Rows
     layer: int

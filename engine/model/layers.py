@@ -36,14 +36,10 @@ class CrossPages:
     """The pages of the encoder's K and V, which a step reads and never writes.
 
     Rows of the step that read the same pages may be one row here, because their queries have no order among the keys.
-
-    Attributes:
-        block_tables: [rows, max blocks] int32.
-        metadata: the rows' queries, with the lengths of their encoder inputs as contexts.
     """
 
-    block_tables: Tensor
-    metadata: AttentionMetadata
+    block_tables: Tensor  # [rows, max blocks] int32
+    metadata: AttentionMetadata  # the rows' queries, with the lengths of their encoder inputs as contexts
 
     @staticmethod
     def empty(query_lens: list[int], device: torch.device) -> CrossPages:

@@ -20,19 +20,13 @@ LookUp = Callable[[Tensor, torch.dtype], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PackedProduct:
-    """x [..., in] to x @ weight.T + bias [..., out], in x's format.
-
-    Attributes:
-        invariant: whether its rows never depend on each other, for any number of rows.
-        native: the weight, if our own kernels compute the product on a CPU.
-        few_bits: the weight, if it is quantised and on a GPU.
-        look_up: returns rows [N] of the weight in a format, [N, in]; None if they cannot be read from its packed form.
-    """
+    """x [..., in] to x @ weight.T + bias [..., out], in x's format."""
 
     compute: Callable[[Tensor], Tensor]
-    invariant: bool
-    native: gemm.Packed | None = None
-    few_bits: gemm.Quantised | None = None
+    invariant: bool  # whether its rows never depend on each other, for any number of rows
+    native: gemm.Packed | None = None  # the weight, if our own kernels compute the product on a CPU
+    few_bits: gemm.Quantised | None = None  # the weight, if it is quantised and on a GPU
+    # returns rows [N] of the weight in a format, [N, in]; None if they cannot be read from its packed form
     look_up: LookUp | None = None
 
     def __call__(self, x: Tensor) -> Tensor:

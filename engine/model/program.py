@@ -136,15 +136,10 @@ Operation = (
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The operations of a stack.
+    """The operations of a stack."""
 
-    Attributes:
-        operations: the operations in order; the first one embeds tokens, or takes given rows.
-        widths: features of each buffer's rows.
-    """
-
-    operations: tuple[Operation, ...]
-    widths: tuple[int, ...]
+    operations: tuple[Operation, ...]  # the operations in order; the first one embeds tokens, or takes given rows
+    widths: tuple[int, ...]  # features of each buffer's rows
     stream: Rows
     result: Rows
 

@@ -86,23 +86,16 @@ def kept_files(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix of the model, or those of its experts.
-
-    Attributes:
-        kind: its quantised kind; None: it stays plain.
-        count: 1, or the number of experts.
-        sources: a description of the tensors that fill it.
-        pieces: the layout for our own kernels; empty if they do not use it.
-    """
+    """A matrix of the model, or those of its experts."""
 
     name: str
-    kind: Held | None
+    kind: Held | None  # its quantised kind; None: it stays plain
     form: Form
-    count: int
+    count: int  # 1, or the number of experts
     outputs: int
     inputs: int
-    sources: tuple[str, ...]
-    pieces: Pieces = ()
+    sources: tuple[str, ...]  # a description of the tensors that fill it
+    pieces: Pieces = ()  # the layout for our own kernels; empty if they do not use it
 
     @property
     def stored(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -159,9 +152,6 @@ class Cache:
         folder: the folder of all entries; created if missing.
         dtype: the format in which its weights are read.
         kind: their quantised kind, for the file's name.
-
-    Attributes:
-        path: path of the entry.
     """
 
     def __init__(self, folder: Path, files: Sequence[Path], dtype: torch.dtype, matrices: Sequence[Matrix], kind: str):
@@ -173,7 +163,7 @@ class Cache:
         decides = [FORMAT, quantiser(), packer, str(dtype), self.origin, [asdict(matrix) for matrix in matrices]]
         self.key = hashlib.sha256(json.dumps(decides).encode()).hexdigest()
         self.folder = folder
-        self.path = folder / f"{kind}-{self.key[:32]}.safetensors"
+        self.path = folder / f"{kind}-{self.key[:32]}.safetensors"  # path of the entry
         self.layout = _Layout(matrices)
 
     def open(self, verified: Callable[[str], object]) -> Entry | None:

@@ -45,9 +45,6 @@ class MatrixLoading:
         shared: cache all matrices that our own kernels pack, even those that are quickly made from the checkpoint.
         advance: called with the number of `kept_bytes` that are done: half of a cached matrix when it is verified and
             half when it is packed; a negative number if a verified matrix is not used after all.
-
-    Attributes:
-        kept_bytes: bytes that the cached matrices would take in the model's format.
     """
 
     def __init__(
@@ -123,6 +120,7 @@ class MatrixLoading:
         }
         if folder is not None and self._matrices:
             self._open(folder, checkpoint, model)
+        # bytes that the cached matrices would take in the model's format
         self.kept_bytes = 0 if self._entry is None else sum(self._sizes.values())
         if self._entry is not None:
             for module in self._matrices:

@@ -138,52 +138,34 @@ SparseVectors = VocabularyWeights | InputWeights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenVectors:
-    """A vector of norm 1 for each token (ColBERT, arXiv:2004.12832; arXiv:2402.03216, 3.2).
+    """A vector of norm 1 for each token (ColBERT, arXiv:2004.12832; arXiv:2402.03216, 3.2)."""
 
-    Attributes:
-        layers: the layers that make vectors from hidden states.
-        first: tokens at the beginning of an input without a vector.
-        sides: the rules for a "query" and a "document"; {} if they are read like any text.
-    """
-
-    layers: tuple[Layer, ...]
-    first: int = 0
+    layers: tuple[Layer, ...]  # the layers that make vectors from hidden states
+    first: int = 0  # tokens at the beginning of an input without a vector
+    # the rules for a "query" and a "document"; {} if they are read like any text
     sides: dict[str, SideInfo] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """The settings of the folder; for a folder without modules.json, the defaults.
+    """The settings of the folder; for a folder without modules.json, the defaults."""
 
-    Attributes:
-        transformer: the folder with the transformer's config.json, weights and tokenizer.
-        modes: kinds of pooling whose vectors are concatenated; empty if the pipeline has no pooling, None if the folder
-            does not say.
-        width: features of the pooled hidden states, if the folder says so.
-        layers: the layers that map the pooled vector, in order.
-        normalize: whether the last step divides by the norm.
-        include_prompt: whether the tokens of a prompt count in the pooling.
-        max_seq_length: maximum tokens of an input, if the folder says so.
-        lower_case: whether texts are lower-cased before they are tokenised.
-        prompts: texts to put before inputs, by name.
-        activation: for a cross-encoder, the dotted path of the class that turns its outputs into scores.
-        sparse: the rule for sparse vectors, if the folder has one.
-        tokens: the rule for token vectors, if the folder has one.
-    """
-
-    transformer: Path
+    transformer: Path  # the folder with the transformer's config.json, weights and tokenizer
+    # kinds of pooling whose vectors are concatenated; empty if the pipeline has no pooling, None if the folder does not
+    # say
     modes: tuple[PoolingMode, ...] | None = None
-    width: int | None = None
-    layers: tuple[Layer, ...] = ()
-    normalize: bool = True
-    include_prompt: bool = True
-    max_seq_length: int | None = None
-    lower_case: bool = False
-    prompts: dict[str, str] = field(default_factory=dict)
+    width: int | None = None  # features of the pooled hidden states, if the folder says so
+    layers: tuple[Layer, ...] = ()  # the layers that map the pooled vector, in order
+    normalize: bool = True  # whether the last step divides by the norm
+    include_prompt: bool = True  # whether the tokens of a prompt count in the pooling
+    max_seq_length: int | None = None  # maximum tokens of an input, if the folder says so
+    lower_case: bool = False  # whether texts are lower-cased before they are tokenised
+    prompts: dict[str, str] = field(default_factory=dict)  # texts to put before inputs, by name
     default_prompt: str | None = None
+    # for a cross-encoder, the dotted path of the class that turns its outputs into scores
     activation: str | None = None
-    sparse: SparseVectors | None = None
-    tokens: TokenVectors | None = None
+    sparse: SparseVectors | None = None  # the rule for sparse vectors, if the folder has one
+    tokens: TokenVectors | None = None  # the rule for token vectors, if the folder has one
 
     def embedding_size(self, hidden_size: int) -> int:
         """Features of the pipeline's vectors for hidden states of this size. Raises ModelLoadError if it is made for

@@ -48,11 +48,6 @@ class Transformer(nn.Module):
         device, dtype: device and format of the parameters; the CPU and float32 by default. Parameters are
             uninitialised.
         filled_on: device of matrices until they are packed; None for the final device.
-
-    Attributes:
-        rotary_shifts: (limit, shift) pairs, limits ascending: a sequence up to a limit reads rotary tables this many
-            rows further on; a sequence that exceeds all limits reads them at its positions.
-        table: the names of the weights in the model's checkpoint; None until it is loaded.
     """
 
     def __init__(
@@ -76,10 +71,13 @@ class Transformer(nn.Module):
             )
         place = Place(torch.device(device), dtype, filled_on)
         self.spec = model
+        # the names of the weights in the model's checkpoint; None until it is loaded
         self.table: WeightTable | None = None
         self.max_model_len = max_model_len
         limits = [limit for limit in model.rotary_limits if limit < max_model_len]
         starts = accumulate(limits, initial=max_model_len)
+        # (limit, shift) pairs, limits ascending: a sequence up to a limit reads rotary tables this many rows further
+        # on; a sequence that exceeds all limits reads them at its positions
         self.rotary_shifts = tuple(zip(limits, starts, strict=False))
         self._sides = {*model.trunk.sides, *(["rotary_offsets"] if self.rotary_shifts else [])}
         self.encoder_length = max_encoder_len or max_model_len

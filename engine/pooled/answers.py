@@ -27,41 +27,29 @@ Row = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A part of the context that answers the question.
+    """A part of the context that answers the question."""
 
-    Attributes:
-        answer: its text; "" if the text has no answer.
-        score: the product of the probabilities that an answer begins and ends there, within its window. Scores of equal
-            texts are added up.
-        start, end: characters [start, end) of the context.
-    """
-
-    answer: str
+    answer: str  # its text; "" if the text has no answer
+    # the product of the probabilities that an answer begins and ends there, within its window. Scores of equal texts
+    # are added up.
     score: float
+    # start, end: characters [start, end) of the context
     start: int
     end: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerTerms:
-    """The parameters of a question; the names are those of transformers' pipeline.
+    """The parameters of a question; the names are those of transformers' pipeline."""
 
-    Attributes:
-        top_k: maximum number of answers, best first.
-        max_answer_len: maximum tokens of an answer.
-        max_seq_len: tokens of a window, including question and special tokens; None: 384, or the model's limit if that
-            is less.
-        doc_stride: tokens of the context that a window shares with the next one; None: 128, or half a window if that is
-            less.
-        align_to_words: whether answers are extended to whole words.
-    """
-
-    top_k: int = DEFAULT_ANSWERS
-    max_answer_len: int = DEFAULT_ANSWER_LENGTH
+    top_k: int = DEFAULT_ANSWERS  # maximum number of answers, best first
+    max_answer_len: int = DEFAULT_ANSWER_LENGTH  # maximum tokens of an answer
+    # tokens of a window, including question and special tokens; None: 384, or the model's limit if that is less
     max_seq_len: int | None = None
+    # tokens of the context that a window shares with the next one; None: 128, or half a window if that is less
     doc_stride: int | None = None
     handle_impossible_answer: bool = False
-    align_to_words: bool = True
+    align_to_words: bool = True  # whether answers are extended to whole words
 
     def __post_init__(self) -> None:
         check_number("top_k", self.top_k, NumberRange(low=1, high=MAX_ANSWERS, integer=True, optional=False))

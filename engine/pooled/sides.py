@@ -20,20 +20,13 @@ SIDES: tuple[Side, Side] = ("query", "document")
 
 @dataclass(frozen=True, slots=True)
 class SideReading:
-    """The rules for turning texts of one side into inputs.
+    """The rules for turning texts of one side into inputs."""
 
-    Attributes:
-        marker: the token after an input's first one.
-        length: maximum tokens of an input, including special ones.
-        attended: whether tokens attend to the fillers.
-        ignored: tokens without a vector.
-    """
-
-    marker: int | None = None
-    length: int | None = None
+    marker: int | None = None  # the token after an input's first one
+    length: int | None = None  # maximum tokens of an input, including special ones
     filler: int | None = None
-    attended: bool = False
-    ignored: frozenset[int] = frozenset()
+    attended: bool = False  # whether tokens attend to the fillers
+    ignored: frozenset[int] = frozenset()  # tokens without a vector
 
     def limit(self, truncate: int | None) -> int | None:
         """The number of tokens to cut a text to, including the marker, if a request asks for this number."""

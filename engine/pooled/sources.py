@@ -34,17 +34,11 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One input as the model reads it.
+    """One input as the model reads it."""
 
-    Attributes:
-        encoding: its tokens; none for an image.
-        text: the first text as it was tokenised; None if there was no text.
-        input: the same for the engine.
-    """
-
-    encoding: Encoding
-    text: str | None
-    input: TokenInput | PixelInput
+    encoding: Encoding  # its tokens; none for an image
+    text: str | None  # the first text as it was tokenised; None if there was no text
+    input: TokenInput | PixelInput  # the same for the engine
 
 
 def read_sources(inputs: Any, *, pairs: bool = False, images: bool = False) -> list[Source]:

@@ -33,19 +33,13 @@ logger = logging.getLogger("octavo.client")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """When to start an engine again after it died.
+    """When to start an engine again after it died."""
 
-    Attributes:
-        max_failures: after this many deaths in a row, the engine is not started again; 1 means after the first death.
-        healthy_seconds: after an engine has served this long, its next death begins a new row.
-        first_delay: seconds before the first restart; doubled for each later restart in the row.
-        max_delay: the longest delay, in seconds.
-    """
-
+    # after this many deaths in a row, the engine is not started again; 1 means after the first death
     max_failures: int = 3
-    healthy_seconds: float = 60.0
-    first_delay: float = 0.5
-    max_delay: float = 30.0
+    healthy_seconds: float = 60.0  # after an engine has served this long, its next death begins a new row
+    first_delay: float = 0.5  # seconds before the first restart; doubled for each later restart in the row
+    max_delay: float = 30.0  # the longest delay, in seconds
 
 
 class ProcessEngineClient(ConnectedClient):
@@ -59,9 +53,6 @@ class ProcessEngineClient(ConnectedClient):
         meanwhile: called while the engine loads, to do other slow work of the start.
         known: finds facts about the model while the engine's process imports torch.
         tell: called with the percentage of the weights that are loaded; not called when the engine is started again.
-
-    Attributes:
-        on_change: called when the engine has died, and when it serves again.
     """
 
     def __init__(
@@ -80,7 +71,7 @@ class ProcessEngineClient(ConnectedClient):
         self._policy = policy or RestartPolicy()
         self._supervisor: asyncio.Task[None] | None = None
         self._served_since = time.monotonic()
-        self.on_change: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = lambda: None  # called when the engine has died, and when it serves again
         self._failures = 0
         self._launches = 0
         self._folder = make_folder()

@@ -300,37 +300,23 @@ class KVEventPublisher:
 
 
 class _Message:
-    """The events of a step.
-
-    Attributes:
-        number: 8 bytes, big-endian.
-        events: empty once they are encoded.
-        payload: None before.
-    """
+    """The events of a step."""
 
     __slots__ = ("events", "number", "payload", "time")
 
     def __init__(self, number: int, now: float, events: list[PageEvent]):
-        self.number = number.to_bytes(8, "big")
+        self.number = number.to_bytes(8, "big")  # 8 bytes, big-endian
         self.time = now
-        self.events = events
-        self.payload: bytes | None = None
+        self.events = events  # empty once they are encoded
+        self.payload: bytes | None = None  # None before
 
 
 class _Replay:
-    """A replay of missed events to a subscriber.
-
-    Attributes:
-        envelope: message parts that route to the subscriber.
-        messages: the messages still to be sent.
-        next: the encoded message to be sent next, if any.
-        moved: when progress was last made, in `time.monotonic()` seconds.
-        is_over: whether nothing more is to be sent.
-    """
+    """A replay of missed events to a subscriber."""
 
     def __init__(self, envelope: list[bytes], messages: Iterator[_Message]):
-        self.envelope = envelope
-        self.messages = messages
-        self.next: list[Any] | None = None
-        self.moved = time.monotonic()
-        self.is_over = False
+        self.envelope = envelope  # message parts that route to the subscriber
+        self.messages = messages  # the messages still to be sent
+        self.next: list[Any] | None = None  # the encoded message to be sent next, if any
+        self.moved = time.monotonic()  # when progress was last made, in `time.monotonic()` seconds
+        self.is_over = False  # whether nothing more is to be sent

@@ -23,25 +23,16 @@ _TUPLES = ("lora_modules", "catalogue")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """The memory of a model before it is loaded. Sizes in bytes.
+    """The memory of a model before it is loaded. Sizes in bytes."""
 
-    Attributes:
-        memory: the maximum that its engine takes, while it loads or once its KV cache is full.
-        on_gpu: whether it is a GPU's memory.
-        tasks: what the model can do.
-        max_model_len: tokens of prompt and answer together.
-        problem: why it cannot be loaded; "" if it can.
-        unknown: whether it is not on this machine yet.
-    """
-
-    memory: int = 0
+    memory: int = 0  # the maximum that its engine takes, while it loads or once its KV cache is full
     weights: int = 0
     free: int = 0
-    on_gpu: bool = False
-    tasks: tuple[str, ...] = ()
-    max_model_len: int = 0
-    problem: str = ""
-    unknown: bool = False
+    on_gpu: bool = False  # whether it is a GPU's memory
+    tasks: tuple[str, ...] = ()  # what the model can do
+    max_model_len: int = 0  # tokens of prompt and answer together
+    problem: str = ""  # why it cannot be loaded; "" if it can
+    unknown: bool = False  # whether it is not on this machine yet
 
 
 def predict(configs: Sequence[EngineConfig], *, download: bool = False) -> Iterator[Prediction]:

@@ -45,14 +45,11 @@ _BIAS, _SOURCE, _HISTORY, _DRY, _BAN, _FORCE = map(int, Kind)  # enumeration mem
 
 @dataclass(slots=True)
 class LastStep:
-    """The parts of the last step that the next one shares if the same requests decode in both.
+    """The parts of the last step that the next one shares if the same requests decode in both."""
 
-    Attributes:
-        groups: the request of each row; empty if the step did more than decode.
-        sampling, cross, sides: as in its plan; the sides of an answer's tokens do not change from one to the next.
-    """
-
+    # the request of each row; empty if the step did more than decode
     groups: list[SequenceGroup] = field(default_factory=list)
+    # sampling, cross, sides: as in its plan; the sides of an answer's tokens do not change from one to the next
     sampling: SamplingBatch | None = None
     cross: CrossRows | None = None
     sides: Sides = field(default_factory=dict)

@@ -63,20 +63,15 @@ class PoolListener(Protocol):
 
 
 class BlockPool:
-    """All pages and their reference counts. Only this class changes reference counts and hashes.
-
-    Attributes:
-        listener: notified when contents are forgotten, if it is set.
-        evicted: called with a page and its hash before the page gets other content, if it is set.
-        num_forgotten: how often one or all contents were forgotten.
-    """
+    """All pages and their reference counts. Only this class changes reference counts and hashes."""
 
     def __init__(self, num_blocks: int):
         self.total = num_blocks
         self.peak_held = 0
-        self.listener: PoolListener | None = None
+        self.listener: PoolListener | None = None  # notified when contents are forgotten, if it is set
+        # called with a page and its hash before the page gets other content, if it is set
         self.evicted: Callable[[int, PageHash], None] | None = None
-        self.num_forgotten = 0
+        self.num_forgotten = 0  # how often one or all contents were forgotten
         self._refs = [0] * (num_blocks + 1)
         self._pins = [0] * (num_blocks + 1)
         self._states = bytearray(num_blocks + 1)

@@ -13,18 +13,13 @@ from engine.scheduling.sequence import pages_needed, worst_case_pages
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of the scheduler (see `EngineConfig`).
-
-    Attributes:
-        enable_prefix_caching: whether later requests may find the pages of earlier ones.
-        needs: the needs of the model's sequences.
-    """
+    """Limits of the scheduler (see `EngineConfig`)."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
-    enable_prefix_caching: bool = True
-    needs: SequenceNeeds = field(default_factory=SequenceNeeds)
+    enable_prefix_caching: bool = True  # whether later requests may find the pages of earlier ones
+    needs: SequenceNeeds = field(default_factory=SequenceNeeds)  # the needs of the model's sequences
 
     @classmethod
     def of(cls, config: EngineConfig, needs: SequenceNeeds) -> SchedulerConfig:

@@ -178,18 +178,14 @@ class Drafting:
 
     Each guess is compared with the tokens that came, whether it was drafted or not. So the drafter notices that a text
     begins to repeat, without the cost of a draft.
-
-    Attributes:
-        index: of the sequence's own tokens; None: they are not looked at.
-        prediction: the client's, of the answer that begins at `answer_at`.
-        votes: the equally long occurrences vote on each token; otherwise the latest one counts.
     """
 
+    # of the sequence's own tokens; None: they are not looked at
     index: NgramIndex | None = field(default_factory=NgramIndex)
-    prediction: Prediction | None = None
+    prediction: Prediction | None = None  # the client's, of the answer that begins at `answer_at`
     answer_at: int = 0
     earlier: KnownTexts | None = None
-    votes: bool = False
+    votes: bool = False  # the equally long occurrences vote on each token; otherwise the latest one counts
     _right: list[float] = field(default_factory=lambda: [rate * count for rate, count in _PRIOR])
     _seen: list[float] = field(default_factory=lambda: [count for _, count in _PRIOR])
     _guess: list[int] = field(default_factory=list)

@@ -13,17 +13,12 @@ from engine.scheduling.sequence import IntBuffer, SequenceGroup
 
 @dataclass(slots=True)
 class PagesStored:
-    """Pages that follow each other can now be found.
-
-    Attributes:
-        parent: hash of the page before the first of them; None if they begin a sequence.
-        beside: for each page whose K and V depend on more than tokens, a value that stands for the rest, by page number
-            here.
-    """
+    """Pages that follow each other can now be found."""
 
     hashes: list[PageHash]
-    parent: PageHash | None
+    parent: PageHash | None  # hash of the page before the first of them; None if they begin a sequence
     token_ids: Int32
+    # for each page whose K and V depend on more than tokens, a value that stands for the rest, by page number here
     beside: dict[int, PageHash]
 
 

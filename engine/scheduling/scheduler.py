@@ -56,15 +56,6 @@ class Restores(Protocol):
 class Scheduler:
     """Queues, budget, preemption. The only writer of sequences and groups.
 
-    Attributes:
-        drafter: predicts tokens of decoding sequences, so that a step may check several; None: no drafts.
-        draft_costs: decides how many of its drafts a step has; None: all that fit.
-        drafting: whether the drafter served a request that ran when the last step was planned.
-        drafts_forced_tokens: whether one step takes several tokens each of which is the only one that a constraint
-            allows.
-        events: what the prefix cache gains and loses, if that is reported (`record_events`).
-        restores: asked for pages of each new prompt that are not in memory; None: nothing is restored.
-
     Use: `schedule()`, run the plan, `update()`; or `fail()` if the plan could not be run. While a plan runs,
     `schedule_ahead()` may return the next one; answers are applied in the order of the plans.
     """
@@ -79,11 +70,13 @@ class Scheduler:
     ):
         self.config = config
         self.pool = pool
+        # predicts tokens of decoding sequences, so that a step may check several; None: no drafts
         self.drafter = drafter
-        self.draft_costs: DraftCosts | None = None
+        self.draft_costs: DraftCosts | None = None  # decides how many of its drafts a step has; None: all that fit
+        # whether one step takes several tokens each of which is the only one that a constraint allows
         self.drafts_forced_tokens = True
         self._draft_places = DraftPlaces()
-        self.drafting = False
+        self.drafting = False  # whether the drafter served a request that ran when the last step was planned
         self._hasher = hasher or PageHasher()
         self._groups: dict[str, SequenceGroup] = {}
         self._waiting = WaitingQueue()
@@ -99,7 +92,9 @@ class Scheduler:
         self._last = LastStep()
         self._outbox: list[RequestDelta] = []
         self.stats = EngineStats(pages_total=pool.total, block_size=config.block_size)
+        # what the prefix cache gains and loses, if that is reported (`record_events`)
         self.events: PageEvents | None = None
+        # asked for pages of each new prompt that are not in memory; None: nothing is restored
         self.restores: Restores | None = None
         self._num_restoring = 0
         self._tables = Tables(pool, self._hasher, config, states=self.states)

@@ -15,23 +15,18 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """A text, or a pair of texts, in the form that a model reads; the lists have one entry per token.
-
-    Attributes:
-        type_ids: the tokens' segments; all 0 if the tokenizer has none.
-        offsets: the characters [start, end) of its text that a token stands for; (0, 0) for a token that the tokenizer
-            added. None if they are not known: for tokenizers written in Python, and for inputs that arrived as ids.
-        sequence: 0 for tokens of the first text, 1 for the second, None for tokens that the tokenizer added.
-        truncated: whether tokens were left out.
-        words: the index of each token's word in its text, None for a token that belongs to no word; None in all if this
-            was not asked for, or is not known.
-    """
+    """A text, or a pair of texts, in the form that a model reads; the lists have one entry per token."""
 
     ids: list[int]
-    type_ids: list[int]
+    type_ids: list[int]  # the tokens' segments; all 0 if the tokenizer has none
+    # the characters [start, end) of its text that a token stands for; (0, 0) for a token that the tokenizer added. None
+    # if they are not known: for tokenizers written in Python, and for inputs that arrived as ids.
     offsets: list[Offset] | None
+    # 0 for tokens of the first text, 1 for the second, None for tokens that the tokenizer added
     sequence: list[int | None]
-    truncated: bool = False
+    truncated: bool = False  # whether tokens were left out
+    # the index of each token's word in its text, None for a token that belongs to no word; None in all if this was not
+    # asked for, or is not known
     words: list[int | None] | None = None
 
     @classmethod

@@ -42,22 +42,14 @@ Ranges = tuple[tuple[int, int], ...]  # ranges of code points, sorted and disjoi
 
 @dataclass(eq=False, slots=True)
 class _Node:
-    """A part of a grammar.
+    """A part of a grammar."""
 
-    Attributes:
-        kind: chars, seq, alt, repeat or ref.
-        parts: the parts of seq and alt; the one part of repeat.
-        ranges: the code points of chars.
-        least: the minimum number of repetitions; most, the maximum, is None if there is no limit.
-        name: the rule that a ref names.
-    """
-
-    kind: str
-    parts: list[_Node] = field(default_factory=list)
-    ranges: Ranges = ()
-    least: int = 0
+    kind: str  # chars, seq, alt, repeat or ref
+    parts: list[_Node] = field(default_factory=list)  # the parts of seq and alt; the one part of repeat
+    ranges: Ranges = ()  # the code points of chars
+    least: int = 0  # the minimum number of repetitions; most, the maximum, is None if there is no limit
     most: int | None = None
-    name: str = ""
+    name: str = ""  # the rule that a ref names
 
 
 def is_gbnf(text: str) -> bool:

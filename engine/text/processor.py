@@ -47,28 +47,19 @@ def spell_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> Samp
 
 @dataclass(slots=True, kw_only=True)
 class ChoiceText:
-    """News of one choice.
+    """News of one choice."""
 
-    Attributes:
-        index: which of the n answers this is.
-        text: new text only, without text that may still change or become a stop string.
-        logprobs: one entry per new id with `decoded_token` filled in, if asked for.
-        finish_reason: set in the choice's last item.
-        stop_reason: the stop string or stop token id that ended the choice, or why it was aborted.
-        cumulative_logprob: the sum over the choice's tokens so far (for beams, in the last item).
-        score: a beam's score, in its last item.
-        stopped_by_text: whether a stop string ended the choice here, which the engine cannot know; the caller must
-            abort the choice. Later deltas of the choice are ignored.
-    """
-
-    index: int
-    text: str = ""
+    index: int  # which of the n answers this is
+    text: str = ""  # new text only, without text that may still change or become a stop string
     token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None = None
-    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprobs] | None = None  # one entry per new id with `decoded_token` filled in, if asked for
+    finish_reason: FinishReason | None = None  # set in the choice's last item
+    # the stop string or stop token id that ended the choice, or why it was aborted
     stop_reason: int | str | None = None
-    cumulative_logprob: float | None = None
-    score: float | None = None
+    cumulative_logprob: float | None = None  # the sum over the choice's tokens so far (for beams, in the last item)
+    score: float | None = None  # a beam's score, in its last item
+    # whether a stop string ended the choice here, which the engine cannot know; the caller must abort the choice. Later
+    # deltas of the choice are ignored.
     stopped_by_text: bool = False
 
     def extend(self, later: ChoiceText) -> None:

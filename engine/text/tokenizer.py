@@ -60,29 +60,14 @@ class Tokenizer:
         hf: the tokenizer object, fast (Rust) or slow (Python).
         lower_case: whether texts are lower-cased first.
         marked_side: which language an input's language token names, if it has one (`Languages`).
-
-    Attributes:
-        eos_token_id: the tokenizer's own end-of-sequence id, or None.
-        bos_token_id: the tokenizer's own beginning-of-sequence id, or None.
-        mask_token_id, mask_token: the token that marks a position to predict, and its text, or None.
-        unk_token_id: the token for text that the vocabulary does not cover, or None.
-        pad_token_id: the token with which other programs pad short inputs, or None.
-        cls_token_id: the token that stands for a whole input, or None.
-        frame_ids: the tokens that begin, separate, end or pad inputs.
-        truncation_side: the side from which inputs that are too long are cut.
-        subword_prefix: how the vocabulary marks a token that continues a word (WordPiece's "##"), if it does.
-        vocab_size: number of ids, added tokens included.
-        plain_size: number of ids without added tokens; 0 for a slow tokenizer, which does not distinguish them.
-        languages: the languages that it knows.
-        encode_long: texts of more than the given number of characters are encoded by this function, which is given the
-            text and whether to add special tokens; None: all are encoded here. It is only for tokenizers that can be
-            saved.
     """
 
     def __init__(
         self, hf: Any, *, lower_case: bool = False, marked_side: Literal["source", "target"] = "source"
     ) -> None:
         self._hf = hf
+        # texts of more than the given number of characters are encoded by this function, which is given the text and
+        # whether to add special tokens; None: all are encoded here. It is only for tokenizers that can be saved.
         self.encode_long: tuple[int, Callable[[str, bool], list[int]]] | None = None
         self._lower_case = lower_case
         self._fast: Any = getattr(hf, "_tokenizer", None) if getattr(hf, "is_fast", False) else None
@@ -101,28 +86,37 @@ class Tokenizer:
         else:
             # A folder need not list the tokens that stand for languages.
             self._special = frozenset(hf.all_special_ids) | frozenset(getattr(hf, "lang_token_to_id", {}).values())
-        self.eos_token_id: int | None = hf.eos_token_id
-        self.bos_token_id: int | None = hf.bos_token_id
+        self.eos_token_id: int | None = hf.eos_token_id  # the tokenizer's own end-of-sequence id, or None
+        self.bos_token_id: int | None = hf.bos_token_id  # the tokenizer's own beginning-of-sequence id, or None
+        # the token for text that the vocabulary does not cover, or None
         self.unk_token_id: int | None = getattr(hf, "unk_token_id", None)
         mask = getattr(hf, "mask_token_id", None)
         if mask == self.unk_token_id:  # one that is named, but is not in the vocabulary
             mask = None
+        # mask_token_id, mask_token: the token that marks a position to predict, and its text, or None
         self.mask_token_id: int | None = mask
         self.mask_token: str | None = None if mask is None else hf.mask_token
+        # the token with which other programs pad short inputs, or None
         self.pad_token_id: int | None = getattr(hf, "pad_token_id", None)
+        # the token that stands for a whole input, or None
         self.cls_token_id: int | None = getattr(hf, "cls_token_id", None)
         frame = (getattr(hf, f"{name}_token_id", None) for name in ("bos", "eos", "cls", "sep", "pad"))
+        # the tokens that begin, separate, end or pad inputs
         self.frame_ids: frozenset[int] = frozenset(token for token in frame if token is not None)
+        # the side from which inputs that are too long are cut
         self.truncation_side: Side = "left" if getattr(hf, "truncation_side", "right") == "left" else "right"
         model = None if self._fast is None else self._fast.model
+        # how the vocabulary marks a token that continues a word (WordPiece's "##"), if it does
         self.subword_prefix: str | None = getattr(model, "continuing_subword_prefix", None) or None
         self._segments = "token_type_ids" in getattr(hf, "model_input_names", ())
         # The two sides of Marian and FSMT may have separate vocabularies.
         other = (len(getattr(hf, "target_encoder", ())), getattr(hf, "tgt_vocab_size", 0))
-        self.vocab_size: int = max(len(hf), *other)
+        self.vocab_size: int = max(len(hf), *other)  # number of ids, added tokens included
+        # number of ids without added tokens; 0 for a slow tokenizer, which does not distinguish them
         self.plain_size: int = 0 if self._fast is None else self._fast.get_vocab_size(with_added_tokens=False)
         special = {text: hf.convert_tokens_to_ids(text) for text in hf.all_special_tokens}
         special |= getattr(hf, "lang_token_to_id", {})
+        # the languages that it knows
         self.languages = replace(Languages.among(special, self.encode("")), marked_side=marked_side, pair=_pair(hf))
         self._answers: Any = None  # encodes the beginning of an answer, if another tokenizer does that
         self._known: dict[int, bool] = {}

@@ -19,23 +19,17 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writing:
-    """The format of a family's calls: first, then begin NAME middle ARGUMENTS end for each call, then last.
-
-    Attributes:
-        between: separates two calls; None if only one call is possible.
-        pair: the format of each argument, with text unchanged and all else as JSON; None if the arguments are one
-            object.
-        quote: the mark around strings if the object is JSON except for these marks and its unquoted keys; None for
-            JSON.
-    """
+    """The format of a family's calls: first, then begin NAME middle ARGUMENTS end for each call, then last."""
 
     first: str
     begin: str
     middle: str
     end: str
-    between: str | None
+    between: str | None  # separates two calls; None if only one call is possible
     last: str
+    # the format of each argument, with text unchanged and all else as JSON; None if the arguments are one object
     pair: Pair | None = None
+    # the mark around strings if the object is JSON except for these marks and its unquoted keys; None for JSON
     quote: str | None = None
 
     @property

@@ -41,10 +41,6 @@ class Background:
             when the engine has accepted the request, and last when the answer has ended.
         failing: makes the last events for an error.
         interrupted: called with the reason if the answer was abandoned.
-
-    Attributes:
-        events: all events so far, indexed by number.
-        done: whether there will be no more events.
     """
 
     def __init__(
@@ -56,8 +52,8 @@ class Background:
         failing: Callable[[ApiError], str],
         interrupted: Callable[[str], None],
     ):
-        self.events: list[str] = []
-        self.done = False
+        self.events: list[str] = []  # all events so far, indexed by number
+        self.done = False  # whether there will be no more events
         self._service = service
         self._source = events
         self._streamed = streamed

@@ -139,9 +139,6 @@ class Region(ABC):
     It ends with its closing mark, unless the mark is within a string. If no call has begun in it, everything is text,
     including the marks. Within or after a reported call, anything that is neither call nor text is dropped. `closing`:
     the mark that ends it; None if it extends to the end of the answer and anything after calls is text.
-
-    Attributes:
-        ended: whether the closing mark was read.
     """
 
     def __init__(self, calls: Calls, opening: str, closing: str | None):
@@ -150,7 +147,7 @@ class Region(ABC):
         self._raw = opening  # all text since the last call; shown if it turns out to be no call
         self._failed = self._left_out = False  # the rest is text or dropped
         self._told = False  # the call being written
-        self.ended = False
+        self.ended = False  # whether the closing mark was read
         self.rest = ""
 
     def feed(self, text: str) -> Iterable[Part]:

@@ -44,14 +44,7 @@ def pictures_for(service: Service) -> Pictures | None:
 
 @dataclass(slots=True)
 class ConversationRun(Run[ChatPiece, Choice]):
-    """Answers a chat request in any endpoint's shape.
-
-    Attributes:
-        ignored: names of fields of the endpoint's own shape that the chat request lacks.
-        pictures: the images in the messages; None: the model reads none.
-        prediction: a text that the answer is expected to repeat.
-        lowered: whether the prompt leaves less room than max_tokens; the answer gets the room that is left.
-    """
+    """Answers a chat request in any endpoint's shape."""
 
     bytes_per_logprob = 400
     usual_answer = CHAT_ROOM
@@ -59,11 +52,13 @@ class ConversationRun(Run[ChatPiece, Choice]):
     messages: list[Message] = field(kw_only=True)
     rendering: Rendering = field(kw_only=True)
     tools: Tools | None = field(kw_only=True)
-    prediction: str | None = field(default=None, kw_only=True)
+    prediction: str | None = field(default=None, kw_only=True)  # a text that the answer is expected to repeat
+    # names of fields of the endpoint's own shape that the chat request lacks
     ignored: Ignored = field(default_factory=Ignored, kw_only=True)
+    # the images in the messages; None: the model reads none
     pictures: Pictures | None = field(default=None, kw_only=True)
     parsing: Parsing | None = None
-    lowered: bool = False
+    lowered: bool = False  # whether the prompt leaves less room than max_tokens; the answer gets the room that is left
 
     @classmethod
     def of(cls, body: ChatCompletionRequest, service: Service, arrival: float, **more: Any) -> Self:

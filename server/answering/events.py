@@ -23,17 +23,12 @@ Extra = Mapping[str, Any]
 
 
 class Events(ABC, Generic[Piece]):
-    """Writes the events of one answer.
+    """Writes the events of one answer."""
 
-    Attributes:
-        silence: sent after a long time without events.
-        maker: turns updates into pieces.
-    """
-
-    silence: ClassVar[str] = COMMENT
+    silence: ClassVar[str] = COMMENT  # sent after a long time without events
 
     def __init__(self, maker: PieceMaker[Piece]):
-        self.maker = maker
+        self.maker = maker  # turns updates into pieces
 
     def opening(self) -> str:
         """The events after the engine has accepted the request; may be empty."""

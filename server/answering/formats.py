@@ -27,28 +27,21 @@ _PLAIN = ({"type": "function", "function": "{content}"}, {"function": "{content}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFormat:
-    """A format for calls.
-
-    Attributes:
-        models: some models that use it.
-        regions: where calls are, in the fields of a response template: open or open_pattern, close or close_pattern
-            (default: the end); `shown` is the pattern as plain text.
-        drops: marks around several calls; they are not shown.
-        head: for a region with a name followed by JSON arguments: the pattern before the arguments, with the group
-            `name`. None for objects with a name and arguments, or a list of such objects.
-        field: for a region that is parsed whole at its end: the other keys of the response template's field.
-        known_names_only: a call of an unknown function is text; for formats without marks.
-        writing: how an enforced call is written; None if calls cannot be enforced.
-    """
+    """A format for calls."""
 
     name: str
-    models: str
+    models: str  # some models that use it
+    # where calls are, in the fields of a response template: open or open_pattern, close or close_pattern (default: the
+    # end); `shown` is the pattern as plain text
     regions: Sequence[Mapping[str, Any]]
-    drops: Sequence[str] = ()
+    drops: Sequence[str] = ()  # marks around several calls; they are not shown
+    # for a region with a name followed by JSON arguments: the pattern before the arguments, with the group `name`. None
+    # for objects with a name and arguments, or a list of such objects.
     head: str | None = None
+    # for a region that is parsed whole at its end: the other keys of the response template's field
     field: Mapping[str, Any] | None = None
-    known_names_only: bool = False
-    writing: Writing | None = None
+    known_names_only: bool = False  # a call of an unknown function is text; for formats without marks
+    writing: Writing | None = None  # how an enforced call is written; None if calls cannot be enforced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,18 +42,14 @@ _ENDS = (
 
 @dataclass(frozen=True, slots=True)
 class Infilling:
-    """The prompt format of a fill-in-the-middle model.
-
-    Attributes:
-        prefix, suffix, middle: the tokens that open these parts.
-        file: the token that opens another file; None if there is none.
-    """
+    """The prompt format of a fill-in-the-middle model."""
 
     tokenizer: Tokenizer
+    # prefix, suffix, middle: the tokens that open these parts
     prefix: int
     suffix: int
     middle: int
-    file: int | None
+    file: int | None  # the token that opens another file; None if there is none
     ends: tuple[int, ...]
 
     @classmethod

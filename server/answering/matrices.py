@@ -91,23 +91,16 @@ class _Whole(Room):
 
 @dataclass(slots=True)
 class MatrixRun(PoolingRun):
-    """A request for vectors or matrices.
-
-    Attributes:
-        params: the parameters of all inputs, except for the prompt's tokens.
-        asked: the conversation, if there is one.
-        prompt: a prefix for each text.
-        truncate: the number of tokens to cut an input to, if any.
-        shape: a template for an item of the answer, with placeholders for its index and numbers.
-    """
+    """A request for vectors or matrices."""
 
     param: ClassVar[str] = "input"  # the request's field with the inputs
 
     body: MatrixBody
-    params: PoolingParams = field(kw_only=True)
-    asked: Asked | None = field(kw_only=True)
-    prompt: str = field(default="", kw_only=True)
-    truncate: int | None = field(kw_only=True)
+    params: PoolingParams = field(kw_only=True)  # the parameters of all inputs, except for the prompt's tokens
+    asked: Asked | None = field(kw_only=True)  # the conversation, if there is one
+    prompt: str = field(default="", kw_only=True)  # a prefix for each text
+    truncate: int | None = field(kw_only=True)  # the number of tokens to cut an input to, if any
+    # a template for an item of the answer, with placeholders for its index and numbers
     shape: bytes = field(kw_only=True)
 
     @property

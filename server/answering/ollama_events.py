@@ -46,17 +46,11 @@ def written(line: Line) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The form of an answer.
+    """The form of an answer."""
 
-    Attributes:
-        model: the name that the client sent.
-        chat: whether the answer is a message, as in /api/chat; else it is a text, as in /api/generate.
-        context: whether the last line has the token ids of prompt and answer.
-    """
-
-    model: str
-    chat: bool
-    context: bool = False
+    model: str  # the name that the client sent
+    chat: bool  # whether the answer is a message, as in /api/chat; else it is a text, as in /api/generate
+    context: bool = False  # whether the last line has the token ids of prompt and answer
 
     def part(self, text: str = "", thinking: str = "", calls: Sequence[OllamaCall] = ()) -> Line:
         """A line, or a whole answer without its end."""

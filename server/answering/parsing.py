@@ -31,25 +31,16 @@ _ANYWHERE = {"start_anchor_pattern": r"\A"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parsing:
-    """The settings for parsing the answers to one request.
+    """The settings for parsing the answers to one request."""
 
-    Attributes:
-        formats: the model's formats, as far as they are used.
-        template: the regions, compiled.
-        tools: the functions that may be called; None if calls are text.
-        shown_special: special tokens whose text is needed to parse the answer.
-        begins_in_reasoning: whether the prompt has opened reasoning.
-        reasoning_ends_with: the single token that ends reasoning, if there is one; reasoning tokens can then be
-            counted.
-        typed: the functions with the types of their arguments, for calls that are parsed when complete.
-    """
-
-    formats: Formats
-    template: Any
-    tools: Tools | None
-    shown_special: frozenset[int]
-    begins_in_reasoning: bool
+    formats: Formats  # the model's formats, as far as they are used
+    template: Any  # the regions, compiled
+    tools: Tools | None  # the functions that may be called; None if calls are text
+    shown_special: frozenset[int]  # special tokens whose text is needed to parse the answer
+    begins_in_reasoning: bool  # whether the prompt has opened reasoning
+    # the single token that ends reasoning, if there is one; reasoning tokens can then be counted
     reasoning_ends_with: int | None = None
+    # the functions with the types of their arguments, for calls that are parsed when complete
     typed: list[dict[str, Any]] | None = None
 
 
@@ -191,17 +182,12 @@ def _regions(formats: Formats) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class AnswerParser:
-    """Parses one answer.
-
-    Attributes:
-        reasoned: whether the answer has reasoning, perhaps empty.
-        reasons: whether the next text is reasoning.
-    """
+    """Parses one answer."""
 
     parsing: Parsing
     called: bool = False
-    reasoned: bool = False
-    reasons: bool = False
+    reasoned: bool = False  # whether the answer has reasoning, perhaps empty
+    reasons: bool = False  # whether the next text is reasoning
     _parser: Any = field(init=False)
     _calls: Calls = field(init=False)
     _region: Region | None = None

@@ -20,16 +20,11 @@ _SLICE = 65536  # characters tokenised at once if only the number of tokens is n
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt in the engine's form.
+    """A prompt in the engine's form."""
 
-    Attributes:
-        token_ids: the prompt; for an encoder-decoder model the encoder's input.
-        text: the text; None if the prompt came as token ids.
-        decoder_ids: for an encoder-decoder model the given beginning of the answer; None for a decoder-only model.
-    """
-
-    token_ids: list[int]
-    text: str | None = None
+    token_ids: list[int]  # the prompt; for an encoder-decoder model the encoder's input
+    text: str | None = None  # the text; None if the prompt came as token ids
+    # for an encoder-decoder model the given beginning of the answer; None for a decoder-only model
     decoder_ids: list[int] | None = None
     images: tuple[PlacedImage, ...] = ()
 
@@ -60,17 +55,11 @@ class TooLongError(ApiError):
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The limit on a prompt's length, and the error for a longer prompt, in the engine's words.
+    """The limit on a prompt's length, and the error for a longer prompt, in the engine's words."""
 
-    Attributes:
-        tokens: maximum tokens, including the answer if it continues the prompt.
-        param: the request's field with the prompt.
-        encoder: whether the prompt is an encoder's input.
-    """
-
-    tokens: int
-    param: str = "prompt"
-    encoder: bool = False
+    tokens: int  # maximum tokens, including the answer if it continues the prompt
+    param: str = "prompt"  # the request's field with the prompt
+    encoder: bool = False  # whether the prompt is an encoder's input
 
     @classmethod
     def of_prompt(cls, info: EngineInfo, param: str = "prompt") -> Room:
@@ -105,15 +94,11 @@ def most_characters(tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """The rule for cutting longer prompts (`truncate_prompt_tokens`).
+    """The rule for cutting longer prompts (`truncate_prompt_tokens`)."""
 
-    Attributes:
-        tokens: the number of tokens that stay.
-        side: where tokens are removed: the beginning of a prompt that an answer continues; for an encoder's input, the
-            tokenizer's side.
-    """
-
-    tokens: int
+    tokens: int  # the number of tokens that stay
+    # where tokens are removed: the beginning of a prompt that an answer continues; for an encoder's input, the
+    # tokenizer's side
     side: Literal["left", "right"] = "left"
 
     @classmethod

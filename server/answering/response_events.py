@@ -129,9 +129,6 @@ class ResponseEvents(Events[ChatPiece]):
         frame: the answer without the fields that are only known later.
         name_of: returns the client's name for a function.
         opened: whether the first events have been sent.
-
-    Attributes:
-        final: the whole answer, once it has ended.
     """
 
     def __init__(self, maker: PieceMaker[ChatPiece], frame: Response, name_of: NameOf, *, opened: bool = False):
@@ -142,7 +139,7 @@ class ResponseEvents(Events[ChatPiece]):
         self._number = NUM_OPENING if opened else 0
         self._begun = not frame["background"]
         self._written: list[str] = []
-        self.final: Response | None = None
+        self.final: Response | None = None  # the whole answer, once it has ended
 
     # ---------------------------------------------------------------- called by the stream
 

@@ -34,12 +34,7 @@ class Called(NamedTuple):
 
 
 class ResponseTools:
-    """The tools of one request. `ignored`: receives the names of tools that would run at OpenAI.
-
-    Attributes:
-        shown: the callable tools of the request, as the answer repeats them.
-        enforced: enforced schemas of arguments by function name, if they differ from those that the model sees.
-    """
+    """The tools of one request. `ignored`: receives the names of tools that would run at OpenAI."""
 
     def __init__(self, ignored: Ignored):
         self._ignored = ignored
@@ -47,7 +42,8 @@ class ResponseTools:
         self._called: dict[str, Called] = {}
         self._patterns: dict[str, str | None] = {}  # as enforced by the grammar; None if it is not enforced
         self._grammar_room = _MOST_GRAMMAR
-        self.shown: list[dict[str, Any]] = []
+        self.shown: list[dict[str, Any]] = []  # the callable tools of the request, as the answer repeats them
+        # enforced schemas of arguments by function name, if they differ from those that the model sees
         self.enforced: dict[str, dict[str, Any]] = {}
 
     @property

@@ -24,19 +24,12 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """The beginning of an encoder-decoder model's answers.
+    """The beginning of an encoder-decoder model's answers."""
 
-    Attributes:
-        prompt: the beginning, as text or token ids; None if the model begins itself.
-        first: the token that the request forces; None if none.
-        start: the decoder's start token, if the request sets it.
-        marked: the language whose token marks the encoder's input, if the request names one.
-    """
-
-    prompt: str | list[int] | None = None
-    first: int | None = None
-    start: int | None = None
-    marked: str | None = None
+    prompt: str | list[int] | None = None  # the beginning, as text or token ids; None if the model begins itself
+    first: int | None = None  # the token that the request forces; None if none
+    start: int | None = None  # the decoder's start token, if the request sets it
+    marked: str | None = None  # the language whose token marks the encoder's input, if the request names one
 
     def force(self, params: SamplingParams) -> SamplingParams:
         """The parameters, with the request's tokens for the beginning."""

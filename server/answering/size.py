@@ -15,17 +15,11 @@ from server.errors import ApiError
 
 @dataclass(frozen=True, slots=True)
 class AnswerSize:
-    """The memory of an answer, estimated from the request.
+    """The memory of an answer, estimated from the request."""
 
-    Attributes:
-        shape: the number of answers, tokens and log-probabilities.
-        bytes_per_logprob: bytes in the endpoint's shape.
-        info: facts about the model.
-    """
-
-    shape: Shape
-    bytes_per_logprob: int
-    info: EngineInfo
+    shape: Shape  # the number of answers, tokens and log-probabilities
+    bytes_per_logprob: int  # bytes in the endpoint's shape
+    info: EngineInfo  # facts about the model
 
     @property
     def bytes_per_token(self) -> int:

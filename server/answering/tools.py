@@ -17,41 +17,26 @@ _NAME = re.compile(FUNCTION_NAME, re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Function:
-    """A function that an answer may call.
+    """A function that an answer may call."""
 
-    Attributes:
-        name: unique in its request.
-        parameters: a JSON schema of the arguments, an object; None if any arguments are allowed.
-        strict: the arguments must match that schema.
-        dropped: whether it had enums that nothing could match, which are left out.
-    """
-
-    name: str
+    name: str  # unique in its request
+    # a JSON schema of the arguments, an object; None if any arguments are allowed
     parameters: Mapping[str, Any] | None = None
-    strict: bool = False
-    dropped: bool = False
+    strict: bool = False  # the arguments must match that schema
+    dropped: bool = False  # whether it had enums that nothing could match, which are left out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools:
-    """The functions of a request, and which of them its answer may call.
-
-    Attributes:
-        shown: the functions as the template gets them: {"type": "function", "function": {...}} each.
-        choice: auto, or required (at least one call).
-        named: the function that must be called, if any.
-        allowed: the functions that may be called, if not all shown ones.
-        parallel: whether an answer may have several calls.
-        characters: the total characters of all strings in `shown`.
-    """
+    """The functions of a request, and which of them its answer may call."""
 
     functions: tuple[Function, ...]
-    shown: list[dict[str, Any]]
-    choice: str = "auto"
-    named: str | None = None
-    allowed: frozenset[str] | None = None
-    parallel: bool = True
-    characters: int = 0
+    shown: list[dict[str, Any]]  # the functions as the template gets them: {"type": "function", "function": {...}} each
+    choice: str = "auto"  # auto, or required (at least one call)
+    named: str | None = None  # the function that must be called, if any
+    allowed: frozenset[str] | None = None  # the functions that may be called, if not all shown ones
+    parallel: bool = True  # whether an answer may have several calls
+    characters: int = 0  # the total characters of all strings in `shown`
 
     @property
     def names(self) -> frozenset[str]:

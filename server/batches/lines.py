@@ -19,14 +19,10 @@ _PATH = re.compile(r"/(?!/)")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A line's place in its file.
+    """A line's place in its file."""
 
-    Attributes:
-        number: of the line, from 1 on. Empty lines count.
-        begin, size: its bytes.
-    """
-
-    number: int
+    number: int  # of the line, from 1 on. Empty lines count.
+    # begin, size: its bytes
     begin: int
     size: int
 

@@ -91,15 +91,10 @@ def is_stalled(scope: Scope) -> bool:
 
 
 class WatchedProtocol(asyncio.Protocol):
-    """Mixin before one of uvicorn's HTTP protocols.
+    """Mixin before one of uvicorn's HTTP protocols."""
 
-    Attributes:
-        stall_timeout: seconds without a received byte, while there are bytes to receive, that end a connection.
-        app_state: uvicorn's state, which is copied into each request's scope.
-    """
-
-    stall_timeout: float
-    app_state: dict[str, Any]
+    stall_timeout: float  # seconds without a received byte, while there are bytes to receive, that end a connection
+    app_state: dict[str, Any]  # uvicorn's state, which is copied into each request's scope
     _connection: Connection
     _timer: asyncio.TimerHandle | None = None
 

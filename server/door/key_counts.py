@@ -11,16 +11,11 @@ from server.door.rates import RequestRates, Window
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A key's counts with one more request.
-
-    Attributes:
-        window: its requests in the current minute, if they are limited.
-        counted: whether the request counts as running until `end`.
-    """
+    """A key's counts with one more request."""
 
     running: int
-    window: Window | None
-    counted: bool
+    window: Window | None  # its requests in the current minute, if they are limited
+    counted: bool  # whether the request counts as running until `end`
 
 
 class CountsKeys(Protocol):

@@ -29,22 +29,14 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A key without its text: only the digest is kept.
+    """A key without its text: only the digest is kept."""
 
-    Attributes:
-        digest: the key's SHA-256.
-        name: the name in the log; None if the file gives none.
-        requests_per_minute: maximum requests per minute; None for no limit.
-        max_concurrency: maximum concurrent requests; None for no limit.
-        models: names of the models that it may use; None for all.
-    """
-
-    digest: bytes = field(repr=False)
+    digest: bytes = field(repr=False)  # the key's SHA-256
     roles: frozenset[Role] = frozenset(Role)
-    name: str | None = None
-    requests_per_minute: int | None = None
-    max_concurrency: int | None = None
-    models: frozenset[str] | None = None
+    name: str | None = None  # the name in the log; None if the file gives none
+    requests_per_minute: int | None = None  # maximum requests per minute; None for no limit
+    max_concurrency: int | None = None  # maximum concurrent requests; None for no limit
+    models: frozenset[str] | None = None  # names of the models that it may use; None for all
 
     def may_use(self, model: str) -> bool:
         """Whether requests with this key may use this model."""

@@ -24,19 +24,12 @@ _CONNECTIONS = 16
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A key's count in its current minute, after a request.
+    """A key's count in its current minute, after a request."""
 
-    Attributes:
-        allowed: whether the request is within the limit.
-        limit: requests per minute.
-        remaining: requests that it may make now.
-        reset: whole seconds until one more is allowed.
-    """
-
-    allowed: bool
-    limit: int
-    remaining: int
-    reset: int
+    allowed: bool  # whether the request is within the limit
+    limit: int  # requests per minute
+    remaining: int  # requests that it may make now
+    reset: int  # whole seconds until one more is allowed
 
 
 class RequestRates:

@@ -88,20 +88,15 @@ class RemoteGate:
 
 
 class RemotePlace:
-    """The slots of one request, kept at the desk.
-
-    Attributes:
-        number: the request's number at the desk.
-        num_unfinished: prompts that have not ended normally, also after the release.
-    """
+    """The slots of one request, kept at the desk."""
 
     def __init__(self, gate: RemoteGate, line: Line, prompts: int):
         self._gate = gate
         self._line = line
         self._held = [True] * prompts
         self._released = False
-        self.number = next(_numbers)
-        self.num_unfinished = prompts
+        self.number = next(_numbers)  # the request's number at the desk
+        self.num_unfinished = prompts  # prompts that have not ended normally, also after the release
 
     def __enter__(self) -> Self:
         return self

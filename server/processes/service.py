@@ -121,23 +121,17 @@ def _state(client: ProcessEngineClient) -> EngineServes:
 
 @dataclass(eq=False, slots=True)
 class _Front:
-    """One front, from its start to its end.
+    """One front, from its start to its end."""
 
-    Attributes:
-        place: the front's index; a replacement has the same index.
-        name: the front's name among the engine's clients.
-        line: the connection; None until it is open and the first message is sent, which comes before all others.
-        ready: done once it listens.
-        counted: its last reported counts.
-    """
-
-    place: int
-    name: bytes
+    place: int  # the front's index; a replacement has the same index
+    name: bytes  # the front's name among the engine's clients
     process: subprocess.Popen[bytes]
     desk: Desk
+    # the connection; None until it is open and the first message is sent, which comes before all others
     line: Line | None = None
+    # done once it listens
     ready: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    counted: Counted = field(default_factory=lambda: Counted(0, 0))
+    counted: Counted = field(default_factory=lambda: Counted(0, 0))  # its last reported counts
 
     def listening(self) -> Line | None:
         """Its connection, once it answers; while it starts, a question would wait."""

@@ -99,20 +99,14 @@ def _cut(body: CohereEmbedRequest, service: Service) -> int | None:
 
 @dataclass(slots=True)
 class _CohereRun(MatrixRun):
-    """One such request.
-
-    Attributes:
-        kinds: the requested formats of the vectors.
-        most: maximum tokens of a text; longer ones are refused.
-        asked_texts: the texts; empty if there are images.
-    """
+    """One such request."""
 
     id_prefix = "embed"
     advice = "leave truncate out"
     param = "texts"
-    kinds: list[EmbeddingType] = field(kw_only=True)
-    most: int | None = field(kw_only=True)
-    asked_texts: list[str] = field(kw_only=True)
+    kinds: list[EmbeddingType] = field(kw_only=True)  # the requested formats of the vectors
+    most: int | None = field(kw_only=True)  # maximum tokens of a text; longer ones are refused
+    asked_texts: list[str] = field(kw_only=True)  # the texts; empty if there are images
 
     async def inputs(self) -> Sequence[PoolingInput]:
         with self._public_names():

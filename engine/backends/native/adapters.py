@@ -47,9 +47,6 @@ class AdapterTable:
         slots: the slots; the first one is for tokens without an adapter.
         inputs, outputs: the product's sizes.
         rank: maximum rank of an adapter.
-
-    Attributes:
-        address: the address of the structures that the library reads.
     """
 
     def __init__(self, slots: int, inputs: int, outputs: int, rank: int):
@@ -57,7 +54,7 @@ class AdapterTable:
         self._parts: list[list[_Part]] = [[] for _ in range(slots)]
         self._kept: list[object] = [None] * slots
         self._slots = (_Slot * slots)()
-        self.address = ctypes.addressof(self._slots)
+        self.address = ctypes.addressof(self._slots)  # the address of the structures that the library reads
 
     def put(self, slot: int, down: Tensor, up: Tensor, arena: Arena) -> None:
         """Fill a slot with down [rank, in] and up [out, rank], between two steps. `arena`: the adapter's memory; its

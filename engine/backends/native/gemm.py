@@ -87,23 +87,17 @@ _weights = Arena()
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """A quantised weight [outputs, inputs] in a form that is the same on every machine and can be stored.
+    """A quantised weight [outputs, inputs] in a form that is the same on every machine and can be stored."""
 
-    Attributes:
-        values: int8 [outputs, inputs], for rotated groups [outputs, groups * GROUP]; for 4 bits, uint8 [outputs,
-            groups, GROUP / 2] with two `levels` in a byte: i in the lower half, i + 4 in the upper one, four bytes for
-            every eight.
-        scales: for int8, float16 [outputs, groups] or float32 [outputs]; for rotated groups, uint8 [outputs, 4 +
-            groups]: the bytes of a float32, and each scale as a multiple of it; for 4 bits, float16 [outputs, groups,
-            2], a scale and a minimum: a weight is level * scale + minimum.
-        inputs: the length of a row.
-        rotated: whether integers and scales are those of `rotate`d groups.
-    """
-
+    # int8 [outputs, inputs], for rotated groups [outputs, groups * GROUP]; for 4 bits, uint8 [outputs, groups, GROUP /
+    # 2] with two `levels` in a byte: i in the lower half, i + 4 in the upper one, four bytes for every eight
     values: Tensor
+    # for int8, float16 [outputs, groups] or float32 [outputs]; for rotated groups, uint8 [outputs, 4 + groups]: the
+    # bytes of a float32, and each scale as a multiple of it; for 4 bits, float16 [outputs, groups, 2], a scale and a
+    # minimum: a weight is level * scale + minimum
     scales: Tensor
-    inputs: int
-    rotated: bool = False
+    inputs: int  # the length of a row
+    rotated: bool = False  # whether integers and scales are those of `rotate`d groups
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors; each row of them is a row of the weight."""
@@ -157,16 +151,11 @@ class Quantised:
 @dataclass(frozen=True, slots=True)
 class Blocks:
     """A weight [outputs, inputs] as stored in a GGUF file (`engine.model.gguf.blocks` reads it); or int4_128, in blocks
-    of 64 bytes in the order of `Quantised`, a scale and a minimum.
-
-    Attributes:
-        values: uint8 [outputs, bytes of a row], blocks one after the other.
-        inputs: the length of a row.
-    """
+    of 64 bytes in the order of `Quantised`, a scale and a minimum."""
 
     kind: BlockKind
-    values: Tensor
-    inputs: int
+    values: Tensor  # uint8 [outputs, bytes of a row], blocks one after the other
+    inputs: int  # the length of a row
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors, as in `Quantised`."""
@@ -209,24 +198,18 @@ def join_levels(levels: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """A weight [outputs, inputs] in the form that the kernels of this machine read.
-
-    Attributes:
-        data: uint8, in panels (see `src/gemm_*.cpp`).
-        bias: float32 [outputs], which is added before a result is rounded.
-        tile_rows, tile_bytes: rows of activations that are laid out together, and their bytes.
-        panel: outputs per panel.
-        parts: the parts of a weight joined from several matrices; `data` contains their addresses.
-    """
+    """A weight [outputs, inputs] in the form that the kernels of this machine read."""
 
     kind: Kind
-    data: Tensor
-    bias: Tensor | None
+    data: Tensor  # uint8, in panels (see `src/gemm_*.cpp`)
+    bias: Tensor | None  # float32 [outputs], which is added before a result is rounded
     outputs: int
     inputs: int
+    # tile_rows, tile_bytes: rows of activations that are laid out together, and their bytes
     tile_rows: int
     tile_bytes: int
-    panel: int
+    panel: int  # outputs per panel
+    # the parts of a weight joined from several matrices; `data` contains their addresses
     parts: tuple[Packed, ...] = ()
 
     @property

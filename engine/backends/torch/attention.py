@@ -32,31 +32,21 @@ ROWS = FEATURES = 4
 
 @dataclass(frozen=True, slots=True)
 class QueryBias:
-    """A bias by distance that differs for each query (arXiv:2001.04063).
+    """A bias by distance that differs for each query (arXiv:2001.04063)."""
 
-    Attributes:
-        scores: [T, N, heads] the numbers of each query.
-        columns: [distances] int64, the index (of N) for each distance, key position - query position.
-        zero: the entry for distance 0; distances beyond either end use the end's.
-    """
-
-    scores: Tensor
-    columns: Tensor
-    zero: int
+    scores: Tensor  # [T, N, heads] the numbers of each query
+    columns: Tensor  # [distances] int64, the index (of N) for each distance, key position - query position
+    zero: int  # the entry for distance 0; distances beyond either end use the end's
 
 
 @dataclass(frozen=True, slots=True)
 class OwnKey:
-    """One more key and value for each query, visible only to that query.
+    """One more key and value for each query, visible only to that query."""
 
-    Attributes:
-        keys, values: [T, kv_heads, head_dim].
-        bias: [T, heads], added to the scores.
-    """
-
+    # keys, values: [T, kv_heads, head_dim]
     keys: Tensor
     values: Tensor
-    bias: Tensor
+    bias: Tensor  # [T, heads], added to the scores
 
 
 class TorchReference(AttentionBackend):

@@ -42,16 +42,11 @@ _STORED = {torch.int8: 1, FP8: 2}
 
 @dataclass(frozen=True, slots=True)
 class _Device:
-    """The device's properties that launches depend on.
+    """The device's properties that launches depend on."""
 
-    Attributes:
-        capability: 80, 90, ...
-        hardware: whether an instruction widens fp8.
-    """
-
-    capability: int
+    capability: int  # 80, 90, ..
     multiprocessors: int
-    hardware: bool
+    hardware: bool  # whether an instruction widens fp8
 
 
 @dataclass(frozen=True, slots=True)

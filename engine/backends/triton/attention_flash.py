@@ -61,15 +61,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class FlashPrompts:
-    """The attentions that torch's flash attention computes.
+    """The attentions that torch's flash attention computes."""
 
-    Attributes:
-        shapes: the heads for which it was found to agree with our kernels.
-        fewest: minimum queries of a row.
-    """
-
-    shapes: Collection[HeadShape]
-    fewest: int = FEWEST
+    shapes: Collection[HeadShape]  # the heads for which it was found to agree with our kernels
+    fewest: int = FEWEST  # minimum queries of a row
 
     def runs(self, metadata: AttentionMetadata) -> tuple[Run, ...]:
         """The rows of a step, in order, if some are long with their whole context in it; otherwise none.

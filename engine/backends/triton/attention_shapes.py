@@ -16,18 +16,12 @@ _LARGEST_GROUP = 128
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The settings of a kernel's launch.
+    """The settings of a kernel's launch."""
 
-    Attributes:
-        block_m: pairs of query and head per tile.
-        block_n: keys per tile.
-        block_d: features, including the padding of a head.
-        num_warps, num_stages: Triton's options.
-    """
-
-    block_m: int
-    block_n: int
-    block_d: int
+    block_m: int  # pairs of query and head per tile
+    block_n: int  # keys per tile
+    block_d: int  # features, including the padding of a head
+    # num_warps, num_stages: Triton's options
     num_warps: int
     num_stages: int
 

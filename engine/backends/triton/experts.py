@@ -41,17 +41,11 @@ _NEIGHBOURS = 8
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The division of the products among programs.
+    """The division of the products among programs."""
 
-    Attributes:
-        tokens: tokens per tile.
-        outputs: rows of weights per tile.
-        inputs: features read at a time.
-    """
-
-    tokens: int
-    outputs: int
-    inputs: int
+    tokens: int  # tokens per tile
+    outputs: int  # rows of weights per tile
+    inputs: int  # features read at a time
     warps: int
     stages: int
 

@@ -38,19 +38,12 @@ _NUMBERS = 16 * 1024  # bytes of the rows that belong to a tile
 
 
 class Tiling(NamedTuple):
-    """The part of a product that one program of `rows_kernel` computes.
+    """The part of a product that one program of `rows_kernel` computes."""
 
-    Attributes:
-        rows: at least the number of rows.
-        outputs: results per row.
-        block: features read at a time.
-        warps: warps per program.
-    """
-
-    rows: int
-    outputs: int
-    block: int
-    warps: int
+    rows: int  # at least the number of rows
+    outputs: int  # results per row
+    block: int  # features read at a time
+    warps: int  # warps per program
 
 
 def tiling(rows: int, outputs: int, itemsize: int) -> Tiling:

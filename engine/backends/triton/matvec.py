@@ -51,21 +51,13 @@ STAGES = 3  # tiles that are loaded before the first has arrived, plus one
 
 
 class Tiling(NamedTuple):
-    """The division of a matrix among programs.
+    """The division of a matrix among programs."""
 
-    Attributes:
-        rows: results per tile.
-        steps: tiles per program, one after the other.
-        block: features per tile, a power of two.
-        held: whether a tile has all features.
-        warps: warps per program.
-    """
-
-    rows: int
-    steps: int
-    block: int
-    held: bool
-    warps: int
+    rows: int  # results per tile
+    steps: int  # tiles per program, one after the other
+    block: int  # features per tile, a power of two
+    held: bool  # whether a tile has all features
+    warps: int  # warps per program
 
 
 def tiling(outputs: int, features: int, itemsize: int, *, gated: bool = False, normed: bool = False) -> Tiling:

@@ -25,23 +25,14 @@ _NOTHING, _ROUNDED, _EXACT, _OFFSET, _LAYER = range(5)
 
 
 class Norm(NamedTuple):
-    """A norm over the last dimension.
+    """A norm over the last dimension."""
 
-    Attributes:
-        weight: [size], None for ones.
-        eps: added to the mean square, or to the variance.
-        centred: LayerNorm (arXiv:1607.06450) instead of RMSNorm (arXiv:1910.07467).
-        bias: [size] bias of a LayerNorm, None for zeros.
-        unit_offset: whether an RMSNorm multiplies by 1 + weight, in float32.
-        in_float32: whether an RMSNorm multiplies before it rounds to its input's format, not after.
-    """
-
-    weight: Tensor | None
-    eps: float
-    centred: bool = False
-    bias: Tensor | None = None
-    unit_offset: bool = False
-    in_float32: bool = False
+    weight: Tensor | None  # [size], None for ones
+    eps: float  # added to the mean square, or to the variance
+    centred: bool = False  # LayerNorm (arXiv:1607.06450) instead of RMSNorm (arXiv:1910.07467)
+    bias: Tensor | None = None  # [size] bias of a LayerNorm, None for zeros
+    unit_offset: bool = False  # whether an RMSNorm multiplies by 1 + weight, in float32
+    in_float32: bool = False  # whether an RMSNorm multiplies before it rounds to its input's format, not after
 
 
 @triton.jit

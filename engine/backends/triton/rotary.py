@@ -35,19 +35,14 @@ _SLOTS, _TABLES = 1, 2
 
 
 class Angles(NamedTuple):
-    """The angles for each position.
+    """The angles for each position."""
 
-    Attributes:
-        cos: [length, ..., head_dim], equal for two features that are rotated together, and not read for features that
-            are not rotated; sin: [length, ..., dim / 2]. Whole tables; each token reads one row.
-        interleaved: features 2i and 2i + 1 are rotated together, not i and dim / 2 + i.
-        in_float32: heads are rotated in float32 and rounded once; otherwise the angles and each product and sum are
-            rounded.
-    """
-
+    # [length, ..., head_dim], equal for two features that are rotated together, and not read for features that are not
+    # rotated; sin: [length, ..., dim / 2]. Whole tables; each token reads one row.
     cos: Tensor
     sin: Tensor
-    interleaved: bool
+    interleaved: bool  # features 2i and 2i + 1 are rotated together, not i and dim / 2 + i
+    # heads are rotated in float32 and rounded once; otherwise the angles and each product and sum are rounded
     in_float32: bool
 
 

@@ -24,24 +24,20 @@ _LAYER = re.compile(r"blk\.(\d+)\.(\w+(?:\.\w+)*)\.(weight|bias|scale)")
 
 @dataclass(frozen=True)
 class Architecture:
-    """An architecture of llama.cpp.
-
-    Attributes:
-        layer: tensors of a layer, without `.weight` and `.bias`, or in full if their end differs; for experts or heads
-            that are stored together, one name for each, with `{}` for its index.
-        layers: the prefix of a layer's index.
-        outer: tensors beside the layers.
-        arranged: transforms of tensors, named as in `layer` or `outer`, with another layout.
-    """
+    """An architecture of llama.cpp."""
 
     config: Callable[[Metadata], Config]
+    # tensors of a layer, without `.weight` and `.bias`, or in full if their end differs; for experts or heads that are
+    # stored together, one name for each, with `{}` for its index
     layer: Mapping[str, str]
-    layers: str = "model.layers"
+    layers: str = "model.layers"  # the prefix of a layer's index
+    # tensors beside the layers
     outer: Mapping[str, str] = field(
         default_factory=lambda: {
             "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
         }
     )  # fmt: skip
+    # transforms of tensors, named as in `layer` or `outer`, with another layout
     arranged: Mapping[str, Callable[[Config], Arrangement]] = field(default_factory=dict)
 
 

@@ -36,24 +36,16 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """A format.
+    """A format."""
 
-    Attributes:
-        name: ggml's name.
-        numbers, size: the numbers and the bytes of a block.
-        plain: the equivalent torch format, if there is one.
-        decode: None if the format is plain or not supported.
-        halves: positions of float16 numbers in a block.
-        lines: if numbers are 4-bit integers with a scale and a minimum for each 32, makes these from bytes [blocks,
-            size].
-    """
-
-    name: str
+    name: str  # ggml's name
+    # numbers, size: the numbers and the bytes of a block
     numbers: int
     size: int
-    plain: torch.dtype | None = None
-    decode: Decode | None = None
-    halves: tuple[int, ...] = ()
+    plain: torch.dtype | None = None  # the equivalent torch format, if there is one
+    decode: Decode | None = None  # None if the format is plain or not supported
+    halves: tuple[int, ...] = ()  # positions of float16 numbers in a block
+    # if numbers are 4-bit integers with a scale and a minimum for each 32, makes these from bytes [blocks, size]
     lines: Lines | None = None
 
     @property

@@ -18,18 +18,12 @@ from engine.model.transformer import Transformer
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The rows of a product that come from one matrix of a checkpoint.
+    """The rows of a product that come from one matrix of a checkpoint."""
 
-    Attributes:
-        path: path of the `Linear` in `model.named_modules()`.
-        size: features in and out of the `Linear`.
-        place: the matrix is source `place` of the transform.
-    """
-
-    path: str
-    size: tuple[int, int]
+    path: str  # path of the `Linear` in `model.named_modules()`
+    size: tuple[int, int]  # features in and out of the `Linear`
     transform: Transform
-    place: int
+    place: int  # the matrix is source `place` of the transform
 
     @property
     def stored(self) -> tuple[int, int]:

@@ -38,24 +38,17 @@ class Tensors(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A tensor that is stored as several.
-
-    Attributes:
-        decode: makes a tensor of that shape from the parts, in order.
-        format: the format of that tensor, under safetensors' name.
-        kind: our own equivalent of the parts, except for the rounding of minima; None for none.
-        quantised: makes that kind, or the blocks of `own`, from them.
-        own: blocks with fewer bits than `kind`; None for none.
-    """
+    """A tensor that is stored as several."""
 
     name: str
     parts: tuple[str, ...]
     shape: Size
-    decode: Callable[..., Tensor]
-    format: str = "F32"
+    decode: Callable[..., Tensor]  # makes a tensor of that shape from the parts, in order
+    format: str = "F32"  # the format of that tensor, under safetensors' name
+    # our own equivalent of the parts, except for the rounding of minima; None for none
     kind: Quantization | None = None
-    quantised: Callable[..., Quantised | Blocks] | None = None
-    own: BlockKind | None = None
+    quantised: Callable[..., Quantised | Blocks] | None = None  # makes that kind, or the blocks of `own`, from them
+    own: BlockKind | None = None  # blocks with fewer bits than `kind`; None for none
 
 
 class Scheme(ABC):
