@@ -60,13 +60,10 @@ class Forcing(Protocol):
 
 @runtime_checkable
 class Weighing(Protocol):
-    """A constraint that also depends on the probabilities of tokens.
+    """A constraint that also depends on the probabilities of tokens."""
 
-    Attributes:
-        outweighed_from: if the allowed tokens from this one on are together likelier than each single allowed token
-            below it, only they may come.
-    """
-
+    # if the allowed tokens from this one on are together likelier than each single allowed token below it, only they
+    # may come
     outweighed_from: int
 
 

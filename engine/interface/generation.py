@@ -79,23 +79,16 @@ FALLBACK = "sampling_fallback"
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """A checkpoint's defaults for decoding.
+    """A checkpoint's defaults for decoding."""
 
-    Attributes:
-        values: the supported fields of `generation_config.json` that are set.
-        fallback: values of further fields, for requests without a temperature.
-        eos_ids: token ids that end a sequence.
-        ignored: unsupported fields that would change the answer.
-        decoder_start_token_id: the first token of an encoder-decoder model's decoder.
-        speech: the special tokens of a speech model.
-    """
-
+    # the supported fields of `generation_config.json` that are set
     values: Mapping[str, Any] = field(default_factory=dict)
+    # values of further fields, for requests without a temperature
     fallback: Mapping[str, Any] = field(default_factory=dict)
-    eos_ids: frozenset[int] = frozenset()
-    ignored: tuple[str, ...] = ()
-    decoder_start_token_id: int | None = None
-    speech: SpeechInfo | None = None
+    eos_ids: frozenset[int] = frozenset()  # token ids that end a sequence
+    ignored: tuple[str, ...] = ()  # unsupported fields that would change the answer
+    decoder_start_token_id: int | None = None  # the first token of an encoder-decoder model's decoder
+    speech: SpeechInfo | None = None  # the special tokens of a speech model
 
     def as_params(self) -> SamplingParams:
         """The parameters of a request that asks for these defaults."""

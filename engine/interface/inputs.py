@@ -25,22 +25,14 @@ _KINDS: dict[SignalKind, str] = {"image": "images", "audio": "sound"}
 
 @dataclass(frozen=True, slots=True)
 class ReadInput:
-    """A request's input after all checks.
+    """A request's input after all checks."""
 
-    Attributes:
-        token_ids: the first tokens of the decoder, or the input of a lone encoder.
-        encoder_token_ids: the encoder's input in an encoder-decoder model; () for other models.
-        sides: further values of each token, besides its id.
-        signal: float32 values that an encoder reads instead of tokens. The tokens are then zeros, one for each
-            position.
-        images: those among the tokens.
-    """
-
-    token_ids: tuple[int, ...]
-    encoder_token_ids: tuple[int, ...] = ()
-    sides: Sides = field(default_factory=dict)
+    token_ids: tuple[int, ...]  # the first tokens of the decoder, or the input of a lone encoder
+    encoder_token_ids: tuple[int, ...] = ()  # the encoder's input in an encoder-decoder model; () for other models
+    sides: Sides = field(default_factory=dict)  # further values of each token, besides its id
+    # float32 values that an encoder reads instead of tokens. The tokens are then zeros, one for each position.
     signal: NDArray[np.float32] | None = None
-    images: tuple[SeenImage, ...] = ()
+    images: tuple[SeenImage, ...] = ()  # those among the tokens
 
 
 def read_input(input: EngineInput, info: EngineInfo, *, start: int | None) -> ReadInput:

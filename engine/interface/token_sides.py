@@ -26,37 +26,29 @@ Sides = Mapping[str, Values]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSide:
-    """One side.
+    """One side."""
 
-    Attributes:
-        name: the side's name in requests, plans and inputs. A side that `Embed` reads has a field of this name in
-            `spec.Tokens`: the number of its values, 0 in a model that does not read it.
-        reads: the operation that reads it (`engine.model.operations`); None: no step carries it, page hashes cover it.
-        dtype: the type of its numbers on the host; on a device they are int64 indices, or int32 in recorded steps.
-        width: numbers per token.
-        default: the value of each number if nothing is known about a token.
-        goes_on: whether tokens of an answer get the numbers of the last known token; otherwise they get the default.
-        hashed: whether page hashes include the numbers. The root hash of a sequence covers the meaning of any other
-            side's numbers.
-        asked: whether requests may contain it; otherwise the scheduler makes it.
-        param: its field of `TokenInput`; None: requests put it in `TokenInput.sides`.
-        least: this many values are accepted, and ignored, by models that do not read the side.
-        noun, form: words for its entries and for an entry with several numbers, in messages.
-        rule, fits: a rule for entries with several numbers, in words and as a check.
-    """
-
+    # the side's name in requests, plans and inputs. A side that `Embed` reads has a field of this name in
+    # `spec.Tokens`: the number of its values, 0 in a model that does not read it.
     name: str
+    # the operation that reads it (`engine.model.operations`); None: no step carries it, page hashes cover it
     reads: Literal["Embed", "PrepareHeads", "AddAdapters"] | None
+    # the type of its numbers on the host; on a device they are int64 indices, or int32 in recorded steps
     dtype: type[np.int32] = np.int32
-    width: int = 1
-    default: int = 0
+    width: int = 1  # numbers per token
+    default: int = 0  # the value of each number if nothing is known about a token
+    # whether tokens of an answer get the numbers of the last known token; otherwise they get the default
     goes_on: bool = False
+    # whether page hashes include the numbers. The root hash of a sequence covers the meaning of any other side's
+    # numbers.
     hashed: bool = True
-    asked: bool = True
-    param: str | None = None
-    least: int = 0
+    asked: bool = True  # whether requests may contain it; otherwise the scheduler makes it
+    param: str | None = None  # its field of `TokenInput`; None: requests put it in `TokenInput.sides`
+    least: int = 0  # this many values are accepted, and ignored, by models that do not read the side
+    # noun, form: words for its entries and for an entry with several numbers, in messages
     noun: str = "integers"
     form: str = "integers"
+    # rule, fits: a rule for entries with several numbers, in words and as a check
     rule: str = "in any order"
     fits: Callable[[Sequence[int]], bool] = lambda entry: True
 

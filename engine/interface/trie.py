@@ -29,21 +29,15 @@ class Trie:
 
     Nodes are numbered level by level from the root, which is 0. The children of a node have successive numbers, in the
     order of their tokens; so do the children of successive nodes.
-
-    Attributes:
-        tokens: [nodes] the token that leads to a node; the root's has no meaning.
-        children: [nodes + 1] the first child of each node; the last child precedes the next node's first.
-        ends: [nodes] whether a sequence ends here.
-        duplicates: [2, count] indices of repeated sequences, and of those that they repeat.
     """
 
     vocab_size: int
-    tokens: Int32
-    children: Int32
-    ends: NDArray[np.bool_]
+    tokens: Int32  # [nodes] the token that leads to a node; the root's has no meaning
+    children: Int32  # [nodes + 1] the first child of each node; the last child precedes the next node's first
+    ends: NDArray[np.bool_]  # [nodes] whether a sequence ends here
     num_sequences: int
     longest: int
-    duplicates: Int64
+    duplicates: Int64  # [2, count] indices of repeated sequences, and of those that they repeat
     _rows: dict[int, MaskRow] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod

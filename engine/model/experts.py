@@ -23,12 +23,7 @@ from engine.model.quantisation import Held, device_product, on_device
 
 
 class ExpertMatrices(nn.Module):
-    """One matrix for each expert (or each head), weight [count, out, in], and a bias [count, out] if they have one.
-
-    Attributes:
-        packed: the matrices in the form of a CPU's kernels.
-        few_bits: all matrices, quantised, on a GPU; numbers and scales begin with [count, out].
-    """
+    """One matrix for each expert (or each head), weight [count, out, in], and a bias [count, out] if they have one."""
 
     def __init__(self, count: int, inputs: int, outputs: int, bias: bool, place: Place):
         super().__init__()
@@ -36,7 +31,8 @@ class ExpertMatrices(nn.Module):
         self.device = place.device
         self.weight = place.matrix(count, outputs, inputs)
         self.bias = place.parameter(count, outputs) if bias else None
-        self.packed: list[PackedProduct] | None = None
+        self.packed: list[PackedProduct] | None = None  # the matrices in the form of a CPU's kernels
+        # all matrices, quantised, on a GPU; numbers and scales begin with [count, out]
         self.few_bits: Quantised | None = None
         self.stored: Held | None = None  # like those of `Linear`
         self.taken = False

@@ -48,23 +48,15 @@ _LARGEST = 2**24  # bytes; a longer message on the lifeline is not ours
 
 
 class Start(msgspec.Struct, tag=True):
-    """The first message to a new engine process.
+    """The first message to a new engine process."""
 
-    Attributes:
-        config: the engine's settings.
-        address: the ZeroMQ address to bind.
-        folder: the folder of the socket; the engine removes it if its client is gone.
-        log_level: the root logger's level.
-        log_format: the format of log lines on stderr (see `engine.host.logs`); None leaves logging unchanged.
-        adapters: paths of the adapters that an earlier process had loaded, by name. Adapters that no longer exist are
-            left out.
-    """
-
-    config: EngineConfig
-    address: str
-    folder: str
-    log_level: int
+    config: EngineConfig  # the engine's settings
+    address: str  # the ZeroMQ address to bind
+    folder: str  # the folder of the socket; the engine removes it if its client is gone
+    log_level: int  # the root logger's level
+    # the format of log lines on stderr (see `engine.host.logs`); None leaves logging unchanged
     log_format: LogFormat | None
+    # paths of the adapters that an earlier process had loaded, by name. Adapters that no longer exist are left out.
     adapters: dict[str, str] = {}
 
 
@@ -264,24 +256,15 @@ Command = Join | Add | Abort | Look | Warm | Dismiss | LoadAdapter | UnloadAdapt
 
 
 class News(msgspec.Struct, omit_defaults=True):
-    """A client's news of a step, or of a batch of commands.
+    """A client's news of a step, or of a batch of commands."""
 
-    Attributes:
-        deltas: the deltas of all its requests that have some; a delta without choices says that the request was
-            accepted.
-        failed: the requests that were refused or could not be added.
-        stats: the counters afterwards, over all clients' requests.
-        num_commands: how many of its commands the engine has carried out so far.
-        cache_map: the current map, if a `Look` was among the commands.
-        adapters: the loaded adapters, unless the client knows them.
-    """
-
+    # the deltas of all its requests that have some; a delta without choices says that the request was accepted
     deltas: list[RequestDelta]
-    failed: dict[str, Failed]
-    stats: EngineStats
-    num_commands: int
-    cache_map: CacheMap | None = None
-    adapters: list[AdapterInfo] | None = None
+    failed: dict[str, Failed]  # the requests that were refused or could not be added
+    stats: EngineStats  # the counters afterwards, over all clients' requests
+    num_commands: int  # how many of its commands the engine has carried out so far
+    cache_map: CacheMap | None = None  # the current map, if a `Look` was among the commands
+    adapters: list[AdapterInfo] | None = None  # the loaded adapters, unless the client knows them
 
 
 def _plain(value: Any) -> Any:
