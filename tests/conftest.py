@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import gc
+import inspect
 import os
 import signal
 import sys
@@ -117,6 +119,22 @@ def pytest_collection_finish() -> None:
     more than a second for them."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine function runs in an event loop of its own, ends in time and leaves no task behind."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+
+    async def in_time() -> None:
+        async with asyncio.timeout(400):
+            await pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames})
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not left, f"{pyfuncitem.nodeid} leaves tasks behind: {left}"
+
+    asyncio.run(in_time())
+    return True
 
 
 @pytest.hookimpl(wrapper=True)
