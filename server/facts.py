@@ -51,11 +51,8 @@ def check_source(config: EngineConfig) -> None:
 
 
 def read_tokenizer(config: EngineConfig, info: EngineInfo, early: EarlyTokenizer | None = None) -> Tokenizer | None:
-    """The tokenizer of the model that an engine has loaded; None if there is none or none is wanted.
-
-    Args:
-        early: a tokenizer that was read while the engine loaded; used if it belongs to the engine's model.
-    """
+    """The tokenizer of the model that an engine has loaded; None if there is none or none is wanted. `early`: a
+    tokenizer that was read while the engine loaded; used if it belongs to the engine's model."""
     if config.skip_tokenizer_init:
         return None
     own = config.tokenizer is None

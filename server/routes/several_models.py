@@ -23,7 +23,6 @@ _Card = LoadedCard | UnloadedCard
 
 
 def models_of_house(house: Service) -> Models:
-    """The models of a service that has several."""
     assert house.models is not None
     return house.models
 
@@ -45,7 +44,6 @@ def _state(status: ModelStatus) -> dict[str, Any]:
 
 
 def _cards(house: Service, status: ModelStatus) -> list[_Card]:
-    """A model, and its adapters while it is loaded."""
     service = models_of_house(house).service_of(status.name)
     if service is None:
         unloaded = UnloadedCard(
