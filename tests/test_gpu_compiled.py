@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 MODULES = (
     "adapters", "attention", "beams", "copies", "elementwise", "experts", "few_bits", "matvec", "rotary", "sampling",
-    "of_tests",
+    "states", "of_tests",
 )  # fmt: skip
 # Bytes that a thread may keep on its stack. A few are spilled once, before a loop; more would be in it.
 STACK = 64

@@ -543,7 +543,8 @@ def _convolve(operation: Convolve, state: Pass) -> None:
         return left.flatten()
 
     inputs = state.inputs
-    each_row(inputs.metadata.query_lens, inputs.states, operation.layer, step, (module.taps - 1) * module.width)
+    size = (module.taps - 1) * module.width
+    each_row(inputs.metadata.query_lens, inputs.states, operation.layer, step, size, device=out.device)
     state.values[operation.out] = out
 
 
@@ -572,7 +573,8 @@ def _apply_delta(operation: ApplyDelta, state: Pass) -> None:
         return left.flatten()
 
     begin = (part.kernel - 1) * part.convolved
-    each_row(inputs.metadata.query_lens, inputs.states, operation.layer, step, part.state_size - begin, begin)
+    size = part.state_size - begin
+    each_row(inputs.metadata.query_lens, inputs.states, operation.layer, step, size, begin, device=x.device)
     heads = attended.to(x.dtype).float()
     normed = (heads * (heads.square().mean(-1, keepdim=True) + part.eps).rsqrt()).to(x.dtype) * module.norm
     gates = _heads(F.silu(opening.float()), part.value_dim)

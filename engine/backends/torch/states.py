@@ -13,7 +13,16 @@ Step = Callable[[Tensor, slice], Tensor]
 """Given a row's state and some of its tokens, computes the tokens and returns the state after them."""
 
 
-def each_row(counts: Sequence[int], states: States | None, layer: int, step: Step, size: int, begin: int = 0) -> None:
+def each_row(
+    counts: Sequence[int],
+    states: States | None,
+    layer: int,
+    step: Step,
+    size: int,
+    begin: int = 0,
+    *,
+    device: torch.device,
+) -> None:
     """Compute all rows of a pass from their states, and store the new states.
 
     Args:
@@ -25,7 +34,7 @@ def each_row(counts: Sequence[int], states: States | None, layer: int, step: Ste
     start = 0
     for row, count in enumerate(counts):
         if states is None:
-            step(torch.zeros(size), slice(start, start + count))
+            step(torch.zeros(size, device=device), slice(start, start + count))
         else:
             memory = states.layers[layer][:, begin : begin + size]
             snapshot, after = int(states.snapshots[row]), int(states.afters[row])

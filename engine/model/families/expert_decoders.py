@@ -273,7 +273,8 @@ def _gpt_oss(c: Any) -> Experts:
     if c.hidden_act != "silu":
         raise UnsupportedModelError(f"hidden_act of the config must be 'silu' for gpt-oss, got {c.hidden_act!r}.")
     return routed(
-        Clamped(c.intermediate_size, c.swiglu_limit, c.swiglu_alpha, bias=True),
+        # transformers before 5.18 does not name the factor.
+        Clamped(c.intermediate_size, c.swiglu_limit, getattr(c, "swiglu_alpha", 1.702), bias=True),
         count=c.num_local_experts,
         active=c.num_experts_per_tok,
         router_bias=True,
