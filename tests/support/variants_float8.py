@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from engine.backends.triton.few_bits import _WIDENED, rows_kernel, widen_kernel
@@ -12,6 +13,7 @@ from engine.backends.triton.matvec import STAGES as ROW_STAGES
 from engine.backends.triton.matvec import held_kernel, pieces_kernel
 from engine.backends.triton.matvec import tiling as row_tiling
 from support.gpu import Variant
+from support.variants_experts import products
 
 NUMBERS = {80: "*u8", 86: "*u8", 89: "*fp8e4nv", 90: "*fp8e4nv", 100: "*fp8e4nv", 120: "*fp8e4nv"}
 
@@ -113,4 +115,9 @@ VARIANTS = [
     _row(4096, 14336, 80),
     _widen(4096, 80),
     _widen(14336, 90),
+    *(
+        replace(one, signature={**one.signature, "weights": "*fp8e4nv", "scales": "*fp32"})
+        for one in products(90, 8, (64, 8192))
+        if one.name.startswith("Qwen3")
+    ),
 ]
