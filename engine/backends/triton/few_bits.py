@@ -42,19 +42,12 @@ _NUMBERS = 16 * 1024  # bytes of the rows that belong to a tile
 
 
 class Tiling(NamedTuple):
-    """The part of a product that one program of `rows_kernel` computes.
+    """The part of a product that one program of `rows_kernel` computes."""
 
-    Attributes:
-        rows: at least the number of rows.
-        outputs: results per row.
-        block: features read at a time.
-        warps: warps per program.
-    """
-
-    rows: int
-    outputs: int
-    block: int
-    warps: int
+    rows: int  # at least the number of rows
+    outputs: int  # results per row
+    block: int  # features read at a time
+    warps: int  # warps per program
 
 
 def tiling(rows: int, outputs: int, itemsize: int) -> Tiling:
@@ -197,14 +190,12 @@ def values_in(weight: Quantised) -> Tensor:
 
 
 def product(x: Tensor, weight: Quantised, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
-    """x [..., inputs] @ weight.T + bias as [..., outputs], in x's format or another.
+    """x [..., inputs] @ weight.T + bias as [..., outputs], in x's format or another. Raises ValueError if shapes,
+    formats or devices do not match.
 
     Args:
         weight: with scales for groups, on x's device; bias [outputs], in x's format.
         dtype: format of the results, which are not rounded to x's format first.
-
-    Raises:
-        ValueError: shapes, formats or devices do not match.
     """
     check(x, weight, bias)
     outputs = len(weight.values)
@@ -258,11 +249,7 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> No
 
 
 def check(x: Tensor, weight: Quantised, bias: Tensor | None) -> None:
-    """Refuse arguments that do not match.
-
-    Raises:
-        ValueError: shapes, formats or devices do not match.
-    """
+    """Refuse arguments that do not match. Raises ValueError if shapes, formats or devices do not match."""
     values, scales, inputs = weight.values, weight.scales, weight.inputs
     groups = -(-inputs // (FLOAT8_GROUP if weight.is_float8 else GROUP))
     shape = (groups, GROUP // 2) if weight.has_minima else (inputs,)
