@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from support.checkpoints import random_prompt
 from support.driving import Job, run, run_alone
-from support.gpu import check_compiled, compile_variants, kernels
+from support.gpu import kernels
 from support.jobs import greedy
 from support.poison import poisoned
 from test_gpu_few_bits import numbers, served
@@ -120,12 +120,6 @@ def test_a_scaled_row_is_near_itself() -> None:
         values, scales = reference.quantise(x, grouped=grouped)
         spread: Tensor = scales.repeat_interleave(FLOAT8_GROUP if grouped else 300, 1)[:, :300]
         assert ((values.float() * spread - x).abs() <= x.abs() / 16 + spread * 2.0**-10).all()
-
-
-def test_they_compile(tmp_path: Path) -> None:
-    found = compile_variants("support.variants_float8", tmp_path)
-    check_compiled(found)
-    assert {one.name.split(":")[0] for one in found} > {"quantise", "scaled", "rows", "row", "widen"}
 
 
 @pytest.mark.parametrize("kind", ["blocks", "channels"])
