@@ -113,6 +113,12 @@ def test_rows_are_quantised_as_the_reference_does(grouped: bool) -> None:
             assert torch.equal(values.cpu().view(torch.uint8)[good], want.view(torch.uint8)[good])
 
 
+@pytest.mark.parametrize("outputs", [64, 4096, 28672])
+def test_every_division_of_a_product_is_compiled_at_start(outputs: int) -> None:
+    tried = {float8.tiling(rows, outputs) for rows in float8.trial_rows(outputs)}
+    assert tried == {float8.tiling(rows, outputs) for rows in range(float8.FEW + 1, 8193)}
+
+
 def test_a_scaled_row_is_near_itself() -> None:
     """3 bits of a fraction: each number is off by a sixteenth of itself at most, or half the smallest step."""
     x = torch.randn(5, 300, generator=torch.Generator().manual_seed(0))

@@ -375,14 +375,18 @@ def test_blocks_of_a_file_in_their_own_bits(isa: str, kind: BlockKind) -> None:
 
 
 @each_isa
+@pytest.mark.parametrize("subnormal", [True, False])
 @pytest.mark.parametrize("inputs", [1, 127, 130, 301])
-def test_rows_of_float8_that_fill_no_group(isa: str, inputs: int) -> None:
-    """float32 rows are rounded to bfloat16 first; all 254 numbers are exact."""
+def test_rows_of_float8_that_fill_no_group(isa: str, inputs: int, subnormal: bool) -> None:
+    """float32 rows are rounded to bfloat16 first; all 254 numbers are exact. Subnormal ones go another way."""
     made = random_blocks("e4m3", 37, inputs)
     made.values[:, 128:132] = torch.ones(37, 1).view(torch.uint8)
-    every = torch.arange(256, dtype=torch.uint8)
     fit = min(inputs, 127)
-    made.values[0, :fit], made.values[1, :fit] = every[:fit], every[128 : 128 + fit]
+    if subnormal:
+        every = torch.arange(256, dtype=torch.uint8)
+        made.values[0, :fit], made.values[1, :fit] = every[:fit], every[128 : 128 + fit]
+    else:
+        made.values[:, :fit] = made.values[:, :fit] & 0xB7 | 0x08
     dense, x = numbers(made), torch.randn(14, inputs, generator=torch.Generator().manual_seed(1))
     case = Case(x, dense, torch.randn(37, generator=torch.Generator().manual_seed(2)), torch.float32, 2)
     assert_rows_are_independent(isa, lambda _, bias: gemm.pack_blocks(made, bias), case)

@@ -17,8 +17,8 @@ from engine.model.stored.scheme import REALS, Packed, Scheme, Tensors, expect, m
 _GROUP = 16
 
 
-class ModelOpt(Scheme):
-    """NVIDIA's Model Optimizer: NVFP4 or FP8 matrices, times a scale of the whole matrix."""
+class Nvfp4(Scheme):
+    """What NVIDIA's Model Optimizer writes: NVFP4 or FP8 matrices, times a scale of the whole matrix."""
 
     unread = (".input_scale", ".k_scale", ".v_scale")
 

@@ -1,10 +1,11 @@
 // Products with weights of float8_e4m3fn, with a float32 scale for each 128 inputs of an output. Activations are rounded to
 // bfloat16. Products are exact; the sums of a group are float32, and are multiplied by its scale and added in order.
 //
-// 4 bits of an exponent with a bias of 7, and 3 of a fraction: moved to their place in bfloat16 or float32, whose bias is
-// 127, the bits are 2^-120 of the number. No weight is NaN: Python refuses them.
+// A weight has 4 bits of an exponent with a bias of 7, and 3 of a fraction. Moved to their place in bfloat16 or float32,
+// whose bias is 127, the bits are 2^-120 of the weight, which costs few instructions. Activations are multiplied by 2^60, so
+// that products stay normal numbers, and scales by 2^60 as well; activations from 2^68 on become infinite. No weight is NaN:
+// Python refuses them.
 #include "gemm_look_up.h"
-#include "gemm_pairs.h"
 #include "gemm_panels.h"
 
 namespace octavo::gemm {
@@ -24,44 +25,55 @@ OCTAVO_INLINE float number_of(uint8_t byte) {
   return value * 0x1p120f;
 }
 
-#if defined(__AVX512BF16__)
-// WIDTH pairs of bfloat16. Products of that format take subnormal numbers for 0, so those of 8 bits are looked up.
-struct Weights {
-  Integers pair;
-  OCTAVO_INLINE_MEMBER static Weights load(const char* from) {
-    static constexpr uint16_t SUBNORMAL[32] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};  // 2^-9 each
-    const __m512i words = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-    const __m512i moved = _mm512_and_si512(_mm512_slli_epi16(words, 4), _mm512_set1_epi16(0x07f0));
-    const __m512i normal = _mm512_add_epi16(moved, _mm512_set1_epi16(120 << 7));
-    const __mmask32 small = _mm512_testn_epi16_mask(words, _mm512_set1_epi16(0x78));
-    const __m512i size = _mm512_mask_permutexvar_epi16(normal, small, words, _mm512_loadu_si512(SUBNORMAL));
-    // size | words & 0x8000
-    return {(Integers)_mm512_ternarylogic_epi32(size, words, _mm512_set1_epi16(-0x8000), 0xf8)};
-  }
-  OCTAVO_INLINE_MEMBER Vector add(Vector acc, uint32_t x) const { return pairs(acc, pair, x); }
-};
-#else
-// WIDTH even inputs and WIDTH odd ones, in float32.
-struct Weights {
-  Vector even, odd;
-  OCTAVO_INLINE_MEMBER static Weights load(const char* from) {
-    Halves halves;
-    __builtin_memcpy(&halves, from, sizeof halves);
-    const Words words = to_words(halves);
-    const Words first = (words << 24 & 0x80000000) | (words << 20 & 0x07f00000);
-    const Words second = (words << 16 & 0x80000000) | (words << 12 & 0x07f00000);
-    return {(Vector)first * 0x1p120f, (Vector)second * 0x1p120f};
-  }
-  OCTAVO_INLINE_MEMBER Vector add(Vector acc, uint32_t x) const {
-    const uint32_t pair[] = {x << 16, x & 0xffff0000};
-    float values[2];
-    __builtin_memcpy(values, pair, sizeof values);
-    return fma(odd, all(values[1]), fma(even, all(values[0]), acc));
-  }
-};
-#endif
+// Adds the products of WIDTH pairs: the even and the odd one of weights, in float32, and x, two bfloat16.
+OCTAVO_INLINE Vector add_pairs(Vector acc, Words even, Words odd, uint32_t x) {
+  const uint32_t pair[] = {x << 16, x & 0xffff0000};
+  float values[2];
+  __builtin_memcpy(values, pair, sizeof values);
+  return fma((Vector)odd, all(values[1]), fma((Vector)even, all(values[0]), acc));
+}
 
-// Weights: for each group of inputs [inputs / 2][PANEL][2] bytes, then scales [PANEL]; x: see `prepare_pairs`.
+// Adds a unit's products, of both sides of a panel with N rows.
+template <int N>
+OCTAVO_INLINE void add_unit(const char* weights, const uint32_t* x, Vector (&acc)[N][2]) {
+#if defined(__AVX512BF16__)
+  const auto pairs_at = [&](const char* from) {
+    const __m512i words = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    return _mm512_and_si512(_mm512_slli_epi16(words, 4), _mm512_set1_epi16(static_cast<int16_t>(0x87f0)));
+  };
+  const __m512i low = pairs_at(weights), high = pairs_at(weights + 2 * WIDTH);
+  // Products of bfloat16 take subnormal numbers for 0. Few units have some, or have zeros.
+  if (_mm512_testn_epi8_mask(_mm512_loadu_si512(weights), _mm512_set1_epi8(0x78))) [[unlikely]] {
+    const Words upper = Words{} + 0xffff0000;
+#pragma GCC unroll 16
+    for (int row = 0; row < N; ++row) {
+      acc[row][0] = add_pairs(acc[row][0], (Words)low << 16, (Words)low & upper, x[row]);
+      acc[row][1] = add_pairs(acc[row][1], (Words)high << 16, (Words)high & upper, x[row]);
+    }
+    return;
+  }
+#pragma GCC unroll 16
+  for (int row = 0; row < N; ++row) {
+    const __m512bh value = (__m512bh)_mm512_set1_epi32(static_cast<int>(x[row]));
+    acc[row][0] = (Vector)_mm512_dpbf16_ps((__m512)acc[row][0], (__m512bh)low, value);
+    acc[row][1] = (Vector)_mm512_dpbf16_ps((__m512)acc[row][1], (__m512bh)high, value);
+  }
+#else
+#pragma GCC unroll 2
+  for (int side = 0; side < 2; ++side) {
+    Halves halves;
+    __builtin_memcpy(&halves, weights + side * 2 * WIDTH, sizeof halves);
+    const Words words = to_words(halves);
+    const Words even = (words << 24 & 0x80000000) | (words << 20 & 0x07f00000);
+    const Words odd = (words << 16 & 0x80000000) | (words << 12 & 0x07f00000);
+#pragma GCC unroll 16
+    for (int row = 0; row < N; ++row) acc[row][side] = add_pairs(acc[row][side], even, odd, x[row]);
+  }
+#endif
+}
+
+// Weights: for each group of inputs [inputs / 2][PANEL][2] bytes, then scales [PANEL]. x:
+// [inputs / 2][rows][2]; an odd input's partner is 0.
 struct Float8 : ByVectors<Float8> {
 #if defined(__AVX512F__)
   static constexpr int ROWS = 12;
@@ -76,7 +88,14 @@ struct Float8 : ByVectors<Float8> {
 
   template <class T>
   static void prepare(const T* x, int64_t stride, int64_t rows, int64_t inputs, char* to) {
-    prepare_pairs(x, stride, rows, inputs, to);
+    lay_out(rows, pairs_of(inputs), reinterpret_cast<uint32_t*>(to),
+            [&](int64_t row, int64_t first, int64_t count, uint32_t* units) {
+              const T* from = x + row * stride + 2 * first;
+              const int64_t size = smaller(2 * count, inputs - 2 * first);
+              bfloat16* halves = reinterpret_cast<bfloat16*>(units);
+              each(size, [&](auto place) { place.write(halves, place.read(from) * 0x1p60f); });
+              if (size % 2) halves[size].bits = 0;
+            });
   }
 
   template <int N>
@@ -88,15 +107,10 @@ struct Float8 : ByVectors<Float8> {
       Vector acc[N][2] = {};
       for (int64_t i = 0; i < units; ++i, x += N, panel += UNIT_BYTES) {
         __builtin_prefetch(panel + AHEAD, 0, 2);
-        const Weights low = Weights::load(panel), high = Weights::load(panel + 2 * WIDTH);
-#pragma GCC unroll 16
-        for (int row = 0; row < N; ++row) {
-          acc[row][0] = low.add(acc[row][0], x[row]);
-          acc[row][1] = high.add(acc[row][1], x[row]);
-        }
+        add_unit<N>(panel, x, acc);
       }
       const float* scales = reinterpret_cast<const float*>(panel);
-      const Vector low = load(scales), high = load(scales + WIDTH);
+      const Vector low = load(scales) * 0x1p60f, high = load(scales + WIDTH) * 0x1p60f;
 #pragma GCC unroll 16
       for (int row = 0; row < N; ++row) {
         float* sum = sums + row * PANEL;
