@@ -178,7 +178,7 @@ class ExpertsFeedForward(nn.Module):
     @property
     def shape(self) -> tuple[object, ...]:
         """Modules with equal values run the same compiled kernels."""
-        bits = [None if each.few_bits is None else each.few_bits.has_minima for each in (self.up, self.down)]
+        bits = [None if each.few_bits is None else each.few_bits.values.dtype for each in (self.up, self.down)]
         return self.part, self.down.outputs, self.up.weight.dtype, *bits
 
     def warm(self, most: int) -> None:
