@@ -154,7 +154,7 @@ NO_CLASSES = (
     *("MiniMaxM2", "NanoChat"),
     *("OlmoFor", "Olmoe", "VaultGemma", "XGLM"),
     *("Afmoe", "Cwm", "ExaoneMoe", "FlexOlmo", "Gemma3n", "Gemma4", "HYV3", "HyperCLOVAX", "Jais2", "Laguna", "Lfm2"),
-    *("Mellum", "Qwen3_5Moe", "SolarOpen", "Youtu"),
+    *("Bamba", "FalconH1", "Mellum", "NemotronH", "OlmoHybrid", "Qwen3_5Moe", "SolarOpen", "Youtu"),
 )
 NO_TOKEN_CLASSES = (
     *NO_CLASSES,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from engine.backends.native.program import Rows
 from engine.model.operations import HasRows
-from engine.model.state_layers import CausalConvolution, DeltaRuleAttention
+from engine.model.state_layers import CausalConvolution, DeltaRuleAttention, SelectiveStateSpace
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,6 +45,27 @@ class ApplyDelta(HasRows):
     READS = ("x", "rates", "opening")
     WRITES = ("out",)
     module: DeltaRuleAttention
+    x: Rows
+    rates: Rows
+    opening: Rows
+    out: Rows
+    layer: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ApplyScan(HasRows):
+    """out = norm(silu(opening) * result of each head's matrix), or silu(opening) * norm(result). The token has changed
+    the matrix.
+
+    Attributes:
+        x: x of all heads, B and C of all groups.
+        rates: as of `SelectiveStateSpace`.
+        layer: the layer's number among those with a state. Its matrices follow the convolution's part of the state.
+    """
+
+    READS = ("x", "rates", "opening")
+    WRITES = ("out",)
+    module: SelectiveStateSpace
     x: Rows
     rates: Rows
     opening: Rows

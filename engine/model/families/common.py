@@ -470,3 +470,22 @@ def residual_scaled(entries: Iterable[Entry], factor: float, *, normed: bool = F
         replace(entry, transform=Affine(factor, inner=entry.transform)) if last.search(entry.target) else entry
         for entry in entries
     ]
+
+
+def multiplied(entries: Iterable[Entry], factors: tuple[tuple[str, tuple[float, ...]], ...]) -> list[Entry]:
+    """A layer's entries; parameters, or the parts that are joined in them, are multiplied (`Block.factors`)."""
+    return [
+        next((_multiplied(entry, own) for name, own in factors if entry.target.endswith(name)), entry)
+        for entry in entries
+    ]
+
+
+def _multiplied(entry: Entry, factors: tuple[float, ...]) -> Entry:
+    form = entry.transform
+    if set(factors) == {1.0}:
+        return entry
+    if len(factors) == 1:
+        return replace(entry, transform=Affine(factors[0], inner=form))
+    assert isinstance(form, Joined)
+    parts = (Affine(factor, inner=form.of(place)) for place, factor in enumerate(factors))
+    return replace(entry, transform=replace(form, inner=tuple(parts)))
