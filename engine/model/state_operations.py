@@ -16,12 +16,8 @@ from engine.model.state_layers import CausalConvolution, DeltaRuleAttention, Sel
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Convolve(HasRows):
-    """out = b * convolution(a * x) of [a | b | x], or silu(convolution(x)).
-
-    Attributes:
-        gated: which of the two.
-        layer: the layer's number among those with a state.
-    """
+    """out = b * convolution(a * x) of [a | b | x], or silu(convolution(x)). `layer`: the layer's number among those
+    with a state."""
 
     READS = ("x",)
     WRITES = ("out",)
@@ -34,40 +30,28 @@ class Convolve(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ApplyDelta(HasRows):
-    """out = silu(opening) * norm of what each head's matrix gives for its query. The token has changed the matrix.
-
-    Attributes:
-        x: queries, keys and values.
-        rates: as of `DeltaRuleAttention`.
-        layer: the layer's number among those with a state. Its matrices follow the convolution's part of the state.
-    """
+    """out = silu(opening) * norm of what each head's matrix gives for its query. The token has changed the matrix."""
 
     READS = ("x", "rates", "opening")
     WRITES = ("out",)
     module: DeltaRuleAttention
-    x: Rows
-    rates: Rows
+    x: Rows  # queries, keys and values
+    rates: Rows  # as of `DeltaRuleAttention`
     opening: Rows
     out: Rows
-    layer: int
+    layer: int  # the layer's number among those with a state. Its matrices follow the convolution's part of the state.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ApplyScan(HasRows):
     """out = norm(silu(opening) * result of each head's matrix), or silu(opening) * norm(result). The token has changed
-    the matrix.
-
-    Attributes:
-        x: x of all heads, B and C of all groups.
-        rates: as of `SelectiveStateSpace`.
-        layer: the layer's number among those with a state. Its matrices follow the convolution's part of the state.
-    """
+    the matrix."""
 
     READS = ("x", "rates", "opening")
     WRITES = ("out",)
     module: SelectiveStateSpace
-    x: Rows
-    rates: Rows
+    x: Rows  # x of all heads, B and C of all groups
+    rates: Rows  # as of `SelectiveStateSpace`
     opening: Rows
     out: Rows
-    layer: int
+    layer: int  # as of `ApplyDelta`
