@@ -36,9 +36,9 @@ def test_attention_and_scans_are_in_the_same_layers_of_falcon_h1() -> None:
     model = described("falcon-h1")
     assert model.decoder is not None
     assert len(model.state_sizes) == len(model.decoder.attentions) == len(model.decoder.blocks) == 2
-    factors = dict(model.decoder.blocks[0].factors)
+    factors = {name: numbers for name, numbers, _ in model.decoder.blocks[0].factors}
     assert factors["attention.qkv.weight"] == pytest.approx((0.8, 0.48, 0.8))
-    assert factors["state.enter.weight"] == pytest.approx((0.96, 1.32, 1.44))
+    assert factors["state.enter.weight"] == pytest.approx((1.08, 0.96, 1.32, 1.44, 0.84))
 
 
 def test_each_layer_of_nemotron_h_is_one_sublayer() -> None:
@@ -59,6 +59,7 @@ def test_each_layer_of_nemotron_h_is_one_sublayer() -> None:
     [
         ("granite4", {"time_step_limit": (0.0, 1.0)}, r"time_step_limit of the config .* infinity, got \[0.0, 1.0\]"),
         ("granite4", {"hidden_act": "gelu"}, "hidden_act of the config must be 'silu'.*'gelu'"),
+        ("granite4", {"residual_multiplier": 0.0}, "must be above 0, and logits_scaling not 0; got 0.0 and 1.5"),
         ("bamba", {"mamba_n_groups": 3}, "heads that the groups share evenly; the config has 4, 16, 3, 12"),
         ("bamba", {"mamba_d_conv": 1}, "must see from 2 to 64 tokens, got 1"),
         ("falcon-h1", {"ssm_multipliers": [1.0]}, "must have 5 numbers and mlp_multipliers 2, but they have 1 and 2"),

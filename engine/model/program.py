@@ -621,12 +621,11 @@ class Builder:
         return self._reduced(module.out, out, name)
 
     def _state_space(self, module: SelectiveStateSpace, x: Rows, name: str) -> Rows:
-        entered = self.product(module.enter, x, "entered")
-        opening = self.product(module.opening, x, "openings of heads")
-        rates = self.product(module.rates, x, "rates")
-        convolved = self.rows("convolved", entered.width)
-        self.add(Convolve(module.convolution, entered, convolved, False, self.states))
-        out = self.rows("scanned", opening.width)
+        part, entered = module.part, self.product(module.enter, x, "entered")
+        opening, rest = entered.part(0, part.width), entered.part(part.width, part.convolved)
+        rates = entered.part(part.width + part.convolved, part.heads)
+        convolved, out = self.rows("convolved", part.convolved), self.rows("scanned", part.width)
+        self.add(Convolve(module.convolution, rest, convolved, False, self.states))
         self.add(ApplyScan(module, convolved, rates, opening, out, self.states))
         return self._reduced(module.out, out, name)
 

@@ -65,9 +65,7 @@ class SelectiveStateSpace(StateModule):
     """The weights of a layer of Mamba-2.
 
     Attributes:
-        enter: makes x, B and C.
-        opening: makes gates.
-        rates: makes of each head the number that its step t follows from.
+        enter: makes gates, then x, B and C, then of each head the number that its step t follows from.
         decay: [heads] the logarithm of the decay's factor.
         offset: [heads] added to what the step follows from.
         skip: [heads] the factor of x in the result.
@@ -76,9 +74,7 @@ class SelectiveStateSpace(StateModule):
     def __init__(self, part: spec.SelectiveScan, hidden_size: int, place: Place):
         super().__init__()
         self.part = part
-        self.enter = Linear(hidden_size, part.convolved, part.bias, place)
-        self.opening = Linear(hidden_size, part.width, part.bias, place)
-        self.rates = Linear(hidden_size, part.heads, part.bias, place)
+        self.enter = Linear(hidden_size, part.width + part.convolved + part.heads, part.bias, place)
         self.convolution = CausalConvolution(part.convolved, part.kernel, part.kernel_bias, place)
         self.decay, self.offset, self.skip = (place.parameter(part.heads) for _ in range(3))
         self.norm = None if part.eps is None else place.parameter(part.width)

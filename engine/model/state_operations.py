@@ -51,7 +51,7 @@ class ApplyScan(HasRows):
     WRITES = ("out",)
     module: SelectiveStateSpace
     x: Rows  # x of all heads, B and C of all groups
-    rates: Rows  # as of `SelectiveStateSpace`
+    rates: Rows  # of each head the number that its step follows from
     opening: Rows
     out: Rows
     layer: int  # as of `ApplyDelta`

@@ -74,6 +74,22 @@ class Affine:
 
 
 @dataclass(frozen=True, slots=True)
+class ScaledRows:
+    """Some `rows` multiplied by each of the `factors`, one after the other."""
+
+    rows: tuple[int, ...]
+    factors: tuple[float, ...]
+
+    def shapes(self, target: Size) -> list[Size]:
+        return [target]
+
+    def fill(self, target: Tensor, place: int, source: Tensor) -> None:
+        parts = zip(target.split(list(self.rows)), source.split(list(self.rows)), self.factors, strict=True)
+        for ours, theirs, factor in parts:
+            ours.copy_(theirs.float() * factor)
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """A vector stored as a matrix with one row."""
 

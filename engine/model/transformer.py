@@ -33,7 +33,7 @@ from engine.model.packing import LookUp, keeps_once, on_gpu
 from engine.model.place import Place
 from engine.model.quantisation import Held, Wanted
 from engine.model.stack import TransformerStack
-from engine.model.state_layers import DeltaRuleAttention, SelectiveStateSpace
+from engine.model.state_layers import DeltaRuleAttention
 from engine.model.table import WeightTable
 from engine.model.vision import ImageEmbedding
 
@@ -231,9 +231,7 @@ class Transformer(nn.Module):
         """All matrices, each with its future format. The few numbers that choose an expert, open a network or choose a
         class keep their format; a vocabulary's, on which every choice of a token depends, have at least 8 bits."""
         kept: list[nn.Module] = [module.router for module in self.modules() if isinstance(module, ExpertsFeedForward)]
-        kept += [
-            module.rates for module in self.modules() if isinstance(module, DeltaRuleAttention | SelectiveStateSpace)
-        ]
+        kept += [module.rates for module in self.modules() if isinstance(module, DeltaRuleAttention)]
         kept += [module.opening for module in self.modules() if isinstance(module, OpenedFeedForward)]
         if on_gpu(self.device):  # one product for all heads there, with plain matrices, which are small
             latents = [module for module in self.modules() if isinstance(module, LatentAttention)]

@@ -91,6 +91,16 @@ class Values(Protocol):
     def __setitem__(self, rows: Rows, value: Tensor) -> None: ...
 
 
+class Buffers(dict[Rows, Tensor]):
+    """Buffers by their rows; of a buffer that was written as a whole, parts can be read."""
+
+    def __missing__(self, rows: Rows) -> Tensor:
+        whole = Rows(rows.buffer, 0, rows.stride, rows.stride)
+        if rows == whole:
+            raise KeyError(rows)
+        return self[whole][:, rows.offset : rows.offset + rows.width]
+
+
 Biases = dict[
     AttentionPosition | SelfAttention | CrossAttention | LatentAttention | ReadingAttention | None, Bias | None
 ]
@@ -181,7 +191,7 @@ class TorchExecutor:
         if inputs.caches is not None and inputs.slots is None:
             found = find_slots(inputs.caches[0], inputs.metadata, inputs.positions, inputs.tokens)
             inputs = replace(inputs, slots=found)
-        values: dict[Rows, Tensor] = {}
+        values = Buffers()
         return self._calls.run(Pass(inputs, self._tables, values), values)
 
 

@@ -15,7 +15,7 @@ from engine.model.normalisation import Norm
 from engine.model.spec import Attention, Block, FeedForward, Lm, ModelSpec, Placement, Pre, Stack, StateLayer, Tokens
 from engine.model.table import Family, WeightTable
 
-Factors = tuple[tuple[str, tuple[float, ...]], ...]
+Factors = tuple[tuple[str, tuple[float, ...], tuple[int, ...]], ...]
 
 
 def before_each_sublayer(_config: Any, norm: Norm) -> Placement:

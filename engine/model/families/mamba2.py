@@ -39,7 +39,7 @@ from engine.model.spec import (
     Shared,
     StateLayer,
 )
-from engine.model.table import Entry, HeadRows, Joined, Reshaped, Same, Stacked
+from engine.model.table import Entry, Reshaped, Same, Stacked
 
 _ATTENDS, _SCANS = "full_attention", "linear_attention"
 
@@ -101,25 +101,8 @@ def _attended(c: Any, part: Attention) -> list[Attention]:
 
 
 def _scan_weights(target: str, layer: str, part: StateLayer, name: str = "mamba") -> list[Entry]:
-    """One matrix makes gates, x, B, C and steps."""
     assert isinstance(part, SelectiveScan)
-    source, shared = f"{layer}.{name}", part.groups * part.size
-    rows = part.width + part.convolved + part.heads
-    begins = (part.width, 2 * part.width, 2 * part.width + shared)
-    parts = tuple(HeadRows(1, rows, begin) for begin in begins)
-    entered, opening, rates = (
-        Joined((part.width, shared, shared), parts),
-        HeadRows(1, rows, 0),
-        HeadRows(1, rows, part.width + part.convolved),
-    )
-    entries: list[Entry] = []
-    for kind in ("weight", "bias") if part.bias else ("weight",):
-        made = f"{source}.in_proj.{kind}"
-        entries += [
-            Entry(f"{target}.enter.{kind}", (made,) * 3, entered),
-            Entry(f"{target}.opening.{kind}", (made,), opening),
-            Entry(f"{target}.rates.{kind}", (made,), rates),
-        ]
+    source, entries = f"{layer}.{name}", linear(f"{target}.enter", f"{layer}.{name}.in_proj", part.bias, 0)
     kernels = Reshaped(((part.convolved, 1, part.kernel),))
     entries.append(Entry(f"{target}.convolution.weight", (f"{source}.conv1d.weight",), kernels))
     if part.kernel_bias:
@@ -148,6 +131,15 @@ def _granite_network_weights(target: str, source: str, part: FeedForward) -> lis
     return granite_shared(target, source, part)
 
 
+def _refuse_granites(c: Any) -> None:
+    _refuse_activations(c)
+    if c.residual_multiplier <= 0 or not c.logits_scaling:
+        raise UnsupportedModelError(
+            "residual_multiplier of the config must be above 0, and logits_scaling not 0; got "
+            f"{c.residual_multiplier} and {c.logits_scaling}."
+        )
+
+
 def _granite_attention(c: Any) -> list[Attention]:
     position = rotary(c) if c.position_embedding_type == "rope" else None
     return _attended(c, attention(c, scale=c.attention_multiplier, position=position, bias=c.attention_bias))
@@ -163,22 +155,20 @@ def _falcon_scan(c: Any) -> SelectiveScan:
 
 def _falcon_factors(c: Any) -> Factors:
     """The constants of the config. Biases are added after some of them."""
-    gates, *others, steps = c.ssm_multipliers
     entered, read = c.attention_in_multiplier, c.ssm_in_multiplier
     gate, down = c.mlp_multipliers
+    scan = _falcon_scan(c)
+    shared = scan.groups * scan.size
+    rows = (scan.width, scan.width, shared, shared, scan.heads)
     return (
-        ("attention.qkv.weight", (entered, entered * c.key_multiplier, entered)),
-        ("attention.qkv.bias", (1.0, c.key_multiplier, 1.0)),
-        *((f"attention.out.{kind}", (c.attention_out_multiplier,)) for kind in ("weight", "bias")),
-        ("state.opening.weight", (gates * read,)),
-        ("state.opening.bias", (gates,)),
-        ("state.enter.weight", tuple(factor * read for factor in others)),
-        ("state.enter.bias", tuple(others)),
-        ("state.rates.weight", (steps * read,)),
-        ("state.rates.bias", (steps,)),
-        *((f"state.out.{kind}", (c.ssm_out_multiplier,)) for kind in ("weight", "bias")),
-        *((f"ffn.inner.gate_up.{kind}", (gate, 1.0)) for kind in ("weight", "bias")),
-        *((f"ffn.inner.down.{kind}", (down,)) for kind in ("weight", "bias")),
+        ("attention.qkv.weight", (entered, entered * c.key_multiplier, entered), ()),
+        ("attention.qkv.bias", (1.0, c.key_multiplier, 1.0), ()),
+        *((f"attention.out.{kind}", (c.attention_out_multiplier,), ()) for kind in ("weight", "bias")),
+        ("state.enter.weight", tuple(factor * read for factor in c.ssm_multipliers), rows),
+        ("state.enter.bias", tuple(c.ssm_multipliers), rows),
+        *((f"state.out.{kind}", (c.ssm_out_multiplier,), ()) for kind in ("weight", "bias")),
+        *((f"ffn.inner.gate_up.{kind}", (gate, 1.0), ()) for kind in ("weight", "bias")),
+        *((f"ffn.inner.down.{kind}", (down,), ()) for kind in ("weight", "bias")),
     )
 
 
@@ -291,10 +281,11 @@ FAMILIES = (
         attention=_granite_attention,
         mixing=lambda c: _mixed(c, _scan(c)),
         ffn=_granite_networks,
-        embedding=lambda c: tokens(c, scale=c.embedding_multiplier),
-        residual_scale=lambda c: c.residual_multiplier,
+        # The stream is divided by the factor of its residuals: norms do not see that, and no matrix is multiplied.
+        norm=lambda c: Norm("rms", c.rms_norm_eps / c.residual_multiplier**2),
+        embedding=lambda c: tokens(c, scale=c.embedding_multiplier / c.residual_multiplier),
         head=lambda c: lm(c, logit_scale=1 / c.logits_scaling),
-        refuse=_refuse_activations,
+        refuse=_refuse_granites,
         names=DecoderNames(mixing=_scan_weights, ffn=_granite_network_weights),
     ),
     decoder(

@@ -139,8 +139,8 @@ class Block:
             may lack either.
         mixing: an alternative way to mix tokens, if there is no attention; a state beside attention adds its result to
             attention's.
-        factors: numbers by which parameters are multiplied at load time, by the end of our name: one number, or one for
-            each of the parts that are joined in it.
+        factors: numbers by which parameters are multiplied at load time, by the end of our name: one number, one for
+            each of the parts that are joined in it, or one for each of these counts of rows.
         bottleneck: the features of the layer, if they are not the stream's; its norms replace those of the placement.
         input: what the layer reads for each token beside the stream.
         low_rank: what runs beside attention.
@@ -160,4 +160,4 @@ class Block:
     low_rank: LowRank | None = None
     factor: bool = False
     residual_scale: float = 1.0
-    factors: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    factors: tuple[tuple[str, tuple[float, ...], tuple[int, ...]], ...] = ()
