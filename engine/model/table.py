@@ -84,8 +84,8 @@ class ScaledRows:
         return [target]
 
     def fill(self, target: Tensor, place: int, source: Tensor) -> None:
-        parts = zip(target.split(list(self.rows)), source.split(list(self.rows)), self.factors, strict=True)
-        for ours, theirs, factor in parts:
+        ours_and_theirs = (torch.split(whole, list(self.rows)) for whole in (target, source))
+        for ours, theirs, factor in zip(*ours_and_theirs, self.factors, strict=True):
             ours.copy_(theirs.float() * factor)
 
 

@@ -121,7 +121,7 @@ def _granite(c: Any) -> FeedForward:
     return ffn
 
 
-def granite_shared(target: str, source: str, part: FeedForward) -> list[Entry]:
+def granite_shared(target: str, source: str, part: object) -> list[Entry]:
     """The network for every token; GGUF files have its gates and what they open apart."""
     assert isinstance(part, Gated)
     stored = f"{source}.shared_mlp"

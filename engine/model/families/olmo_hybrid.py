@@ -20,7 +20,7 @@ from engine.model.spec import (
     StateLayer,
     WholeProjection,
 )
-from engine.model.table import Entry, Joined
+from engine.model.table import Entry, Joined, Reshaped
 
 
 def _norm(c: Any) -> Norm:
@@ -61,7 +61,10 @@ def _delta_weights(target: str, layer: str, part: StateLayer) -> list[Entry]:
     source, keys, heads = f"{layer}.linear_attn", part.key_heads * part.key_dim, part.value_heads
     entered = tuple(f"{source}.{name}_proj.weight" for name in "qkv")
     rates = tuple(f"{source}.{name}_proj.weight" for name in "ba")
+    kernels = tuple((width, 1, part.kernel) for width in (keys, keys, heads * part.value_dim))
+    apart = tuple(f"{source}.{name}_conv1d.weight" for name in "qkv")
     return [
+        Entry(f"{target}.convolution.weight", apart, Reshaped(kernels)),
         Entry(f"{target}.enter.weight", entered, Joined((keys, keys, heads * part.value_dim)), shard_axis=0),
         *linear(f"{target}.opening", f"{source}.g_proj", False, 0),
         Entry(f"{target}.rates.weight", rates, Joined((heads, heads)), shard_axis=0),
@@ -79,5 +82,13 @@ FAMILY = decoder(
     norm=_norm,
     placement=_placement,
     refuse=_refuse_others,
-    names=DecoderNames(mixing=_delta_weights, norms=_norms),
+    names=DecoderNames(
+        mixing=_delta_weights,
+        norms=_norms,
+        # Names that files have, and transformers' own.
+        renamed=(
+            (r"\.attention_layer_norm\.", ".input_layernorm."),
+            (r"\.feedforward_layer_norm\.", ".post_attention_layernorm."),
+        ),
+    ),
 )

@@ -138,9 +138,9 @@ def _renamed(info: TensorInfo, architecture: Architecture, config: Config) -> Pl
     """A tensor under transformers' name, in which `{}` is replaced by the index of an expert or a head."""
     found = _LAYER.fullmatch(info.name)
     if bare := _BARE.fullmatch(info.name):
-        name, make = architecture.layer.get(bare[2]), architecture.arranged.get(bare[2])
-        whole = info.name if name is None else f"{architecture.layers}.{bare[1]}.{name}"
-        return Placed(whole, info, AsStored() if make is None else make(config))
+        known, make = architecture.layer.get(bare[2]), architecture.arranged.get(bare[2])
+        full = info.name if known is None else f"{architecture.layers}.{bare[1]}.{known}"
+        return Placed(full, info, AsStored() if make is None else make(config))
     if found is None:
         stem, _, ending = info.name.rpartition(".")
         name, prefix = architecture.outer.get(stem), ""
