@@ -208,7 +208,7 @@ def layer_weights(target: str, source: str, block: Block, names: LayerNames) -> 
         inner = f"{inner}.attention" if both else inner
     if not part.heads:
         entries += network_weights(ffn, source, block.ffn, names)
-        return residual_scaled(entries, block.residual_scale)
+        return multiplied(residual_scaled(entries, block.residual_scale), block.factors)
     if names.attention is not None:
         entries += names.attention(inner, source, part)
     elif isinstance(names.qkv, str):
