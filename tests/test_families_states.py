@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ from support.family_shapes import mamba2
 
 from engine import UnsupportedModelError
 from engine.model import families
+from engine.model.gguf import architectures
+from engine.model.gguf.blocks import find_format
+from engine.model.gguf.container import Gguf, TensorInfo
 from engine.model.missing import unsupported
 from engine.model.spec import NO_ATTENTION, NO_NETWORK, Dense, ModelSpec, Pre, SelectiveScan, Shared
 
@@ -74,3 +78,43 @@ def test_other_settings_are_refused(name: str, settings: dict[str, Any], message
 def test_models_without_attention_are_refused_by_name() -> None:
     model = described("nemotron-h", layers_block_type=["linear_attention", "mlp"])
     assert unsupported(model) == ["a decoder without attention"]
+
+
+def header(architecture: str, tensors: dict[str, tuple[int, ...]], **settings: Any) -> Gguf:
+    """The header of a GGUF file with two layers."""
+    usual = {"block_count": 2, "context_length": 96, "embedding_length": 64, "feed_forward_length": 96}
+    usual |= {"attention.head_count": 4, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-5}
+    scan = {"time_step_rank": 4, "inner_size": 128, "group_count": 2, "state_size": 16, "conv_kernel": 4}
+    usual |= {f"ssm.{name}": value for name, value in scan.items()} | settings
+    metadata = {"general.architecture": architecture} | {f"{architecture}.{key}": each for key, each in usual.items()}
+    shapes = {"token_embd.weight": (99, 64)} | tensors
+    infos = {name: TensorInfo(name, shape, find_format(0), 0, 0) for name, shape in shapes.items()}
+    return Gguf(Path("x.gguf"), 3, metadata, infos)
+
+
+def test_layers_of_a_gguf_file_that_guess_later_tokens_are_not_read() -> None:
+    tensors = {"blk.0.ssm_a": (4,), "blk.1.attn_norm.weight": (64,), "blk.2.nextn.eh_proj.weight": (64, 128)}
+    settings = {"block_count": 3, "nextn_predict_layers": 1, "full_attention_interval": 2}
+    file = header("qwen35", tensors, **settings)
+    architecture, config = architectures.describe(file)
+    assert config["num_hidden_layers"] == 2
+    assert config["layer_types"] == ["linear_attention", "full_attention"]
+    names = [placed.name for placed in architectures.place(file, architecture, config)]
+    assert names == [
+        "model.embed_tokens.weight", "model.layers.0.linear_attn.A_log", "model.layers.1.input_layernorm.weight",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "message"),
+    [
+        ("granitehybrid", {"rope.scaling.finetuned": True}, "finetuned must be False, got True: rotary positions"),
+        ("granitehybrid", {"ssm.inner_size": 100}, "ssm.inner_size 100 must be a multiple of embedding_length 64"),
+        ("falcon-h1", {"ssm.time_step_rank": 3}, "ssm.inner_size 128 must be a multiple of ssm.time_step_rank 3"),
+        ("nemotron_h", {"feed_forward_length": [96, 48]}, "feed_forward_length is 48 in one layer and 96 in another"),
+        ("nemotron_h_moe", {"expert_count": 4, "expert_shared_count": 2}, "expert_shared_count must be 1, got 2"),
+    ],
+)
+def test_other_settings_of_gguf_files_are_refused(architecture: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        architectures.describe(header(architecture, {f"blk.{i}.attn_norm.weight": (64,) for i in range(2)}, **settings))
