@@ -32,7 +32,7 @@ JOBS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["lfm2", "qwen3.5"])
+@pytest.fixture(scope="module", params=["qwen3.5", "falcon-h1"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
     make_family_checkpoint(replace(FAMILY_SHAPES[request.param], vocab=VOCAB), path)

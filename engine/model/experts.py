@@ -15,7 +15,7 @@ from engine.backends import triton as gpu
 from engine.backends.native.gemm import Packed, Quantised, Weight
 from engine.model import spec
 from engine.model.activations import activate, activate_by_name, gate_by_name
-from engine.model.layers import GatedFeedForward, Linear, OpenedFeedForward
+from engine.model.layers import DenseFeedForward, GatedFeedForward, Linear, OpenedFeedForward
 from engine.model.norms import build_norm
 from engine.model.packing import PackedProduct, on_gpu, pack_product
 from engine.model.place import Place
@@ -340,6 +340,8 @@ class SharedExperts(nn.Module):
                 self.always = OpenedFeedForward(part.always, hidden_size, place)
             case spec.Gated():
                 self.always = GatedFeedForward(part.always, hidden_size, place)
+            case spec.Dense():
+                self.always = DenseFeedForward(part.always, hidden_size, place)
 
 
 class NormedExperts(nn.Module):

@@ -70,6 +70,24 @@ def apply_delta(
     return out, state
 
 
+def apply_scan(x: tuple[Tensor, Tensor, Tensor], decays: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The selective scan of some tokens, one after the other.
+
+    Args:
+        x: what is added [N, heads, head_dim], B and C [N, heads, size]; float32.
+        decays: [N, heads] the factors of the matrices.
+        state: [heads, size, head_dim].
+
+    Returns:
+        [N, heads, head_dim], and the state after the last token.
+    """
+    out = torch.empty_like(x[0])
+    for token, (added, before, after) in enumerate(zip(*x, strict=True)):
+        state = state * decays[token, :, None, None] + before[:, :, None] * added[:, None, :]
+        out[token] = (state * after[:, :, None]).sum(dim=1)
+    return out, state
+
+
 def convolve(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """A causal convolution of each feature in float32, tap by tap, from the oldest token on.
 
