@@ -180,6 +180,18 @@ def test_model_selects_on_every_endpoint(monkeypatch: pytest.MonkeyPatch) -> Non
     run(go())
 
 
+def test_adapters_are_listed_before_their_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def go() -> None:
+        changes = {"a": {"engine": EngineConfig(model="/a", lora_modules=("sql=adapters/sql",))}}
+        async with world(monkeypatch, "a", "b", changes=changes) as found:
+            assert list(await found.states()) == ["a", "sql", "b"]
+            card = (await found.http.get("/v1/models/sql")).json()
+            assert (card["id"], card["parent"], card["root"], card["state"]) == ("sql", "a", "adapters/sql", "unloaded")
+            assert found.loads == []
+
+    run(go())
+
+
 def test_a_capability_error_names_the_models_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     async def go() -> None:
         async with world(monkeypatch, "a", "c") as found:

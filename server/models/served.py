@@ -189,6 +189,7 @@ class Served:
             expires_at=None if idle is None else time.time() - since + idle,
             running=self.uses,
             info=self.info,
+            adapters=model.engine.adapters,
             chat_template=model.engine.chat_template,
             abilities=self.abilities,
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from engine import EngineInfo
@@ -32,6 +33,7 @@ class ModelStatus:
         expires_at: when it will be unloaded if no request comes; None if it stays, or is not loaded.
         running: number of requests that use it now.
         info: its engine's facts, or those of its last engine, or expected ones; None before anything is known.
+        adapters: the folders of the adapters that its settings name.
         chat_template: the setting of that name.
         abilities: its abilities in Ollama's words; empty before they are known.
     """
@@ -53,5 +55,6 @@ class ModelStatus:
     expires_at: float | None = None
     running: int = 0
     info: EngineInfo | None = None
+    adapters: Mapping[str, str] = field(default_factory=dict)
     chat_template: str | None = None
     abilities: tuple[str, ...] = ()

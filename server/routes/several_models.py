@@ -46,16 +46,19 @@ def _state(status: ModelStatus) -> dict[str, Any]:
 def _cards(house: Service, status: ModelStatus) -> list[_Card]:
     service = models_of_house(house).service_of(status.name)
     if service is None:
-        unloaded = UnloadedCard(
-            id=status.name,
-            created=house.created,
-            root=status.name,
-            max_model_len=status.max_model_len,
-            tasks=list(status.tasks),
-            endpoints=list(status.endpoints) or None,
-            **_state(status),
-        )
-        return [unloaded]
+        return [
+            UnloadedCard(
+                id=name,
+                created=house.created,
+                root=root,
+                parent=None if name == status.name else status.name,
+                max_model_len=status.max_model_len,
+                tasks=list(status.tasks),
+                endpoints=list(status.endpoints) or None,
+                **_state(status),
+            )
+            for name, root in {status.name: status.name, **status.adapters}.items()
+        ]
     adapters = [None, *service.client.adapters.values()]
     return [LoadedCard(**dict(card_of(service, adapter)), **_state(status)) for adapter in adapters]
 
