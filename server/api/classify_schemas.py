@@ -13,7 +13,7 @@ from server.api.pooling_schemas import (
     TEXT_SCHEMA,
     ActivatedBody,
     BoxedBody,
-    PoolingUsage,
+    ListAnswer,
     check_each,
     either,
     read_image,
@@ -137,12 +137,7 @@ class TokenClassification(BaseModel):
     entities: list[Entity]
 
 
-class ClassifyResponse(BaseModel):
+class ClassifyResponse(ListAnswer):
     """Answer of POST /v1/classify. The kind of data depends on the model."""
 
-    id: str
-    object: str = "list"
-    created: int
-    model: str
     data: list[Classification] | list[TokenClassification]
-    usage: PoolingUsage

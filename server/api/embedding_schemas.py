@@ -10,7 +10,7 @@ from engine import PoolingMode
 from engine.pooled.vectors import EmbedDtype
 from server.api.chat_schemas import Messages
 from server.api.fields import Name
-from server.api.pooling_schemas import BoxedBody, Inputs, PoolingUsage, either
+from server.api.pooling_schemas import BoxedBody, Inputs, ListAnswer, either
 from server.api.template_fields import TemplateFields
 
 EncodingFormat = Literal["float", "base64", "bytes", "bytes_only"]
@@ -100,15 +100,10 @@ class Embedding(BaseModel):
     embedding: list[float] | str
 
 
-class EmbeddingResponse(BaseModel):
+class EmbeddingResponse(ListAnswer):
     """Answer of POST /v1/embeddings."""
 
-    id: str
-    object: str = "list"
     data: list[Embedding]
-    created: int
-    model: str
-    usage: PoolingUsage
 
 
 class SparseValue(BaseModel):
@@ -135,15 +130,10 @@ class PoolingItem(BaseModel):
     data: list[list[float]] | list[float] | list[SparseValue] | PoolingVectors | str
 
 
-class PoolingResponse(BaseModel):
+class PoolingResponse(ListAnswer):
     """Answer of POST /pooling."""
 
-    id: str
-    object: str = "list"
     data: list[PoolingItem]
-    created: int
-    model: str
-    usage: PoolingUsage
 
 
 BYTES: dict[str, Any] = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, Field
 
 from engine import DEFAULT_TOP_K, MAX_TOP_K
-from server.api.pooling_schemas import BoxedBody, Inputs, PoolingUsage
+from server.api.pooling_schemas import BoxedBody, Inputs, ListAnswer
 
 
 class FillMaskRequest(BoxedBody):
@@ -38,12 +38,7 @@ class FilledMasks(BaseModel):
     masks: list[list[FilledMask]]
 
 
-class FillMaskResponse(BaseModel):
+class FillMaskResponse(ListAnswer):
     """Answer of POST /v1/fill-mask."""
 
-    id: str
-    object: str = "list"
-    created: int
-    model: str
     data: list[FilledMasks]
-    usage: PoolingUsage

@@ -127,6 +127,16 @@ class PoolingUsage(BaseModel):
     completion_tokens: int = 0
 
 
+class ListAnswer(BaseModel):
+    """The fields of an answer beside its list of results."""
+
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    usage: PoolingUsage
+
+
 def check_each(inputs: list[Any], *, alone: bool) -> list[Any]:
     """Refuse too many inputs and empty inputs.
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from server.api.pooling_schemas import TEXT_SCHEMA, ActivatedBody, PoolingUsage, check_each, several
+from server.api.pooling_schemas import TEXT_SCHEMA, ActivatedBody, ListAnswer, check_each, several
 from server.errors import ApiError
 
 # The names for the two sides of the pairs: vLLM's, oldest first.
@@ -110,15 +110,10 @@ class ScoreData(BaseModel):
     score: float
 
 
-class ScoreResponse(BaseModel):
+class ScoreResponse(ListAnswer):
     """Answer of POST /v1/score."""
 
-    id: str
-    object: str = "list"
-    created: int
-    model: str
     data: list[ScoreData]
-    usage: PoolingUsage
 
 
 class RerankDocument(BaseModel):
@@ -135,12 +130,7 @@ class RerankResult(BaseModel):
     relevance_score: float
 
 
-class RerankResponse(BaseModel):
+class RerankResponse(ListAnswer):
     """Answer of POST /v1/rerank: best first, documents with equal scores in the order of the request."""
 
-    id: str
-    object: str = "list"
-    created: int
-    model: str
     results: list[RerankResult]
-    usage: PoolingUsage
