@@ -27,21 +27,30 @@ class PredictingStream:
     """Each token of a decoder has a second vector, which represents the next token. It begins as that token's position
     plus a learned vector, and passes through the same layers. In self-attention it sees the same tokens as its token,
     and itself. No other token sees it, so pages do not contain it. The head reads it (ProphetNet, arXiv:2001.04063,
-    3.2)."""
+    3.2).
 
-    # the number of learned vectors, one per stream in training. Octavo computes only the first stream, whose vector is
-    # the last. The other streams predict later tokens and do not influence the first.
+    Attributes:
+        vectors: the number of learned vectors, one per stream in training. Octavo computes only the first stream, whose
+            vector is the last. The other streams predict later tokens and do not influence the first.
+    """
+
     vectors: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerVectors:
     """Each token has a vector for each layer (`LayerInput`): (norm(projection(x)) + scale * table[id]) / root of 2, x
-    being the token's embedding (Gemma 3n)."""
+    being the token's embedding (Gemma 3n).
 
-    vocab_size: int  # rows of the table. Ids beyond it read row 0.
+    Attributes:
+        vocab_size: rows of the table. Ids beyond it read row 0.
+        width: features of one layer's vector.
+        norm: the norm over these.
+    """
+
+    vocab_size: int
     width: int
-    norm: Norm  # the norm over these
+    norm: Norm
 
     @property
     def scale(self) -> float:
@@ -52,37 +61,55 @@ class LayerVectors:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Versions:
     """The residual stream has several versions. Each layer predicts all of them, computes the active one, and corrects
-    all by its result (AltUp, arXiv:2301.13310)."""
+    all by its result (AltUp, arXiv:2301.13310).
 
-    # count, active: how many there are, and the number of the one that layers work on
+    Attributes:
+        count, active: how many there are, and the number of the one that layers work on.
+        norm: the norm of the input of the coefficients of predictions and corrections.
+        scaled: whether the input of a layer's `LayerInput` is multiplied by a learned vector.
+    """
+
     count: int
     active: int
-    norm: Norm  # the norm of the input of the coefficients of predictions and corrections
-    scaled: bool  # whether the input of a layer's `LayerInput` is multiplied by a learned vector
+    norm: Norm
+    scaled: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """An encoder or a decoder."""
+    """An encoder or a decoder.
 
-    hidden_size: int  # features of the residual stream
+    Attributes:
+        hidden_size: features of the residual stream.
+        blocks: one per layer; they may differ.
+        shared_bias: a bias by distance that the self-attentions of all blocks add; their own position part is None.
+        block_bias: a bias that they add to the scores of sums of blocks, by the distance from a token's own block.
+        global_vectors: learned vectors that pass through the layers beside the tokens of each input.
+        predicting: the stream that the head reads instead of the tokens' hidden states.
+        layer_vectors: what layers read for each token beside the stream.
+        versions: the stream's versions; None: there is only one.
+        projection: features to which a matrix without bias maps the hidden states at the end.
+        distances: the vectors that blocks with disentangled attention share.
+        repeated: how often blocks run; None: each is one layer.
+    """
+
+    hidden_size: int
     embedding: Embedding
-    blocks: tuple[Block, ...]  # one per layer; they may differ
+    blocks: tuple[Block, ...]
     final_norm: Norm | None
-    # a bias by distance that the self-attentions of all blocks add; their own position part is None
     shared_bias: RelativeBuckets | None = None
-    # a bias that they add to the scores of sums of blocks, by the distance from a token's own block
     block_bias: RelativeBuckets | None = None
-    global_vectors: int = 0  # learned vectors that pass through the layers beside the tokens of each input
-    predicting: PredictingStream | None = None  # the stream that the head reads instead of the tokens' hidden states
-    layer_vectors: LayerVectors | None = None  # what layers read for each token beside the stream
-    versions: Versions | None = None  # the stream's versions; None: there is only one
-    projection: int | None = None  # features to which a matrix without bias maps the hidden states at the end
-    distances: DistanceVectors | None = None  # the vectors that blocks with disentangled attention share
-    repeated: Repeated | None = None  # how often blocks run; None: each is one layer
+    global_vectors: int = 0
+    predicting: PredictingStream | None = None
+    layer_vectors: LayerVectors | None = None
+    versions: Versions | None = None
+    projection: int | None = None
+    distances: DistanceVectors | None = None
+    repeated: Repeated | None = None
 
     @property
     def attentions(self) -> tuple[Attention, ...]:
+        """The attentions of the blocks that have one."""
         return tuple(block.attention for block in self.blocks if block.attention.heads)
 
     @property
