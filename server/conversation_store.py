@@ -88,37 +88,18 @@ def in_thread(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[
     return begin
 
 
+@dataclass(eq=False)
 class Conversations:
-    """Conversations by id, separate for each tenant. If a conversation is missing or too old, the result is None.
+    """Conversations by id, separate for each tenant. If a conversation is missing or too old, the result is None."""
 
-    Args:
-        database: the store's database.
-        run: runs calls in the store's thread.
-        transaction: a context around changes.
-        now: seconds since 1970.
-        oldest: conversations last used before this time are too old.
-        make_room: called at the end of a change: deletes others if there is no room. It gets the id of the item to
-            keep.
-        overwrite: called after a deletion, so that no text remains in the file.
-    """
-
-    def __init__(
-        self,
-        database: sqlite3.Connection,
-        run: Runs,
-        transaction: Callable[[], AbstractContextManager[sqlite3.Connection]],
-        now: Callable[[], float],
-        oldest: Callable[[], float],
-        make_room: Callable[[sqlite3.Connection, str], None],
-        overwrite: Callable[[], None],
-    ):
-        self._database = database
-        self._run = run
-        self._transaction = transaction
-        self._now = now
-        self._oldest = oldest
-        self._make_room = make_room
-        self._overwrite = overwrite
+    _database: sqlite3.Connection
+    _run: Runs
+    _transaction: Callable[[], AbstractContextManager[sqlite3.Connection]]
+    _now: Callable[[], float]
+    _oldest: Callable[[], float]  # conversations last used before this time are too old
+    # called at the end of a change: deletes others if there is no room; it gets the id of the item to keep
+    _make_room: Callable[[sqlite3.Connection, str], None]
+    _overwrite: Callable[[], None]  # called after a deletion, so that no text remains in the file
 
     def _find(self, id_: str, tenant: str | None) -> tuple[int, float, str, int] | None:
         row: tuple[int, float, str, int] | None = self._database.execute(

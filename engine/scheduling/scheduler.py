@@ -97,7 +97,7 @@ class Scheduler:
         # asked for pages of each new prompt that are not in memory; None: nothing is restored
         self.restores: Restores | None = None
         self._num_restoring = 0
-        self._tables = Tables(pool, self._hasher, config, states=self.states)
+        self._tables = Tables(pool, self._hasher, config, None, self.states)
         self._encoder_cache = EncoderCache(pool, self._hasher, config, self.stats)
         self._image_work = ImageWork(config.needs.crop_work, config.needs.kept_vectors)
 

@@ -92,11 +92,7 @@ class ClassifyRequest(ActivatedBody, BoxedBody):
     aggregation_strategy: Aggregation | None = Field(None, description="Name of aggregation in transformers.")
 
     def aggregates(self) -> Aggregation | None:
-        """The aggregation, a field with two names.
-
-        Raises:
-            ApiError: the two names have different values.
-        """
+        """The aggregation, a field with two names. Raises ApiError if the two names have different values."""
         value: Aggregation | None = either(self, "aggregation", "aggregation_strategy")
         return value
 

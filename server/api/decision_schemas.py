@@ -53,7 +53,6 @@ def _part(part: Any) -> str:
 
 
 def _parts(value: Any) -> str:
-    """A text, or the texts in a list of parts."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -112,7 +111,6 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     def unknown(self, where: str) -> list[str]:
-        """The unknown fields."""
         return [f"{where}.{name}" for name in self.model_extra or ()]
 
 

@@ -64,11 +64,7 @@ class MatrixBody(TemplateFields, BoxedBody):
     )
 
     def normalizes(self) -> bool | None:
-        """The normalisation switch, a field with two names.
-
-        Raises:
-            ApiError: the two names have different values.
-        """
+        """The normalisation switch, a field with two names. Raises ApiError if the two names have different values."""
         value: bool | None = either(self, "normalize", "use_activation")
         return value
 

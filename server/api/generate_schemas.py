@@ -32,11 +32,8 @@ class RenderedBudget(Body):
     begun: bool | None = Field(None, description="Whether the prompt opens the reasoning (false).")
 
     def made(self) -> ReasoningBudget:
-        """The limit in the engine's form.
-
-        Raises:
-            InvalidRequestError: a token id is out of range, or there are too many.
-        """
+        """The limit in the engine's form. Raises InvalidRequestError if a token id is out of range, or there are too
+        many."""
         return ReasoningBudget(
             tokens=self.tokens,
             open=tuple(self.open),

@@ -24,11 +24,8 @@ _FOREVER = float("inf")
 
 
 def seconds_of(value: Any) -> float:
-    """A duration as Ollama's clients send it: seconds, or a text such as "5m" or "1h30m". Below 0 means forever.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """A duration as Ollama's clients send it: seconds, or a text such as "5m" or "1h30m". Below 0 means forever. Raises
+    ValueError if it is neither."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return _FOREVER if value < 0 else float(value)
     if not isinstance(value, str) or not value:

@@ -400,11 +400,7 @@ class ItemList(BaseModel):
 
     @classmethod
     def of(cls, items: list[dict[str, Any]], *, more: bool) -> ItemList:
-        """A page.
-
-        Args:
-            more: whether further items follow.
-        """
+        """A page. `more`: whether further items follow."""
         first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
         return cls(data=items, first_id=first, last_id=last, has_more=more)
 

@@ -37,7 +37,6 @@ def is_ids(value: Any) -> bool:
 
 
 def _check_prompt(value: Any) -> list[str | list[int]]:
-    """The prompts in any of the four forms, as a list."""
     prompts = [value] if isinstance(value, str) or is_ids(value) else value
     texts_or_ids = isinstance(prompts, list) and (
         all(isinstance(item, str) for item in prompts) or all(is_ids(item) for item in prompts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
@@ -21,7 +20,7 @@ from server.answering.encoding import (
     read_images,
     read_inputs,
 )
-from server.answering.endpoints import require
+from server.answering.endpoints import begin
 from server.answering.packing import packed, unpacked
 from server.answering.pooling import PoolingInput, PoolingRun, image_input, listed
 from server.api import examples
@@ -47,10 +46,7 @@ async def create_classification(
     body: Annotated[ClassifyRequest, Body(openapi_examples=examples.CLASSIFY)], request: Request, service: ServiceDep
 ) -> Response:
     """Return the classes of each input, or its entities if the model classifies tokens. Also at /classify."""
-    arrival = time.monotonic()
-    service.check_model(body.model)
-    require(service, "/v1/classify")
-    body.refuse_unsupported()
+    arrival = begin(service, body, "/v1/classify")
     check_boxes(service, body.bbox, body.input)
     run = _TokenRun if "token_classify" in service.client.info.tasks else _TextRun
     truncate = longest(body.truncate_prompt_tokens, service.client.info)
