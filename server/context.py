@@ -165,7 +165,7 @@ class Service:
 
     async def admit(self, prompts: int, tokens: int, terms: Terms, *, patient: bool = False) -> Place:
         """Slots for prompts with an estimated number of tokens. `patient`: the request waits and asks again, so a
-        refusal does not count. Raises EngineDeadError if nothing can be served now. ApiError if there is no room, or
+        refusal does not count. Raises EngineDeadError if nothing can be served now; ApiError if there is no room, or
         none before the deadline."""
         self._check_alive(counts=not patient)
         place = await self.admission.admit(prompts, tokens, terms.tenant, terms.deadline, patient=patient)

@@ -452,7 +452,7 @@ class ResponseStore:
     @in_thread
     def history(self, id_: str, tenant: str | None, max_size: int) -> list[dict[str, Any]]:
         """The items of a conversation up to and including this answer, oldest first. `max_size`: maximum characters as
-        JSON. Raises HistoryError if a part of it is missing, or it is too long. StoreError if the file cannot be
+        JSON. Raises HistoryError if a part of it is missing, or it is too long; StoreError if the file cannot be
         read."""
         asked = {"id": id_, "tenant": tenant or "", "oldest": self._oldest, "turns": _MAX_TURNS, "most": max_size}
         kept = self._get(id_, tenant or "")

@@ -47,7 +47,7 @@ class AdapterUse:
     def each(self, lora: Lora | Sequence[Lora | None] | None, count: int, given: object = None) -> list[str | None]:
         """The names of the adapters for this many inputs. `given`: the argument `lora_request`, vLLM's name of `lora`.
         Raises InvalidRequestError if a value is not an adapter, the number differs from the inputs', or both arguments
-        are given. AdapterError if an adapter cannot be loaded."""
+        are given; AdapterError if an adapter cannot be loaded."""
         if lora is not None and given is not None:
             raise InvalidRequestError("lora and lora_request are the same; set only one of them.", param="lora")
         chosen: object = given if lora is None else lora

@@ -82,7 +82,7 @@ def conversation_prompt(
     **variables: Any,
 ) -> TokenInput:
     """The prompt of a conversation. Raises InvalidRequestError if there is no template, it does not support tools and
-    tool_prompt is off, or it refuses these messages. ConfigError if the chat template does not exist.
+    tool_prompt is off, or it refuses these messages; ConfigError if the chat template does not exist.
 
     Args:
         pictures, placer: the images in the messages, and what reads them; None: there are none.

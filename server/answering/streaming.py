@@ -44,7 +44,7 @@ class Wanted:
         """Run `work`; cancel it and wait for its end as soon as its result is no longer wanted.
 
         The request's body must already be read, because messages from `receive` are discarded. Raises ClientGoneError
-        if the client left first. ApiError if the service is stopping and cannot wait longer.
+        if the client left first; ApiError if the service is stopping and cannot wait longer.
         """
         task = asyncio.ensure_future(work)
         watch = asyncio.create_task(_until_disconnected(receive))

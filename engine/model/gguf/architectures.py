@@ -59,7 +59,7 @@ class Placed:
 
 def describe(file: Gguf) -> tuple[Architecture, Config]:
     """The architecture of a file, and its config. Raises UnsupportedModelError if the architecture, or one of its
-    settings, is not supported. ModelLoadError if a setting is missing or invalid."""
+    settings, is not supported; ModelLoadError if a setting is missing or invalid."""
     metadata = Metadata(file)
     kind = file.metadata.get("general.type", "model")
     parts = file.metadata.get("split.count", 0)

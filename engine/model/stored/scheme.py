@@ -68,7 +68,7 @@ class Scheme(ABC):
     @abstractmethod
     def find(self, tensors: Tensors) -> Iterator[Packed]:
         """The matrices that are stored with this scheme. Raises ModelLoadError if the tensors of a matrix do not match
-        each other. UnsupportedModelError if a matrix is stored in another form."""
+        each other; UnsupportedModelError if a matrix is stored in another form."""
 
 
 def matrices(tensors: Tensors, ending: str) -> Iterator[tuple[str, str]]:
