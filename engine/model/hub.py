@@ -47,11 +47,7 @@ def download(
         _say_asked(model)
     with _explained(model, revision, local_only=local_only):
         folder = snapshot_download(
-            model,
-            revision=revision,
-            token=hf_token or None,
-            allow_patterns=list(patterns),
-            local_files_only=local_only,
+            model, revision=revision, token=hf_token or None, allow_patterns=list(patterns), local_files_only=local_only
         )
     return Path(folder)
 

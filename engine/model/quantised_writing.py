@@ -148,12 +148,7 @@ def quantise_checkpoint(
             raise ConfigError(f"{folder} cannot be written: {error}.") from error
     plain = tuple(checkpoint.stored_name(name) for name, fits in matrices.items() if not fits)
     return Written(
-        folder=folder,
-        quantised=len(smaller),
-        plain=plain,
-        before=sum(sizes.values()),
-        after=after,
-        files=files,
+        folder=folder, quantised=len(smaller), plain=plain, before=sum(sizes.values()), after=after, files=files
     )
 
 

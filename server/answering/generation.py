@@ -8,15 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from engine import (
-    BeamMoves,
-    InvalidRequestError,
-    OctavoError,
-    RequestDelta,
-    SamplingParams,
-    TokenLogprobs,
-    parse_bytes,
-)
+from engine import BeamMoves, InvalidRequestError, OctavoError, RequestDelta, SamplingParams, TokenLogprobs, parse_bytes
 from engine.text.processor import ChoiceText, OutputProcessor
 from server.answering.observation import RequestRecord
 from server.answering.prompt import Prompt

@@ -37,10 +37,7 @@ def usage_of(usage: Usage) -> ResponseUsage:
     details = usage.completion_tokens_details
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {
-            "cached_tokens": usage.prompt_tokens_details.cached_tokens,
-            "cache_write_tokens": 0,
-        },
+        "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": 0 if details is None else details.reasoning_tokens},
         "total_tokens": usage.total_tokens,

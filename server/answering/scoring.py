@@ -8,15 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from engine import Pooled, PoolingParams
-from engine.pooled import (
-    SIDES,
-    Comparer,
-    SideReading,
-    compared_side,
-    is_cross_encoder,
-    prompt_tokens,
-    side_prompt,
-)
+from engine.pooled import SIDES, Comparer, SideReading, compared_side, is_cross_encoder, prompt_tokens, side_prompt
 from engine.text.processor import Encoding
 from server.answering.encoding import Text, compact, compact_input, encode_all, estimate, need_tokenizer
 from server.answering.pooling import PoolingInput, PoolingRun

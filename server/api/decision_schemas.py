@@ -98,9 +98,7 @@ _ITEM_SCHEMA = {
     "properties": {"type": {"const": "message"}, "role": {"enum": [*_ROLES]}, "content": _PARTS_SCHEMA},
     "required": ["role", "content"],
 }
-_INPUT_SCHEMA = {
-    "anyOf": [{"type": "string"}, {"type": "array", "maxItems": MAX_MESSAGES, "items": _ITEM_SCHEMA}],
-}
+_INPUT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "maxItems": MAX_MESSAGES, "items": _ITEM_SCHEMA}]}
 Evidence = Annotated[str, PlainValidator(_check_input), WithJsonSchema(_INPUT_SCHEMA)]
 Instructions = Annotated[str, PlainValidator(_parts), WithJsonSchema(_PARTS_SCHEMA)]
 

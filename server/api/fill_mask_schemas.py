@@ -15,10 +15,7 @@ class FillMaskRequest(BoxedBody):
         description="A text, a list of token ids, or a list of these. Each must contain the tokenizer's mask token."
     )
     top_k: int | None = Field(
-        None,
-        ge=1,
-        le=MAX_TOP_K,
-        description=f"Number of most probable tokens to return per mask ({DEFAULT_TOP_K}).",
+        None, ge=1, le=MAX_TOP_K, description=f"Number of most probable tokens to return per mask ({DEFAULT_TOP_K})."
     )
 
 

@@ -70,8 +70,7 @@ class GenerateRequest(ServedBody):
         description="The prompt."
     )
     sampling_params: GenerateParams = Field(
-        default_factory=lambda: GenerateParams.model_validate({}),
-        description="Sampling fields, as in /v1/completions.",
+        default_factory=lambda: GenerateParams.model_validate({}), description="Sampling fields, as in /v1/completions."
     )
     model: str | None = Field(None, description="Id of the served model, or name of an adapter. Optional.")
     stream: bool | None = Field(None, description="Stream the answer as server-sent events.")

@@ -39,9 +39,7 @@ def read_form(content: bytes, content_type: str) -> Form:
     kind = _headers(b"Content-Type: " + content_type.encode("latin-1", "replace"))
     boundary = kind.get_boundary()
     if kind.get_content_type() != "multipart/form-data" or not boundary:
-        raise _wrong(
-            f"The body must be a form with Content-Type: multipart/form-data, got {shown(content_type)}.",
-        )
+        raise _wrong(f"The body must be a form with Content-Type: multipart/form-data, got {shown(content_type)}.")
     form = Form({}, {})
     separator = b"\r\n--" + boundary.encode("latin-1", "replace")
     at = 0 if content.startswith(separator[2:]) else content.find(separator) + 2

@@ -34,9 +34,7 @@ _DOCUMENT_SCHEMA: dict[str, Any] = {"type": "object", "properties": {"text": TEX
 
 Texts = Annotated[Any, PlainValidator(_check_texts), WithJsonSchema({"anyOf": [TEXT_SCHEMA, several(TEXT_SCHEMA)]})]
 Documents = Annotated[
-    Any,
-    PlainValidator(_check_documents),
-    WithJsonSchema(several({"anyOf": [TEXT_SCHEMA, _DOCUMENT_SCHEMA]})),
+    Any, PlainValidator(_check_documents), WithJsonSchema(several({"anyOf": [TEXT_SCHEMA, _DOCUMENT_SCHEMA]}))
 ]
 
 

@@ -11,24 +11,12 @@ from fastapi import APIRouter, Body, Request, Response
 from engine import Pooled, PoolingParams
 from engine.pooled import Aggregation, labels_of, longest, spans_of
 from engine.text.processor import Encoding
-from server.answering.encoding import (
-    Text,
-    check_boxes,
-    compact_input,
-    encode_all,
-    estimate,
-    read_images,
-    read_inputs,
-)
+from server.answering.encoding import Text, check_boxes, compact_input, encode_all, estimate, read_images, read_inputs
 from server.answering.endpoints import begin
 from server.answering.packing import packed, unpacked
 from server.answering.pooling import PoolingInput, PoolingRun, image_input, listed
 from server.api import examples
-from server.api.classify_schemas import (
-    ClassifyRequest,
-    ClassifyResponse,
-    Pair,
-)
+from server.api.classify_schemas import ClassifyRequest, ClassifyResponse, Pair
 from server.api.reading import StrictJsonRoute
 from server.context import ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError

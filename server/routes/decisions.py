@@ -45,12 +45,7 @@ _TYPES = ("choice", "noul", "score")
 router = APIRouter(route_class=StrictJsonRoute)
 
 
-@router.post(
-    "/v1/decisions",
-    response_model=DecisionResponse,
-    responses=ERROR_RESPONSES,
-    summary="Create decisions",
-)
+@router.post("/v1/decisions", response_model=DecisionResponse, responses=ERROR_RESPONSES, summary="Create decisions")
 async def create_decision(
     body: Annotated[DecisionRequest, Body(openapi_examples=examples.DECISIONS)], request: Request, service: ServiceDep
 ) -> Response:
@@ -214,12 +209,7 @@ def _named(spec: QuestionSpec, reading: Reading) -> dict[str, Any]:
     if spec.type == "choice":
         options = list(spec.criteria)
         found: Mapping[str, float] = dict(zip(options, shares, strict=True))
-        return {
-            "type": "choice",
-            "choice": options[reading.best],
-            "probabilities": found,
-            "confidence": confidence,
-        }
+        return {"type": "choice", "choice": options[reading.best], "probabilities": found, "confidence": confidence}
     return {
         "type": "score",
         "score": _expected(shares),

@@ -36,9 +36,7 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {200: {"content": BYTES}, **ERROR_
 @router.post("/embeddings", include_in_schema=False)
 @router.post("/v1/embeddings", response_model=EmbeddingResponse, responses=_RESPONSES, summary="Create embeddings")
 async def create_embeddings(
-    body: Annotated[EmbeddingRequest, Body(openapi_examples=examples.EMBEDDINGS)],
-    request: Request,
-    service: ServiceDep,
+    body: Annotated[EmbeddingRequest, Body(openapi_examples=examples.EMBEDDINGS)], request: Request, service: ServiceDep
 ) -> Response:
     """Return a vector for each input. The model must have the task embed (`tasks` in /v1/models)."""
     arrival = begin(service, body, "/v1/embeddings")

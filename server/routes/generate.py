@@ -263,8 +263,7 @@ def _logprobs(piece: CompletionChoice) -> TokenLogprobs | None:
     return TokenLogprobs(
         content=[
             TokenLogprobContent(
-                **_token(name, value or 0.0).model_dump(),
-                top_logprobs=[_token(*pair) for pair in (top or {}).items()],
+                **_token(name, value or 0.0).model_dump(), top_logprobs=[_token(*pair) for pair in (top or {}).items()]
             )
             for name, value, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True)
         ]

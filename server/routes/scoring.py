@@ -16,12 +16,7 @@ from server.answering.pooling import listed
 from server.answering.scoring import ScoringRun, Side
 from server.api import examples
 from server.api.reading import StrictJsonRoute
-from server.api.scoring_schemas import (
-    RerankRequest,
-    RerankResponse,
-    ScoreRequest,
-    ScoreResponse,
-)
+from server.api.scoring_schemas import RerankRequest, RerankResponse, ScoreRequest, ScoreResponse
 from server.api.text_embeddings_schemas import EitherRerankRequest
 from server.context import ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError

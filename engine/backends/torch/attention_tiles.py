@@ -212,14 +212,7 @@ def _group(tiles: _Tiles, keys: int, kv: Paged | Ragged, shape: Shape) -> Group:
 
 
 def _rows(
-    key: Tensor,
-    tile: Tensor,
-    row: Tensor,
-    low: Tensor,
-    high: Tensor,
-    keys: int,
-    kv: Paged | Ragged,
-    shape: Shape,
+    key: Tensor, tile: Tensor, row: Tensor, low: Tensor, high: Tensor, keys: int, kv: Paged | Ragged, shape: Shape
 ) -> Tensor:
     """[entries * kv_heads * keys] rows of the keys viewed as [slots * kv_heads, head_dim]."""
     position = key[:, None] + torch.arange(keys, device=key.device)

@@ -229,13 +229,7 @@ def _by_rows(scales: Tensor, rows: int) -> Tensor:
 
 
 def _decode(
-    words: Tensor,
-    scales: Tensor,
-    *others: Tensor,
-    bits: int,
-    shape: tuple[int, int],
-    has_zeros: bool,
-    has_order: bool,
+    words: Tensor, scales: Tensor, *others: Tensor, bits: int, shape: tuple[int, int], has_zeros: bool, has_order: bool
 ) -> Tensor:
     outputs, inputs = shape
     middle = 1 << bits - 1  # integers are stored with this number added
