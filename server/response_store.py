@@ -143,18 +143,15 @@ class ResponseStore:
 
     Args:
         path: path of the file; created if missing, for this user only.
-        max_age: seconds that an answer is stored.
-        max_size: maximum bytes of all answers together.
-        clock: seconds since 1970.
     """
 
     def __init__(
         self, path: str | Path, *, max_age: float, max_size: int, clock: Callable[[], float] = time.time
     ) -> None:
         self._path = Path(path)
-        self._max_age = max_age
-        self._max_size = max_size
-        self._clock = clock
+        self._max_age = max_age  # seconds that an answer is stored
+        self._max_size = max_size  # maximum bytes of all answers together
+        self._clock = clock  # seconds since 1970
         self._logged = float("-inf")
         self._presence = Presence(self._path)
         self._making: set[str] = set()  # answers that this process is generating

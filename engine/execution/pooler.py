@@ -43,15 +43,6 @@ class Pooler:
     """Computes the pooled rows of a plan.
 
     Vectors are summed in float64, so that the number of parts in which an input is computed makes no difference.
-
-    Args:
-        head: the model's head.
-        apply: the model's head over hidden states [N, hidden], float32.
-        parts: the parts beside the head.
-        gather: what an Embedder's probe computes from hidden states, given each input's start and end.
-        label_spans: for a model that finds entities: scores of spans for labels, given an input's hidden states and
-            which tokens stand for labels and words.
-        activation: turns the head's numbers into probabilities.
     """
 
     def __init__(
@@ -64,12 +55,14 @@ class Pooler:
         label_spans: Callable[[Tensor, Sequence[int], Sequence[int]], Tensor] | None = None,
         activation: Activation = "none",
     ):
-        self._gather = gather
+        self._gather = gather  # what an Embedder's probe computes from hidden states, given each input's start and end
+        # for a model that finds entities: scores of spans for labels, given an input's hidden states and which tokens
+        # stand for labels and words
         self._label_spans = label_spans
-        self._head = head
-        self._apply = apply
-        self._parts = parts
-        self._activation = activation
+        self._head = head  # the model's head
+        self._apply = apply  # the model's head over hidden states [N, hidden], float32
+        self._parts = parts  # the parts beside the head
+        self._activation = activation  # turns the head's numbers into probabilities
 
     def with_head(self, apply: Callable[[Tensor], Tensor]) -> Pooler:
         """The same pooler with another head of the model's kind."""

@@ -35,13 +35,10 @@ class AdapterUse:
     """Loads adapters for calls.
 
     If all slots are taken, an adapter that an earlier call loaded is unloaded.
-
-    Args:
-        engine: the engine that loads the adapters.
     """
 
     def __init__(self, engine: Engine):
-        self._engine = engine
+        self._engine = engine  # the engine that loads the adapters
         self._own: list[str] = []  # loaded here, least recently used first
 
     def each(self, lora: Lora | Sequence[Lora | None] | None, count: int, given: object = None) -> list[str | None]:

@@ -123,15 +123,13 @@ class ResponseEvents(Events[ChatPiece]):
     """Typed, numbered events.
 
     Args:
-        frame: the answer without the fields that are only known later.
-        name_of: returns the client's name for a function.
         opened: whether the first events have been sent.
     """
 
     def __init__(self, maker: PieceMaker[ChatPiece], frame: Response, name_of: NameOf, *, opened: bool = False):
         super().__init__(maker)
-        self._name_of = name_of
-        self._frame = frame
+        self._name_of = name_of  # returns the client's name for a function
+        self._frame = frame  # the answer without the fields that are only known later
         self._blocks = Blocks(self)
         self._number = NUM_OPENING if opened else 0
         self._begun = not frame["background"]

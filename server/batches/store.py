@@ -63,14 +63,12 @@ class BatchStore:
 
     Args:
         folder: made if it is not there, for this user alone.
-        max_size: bytes of the files of a tenant.
-        clock: seconds since 1970.
     """
 
     def __init__(self, folder: str | Path, max_size: int, clock: Callable[[], float] = time.time):
         self._folder = Path(folder)
-        self._max_size = max_size
-        self._clock = clock
+        self._max_size = max_size  # bytes of the files of a tenant
+        self._clock = clock  # seconds since 1970
         self._lock: int | None = None
         path = self._folder / "batches.db"
         try:

@@ -25,9 +25,6 @@ class Acceptor:
     """Listens on a socket, with the interface that uvicorn needs of an asyncio server.
 
     Args:
-        slots: the connection slots; each connection takes one.
-        make_protocol: makes the protocol of a connection.
-        tls: the TLS context, for connections that begin with a handshake.
         handshake_timeout: maximum seconds of a handshake.
     """
 
@@ -40,9 +37,9 @@ class Acceptor:
         handshake_timeout: float,
     ):
         self._listener = listener
-        self._slots = slots
-        self._make_protocol = make_protocol
-        self._tls = tls
+        self._slots = slots  # the connection slots; each connection takes one
+        self._make_protocol = make_protocol  # makes the protocol of a connection
+        self._tls = tls  # the TLS context, for connections that begin with a handshake
         self._handshake_timeout = handshake_timeout if tls is not None else None
         self._shares = slots.shares
         self._has_waited = False

@@ -71,9 +71,7 @@ class AuthMiddleware:
     protected path. A key's name is in every log line of the request.
 
     Args:
-        keys: read at each request, so that changes apply at once.
         public_metrics: `METRICS_PATHS` need no key.
-        model: the name of the only model, if there is one: a key for other models may not use it.
     """
 
     def __init__(
@@ -86,8 +84,8 @@ class AuthMiddleware:
         model: str | None = None,
     ):
         self._app = app
-        self._keys = keys
-        self._model = model
+        self._keys = keys  # read at each request, so that changes apply at once
+        self._model = model  # the name of the only model, if there is one: a key for other models may not use it
         self._open = HEALTH_PATHS | (METRICS_PATHS if public_metrics else frozenset()) | frozenset(also_open)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -10,17 +10,12 @@ from server.memory import MemoryGuard
 
 
 class MemoryGate:
-    """Middleware: refuses requests with a body, before it is read, while the process uses too much memory.
-
-    Args:
-        app: the app behind it.
-        rejected: called for each refused request.
-    """
+    """Middleware: refuses requests with a body, before it is read, while the process uses too much memory."""
 
     def __init__(self, app: ASGIApp, guard: MemoryGuard, rejected: Callable[[str], None]):
-        self._app = app
+        self._app = app  # the app behind it
         self._guard = guard
-        self._rejected = rejected
+        self._rejected = rejected  # called for each refused request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse the request or pass it to the app."""

@@ -102,9 +102,6 @@ class Slots:
 
     Args:
         root_path: the root path from the settings; `ALWAYS_ANSWERED` is recognised with and without it.
-        refused: called with the reason for each request that gets 503.
-        dropped: called with the kind (idle or reserve) of each connection that is closed for another one.
-        shares: the connections of all processes, if several share the socket.
     """
 
     def __init__(
@@ -120,9 +117,10 @@ class Slots:
         self._open: set[Slot] = set()
         self._reserve: dict[Slot, None] = {}  # oldest first
         self._always = {(prefix + path).encode() for path in ALWAYS_ANSWERED for prefix in {"", root_path}}
-        self._refused = refused
+        self._refused = refused  # called with the reason for each request that gets 503
+        # called with the kind (idle or reserve) of each connection that is closed for another one
         self._dropped = dropped
-        self.shares = shares
+        self.shares = shares  # the connections of all processes, if several share the socket
         self._said = float("-inf")
 
     @property

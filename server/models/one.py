@@ -18,14 +18,10 @@ def models_of(service: Service) -> Models:
 
 
 class OneModel:
-    """A service with a single model, which is always loaded.
-
-    Args:
-        service: the whole service.
-    """
+    """A service with a single model, which is always loaded."""
 
     def __init__(self, service: Service):
-        self._service = service
+        self._service = service  # the whole service
 
     def opened(self) -> AbstractAsyncContextManager[None]:
         """There is nothing to do."""

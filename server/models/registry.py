@@ -70,13 +70,11 @@ class Registry:
 
     Args:
         models: at least one; the first is the default.
-        settings: the service's settings.
-        log_format: the format of the engines' log lines.
     """
 
     def __init__(self, models: Sequence[Declared], settings: ServerSettings, log_format: LogFormat):
-        self._settings = settings
-        self._log_format = log_format
+        self._settings = settings  # the service's settings
+        self._log_format = log_format  # the format of the engines' log lines
         self._served = [Served(model, self._stir) for model in models]
         self._names = {
             name: served
