@@ -181,7 +181,6 @@ class Admission:
         return self._clock()
 
     def _watch(self) -> None:
-        """Measure paces only while there is work."""
         lacking = self._lacked_room = self._lacks_room()
         self._endings.switch(self.num_prompts > 0)
         self._starts[lacking].switch(self._num_waiting > 0)

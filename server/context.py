@@ -219,17 +219,14 @@ class Service:
         terms: Terms | None = None,
         pictures: Pictures | None = None,
     ) -> Prompt:
-        """Chat messages as a prompt.
+        """Chat messages as a prompt. Raises ApiError if there is no tokenizer, the template takes too much time or
+        memory or refuses these messages, or the conversation is far too long; InvalidRequestError if there is no
+        template.
 
         Args:
             rendering: further inputs of the template (default: none).
             terms: the terms of a request that may continue the conversation; its tokens are remembered.
             pictures: the images in the messages; None: there are none.
-
-        Raises:
-            ApiError: there is no tokenizer, the template takes too much time or memory or refuses these messages, or
-                the conversation is far too long.
-            InvalidRequestError: there is no template.
         """
         if self.tokenizer is None:
             message = (

@@ -139,11 +139,7 @@ def open_store(settings: ServerSettings) -> ResponseStore | None:
 
 class ResponseStore:
     """Answers by id, separate for each tenant, and conversations. Raises ConfigError if the file cannot be opened, or
-    another program made it.
-
-    Args:
-        path: path of the file; created if missing, for this user only.
-    """
+    another program made it. `path`: path of the file; created if missing, for this user only."""
 
     def __init__(
         self, path: str | Path, *, max_age: float, max_size: int, clock: Callable[[], float] = time.time
@@ -405,7 +401,6 @@ class ResponseStore:
         return id_ not in self._making if owner == self._presence.name else not self._presence.is_there(owner)
 
     def _fail_abandoned(self) -> None:
-        """Mark answers as failed that no process is generating any more."""
         self._presence.sweep()
         with self._transaction() as database:
             rows = database.execute(

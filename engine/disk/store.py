@@ -308,7 +308,6 @@ def used_bytes(folder: Path) -> int:
 
 
 def _cost(size: int) -> int:
-    """Bytes that a file takes on the disk."""
     return -(-size // _BLOCK) * _BLOCK
 
 

@@ -170,7 +170,6 @@ class DiskTier:
 
     @property
     def _hangs(self) -> bool:
-        """Whether the disk does not answer."""
         since = self._reading_since
         return since is not None and time.monotonic() - since > _HANGING
 

@@ -124,11 +124,8 @@ class StepWork:
 
 
 class StepBudget:
-    """Learns how long steps take, and limits the next one. Pure: it has no clock.
-
-    Args:
-        measured: initial steps and their seconds.
-    """
+    """Learns how long steps take, and limits the next one. Pure: it has no clock. `measured`: initial steps and their
+    seconds."""
 
     def __init__(
         self, seconds: float, costs: Costs, measured: Iterable[tuple[StepWork, float]] = (), *, floor: float = 1.0

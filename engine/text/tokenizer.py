@@ -54,11 +54,8 @@ def _switch_to_target(hf: Any) -> None:
 
 
 class Tokenizer:
-    """A `transformers` tokenizer, reduced to what serving needs; may be used from several threads.
-
-    Args:
-        marked_side: which language an input's language token names, if it has one (`Languages`).
-    """
+    """A `transformers` tokenizer, reduced to what serving needs; may be used from several threads. `marked_side`: which
+    language an input's language token names, if it has one (`Languages`)."""
 
     def __init__(
         self, hf: Any, *, lower_case: bool = False, marked_side: Literal["source", "target"] = "source"

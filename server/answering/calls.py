@@ -424,7 +424,6 @@ class NamedCalls(Region):
             self._call_ended()
 
     def _find_name(self) -> bool:
-        """Whether the beginning of a call is complete."""
         text = self.rest.lstrip()
         found = self._head.match(text)
         if found is None:

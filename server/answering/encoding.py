@@ -117,7 +117,6 @@ def _read_some(
 
 
 def _most_tokens(service: Service) -> int:
-    """Maximum tokens of all inputs of one request together."""
     return max(max_queued_tokens(service.client.info, service.settings), MANY_TOKENS)
 
 

@@ -185,13 +185,11 @@ def begin(service: Service, body: _Body, endpoint: str) -> float:
 
 
 def _reads(info: EngineInfo) -> str:
-    """The kinds of input that a model reads."""
     kinds = ["texts"] if info.vocab_size else []
     return " and ".join(kinds if info.signal is None else [*kinds, "images"])
 
 
 def _kind(info: EngineInfo) -> str:
-    """The kind of the model, as the beginning of a reason."""
     for task, words in _HEADS.items():
         if task in info.tasks:
             return words if info.vocab_size else f"its head classifies {_reads(info)}"

@@ -120,11 +120,7 @@ def written(kind: str, number: int, **fields: Any) -> str:
 
 
 class ResponseEvents(Events[ChatPiece]):
-    """Typed, numbered events.
-
-    Args:
-        opened: whether the first events have been sent.
-    """
+    """Typed, numbered events. `opened`: whether the first events have been sent."""
 
     def __init__(self, maker: PieceMaker[ChatPiece], frame: Response, name_of: NameOf, *, opened: bool = False):
         super().__init__(maker)

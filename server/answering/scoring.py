@@ -106,7 +106,6 @@ class ScoringRun(PoolingRun):
         return self.second.param if param == "input" else param
 
     async def _cut(self, side: Side) -> Side:
-        """The side with its texts cut to the maximum length."""
         if not side.most or side.most >= self.service.client.info.max_model_len:
             return side
         tokenizer = need_tokenizer(self.service, side.param)

@@ -59,11 +59,7 @@ def open_batches(settings: ServerSettings) -> BatchStore | None:
 
 class BatchStore:
     """Files and batches by id, those of each tenant apart. Raises ConfigError if the folder cannot be used, or
-    something else made its file.
-
-    Args:
-        folder: made if it is not there, for this user alone.
-    """
+    something else made its file. `folder`: made if it is not there, for this user alone."""
 
     def __init__(self, folder: str | Path, max_size: int, clock: Callable[[], float] = time.time):
         self._folder = Path(folder)

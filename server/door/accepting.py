@@ -22,11 +22,8 @@ _MOMENT = 0.002  # seconds in which another process may accept
 
 
 class Acceptor:
-    """Listens on a socket, with the interface that uvicorn needs of an asyncio server.
-
-    Args:
-        handshake_timeout: maximum seconds of a handshake.
-    """
+    """Listens on a socket, with the interface that uvicorn needs of an asyncio server. `handshake_timeout`: maximum
+    seconds of a handshake."""
 
     def __init__(
         self,

@@ -68,10 +68,7 @@ class AuthMiddleware:
     Paths on a list of whole paths, compared with the decoded path that the router sees, need no key. All other paths
     need one, whether or not a route exists. Without keys everything is open. `scope["state"]["tenant"]` then names the
     key of the request; it is not set without a valid key. `scope["state"]["api_key"]` is the `ApiKey` that opened a
-    protected path. A key's name is in every log line of the request.
-
-    Args:
-        public_metrics: `METRICS_PATHS` need no key.
+    protected path. A key's name is in every log line of the request. `public_metrics`: `METRICS_PATHS` need no key.
     """
 
     def __init__(

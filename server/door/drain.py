@@ -84,7 +84,6 @@ class DrainGate:
         self._rejected = rejected  # called for each refused request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse the request or pass it to the app."""
         if scope["type"] != "http" or routed_path(scope) in ALWAYS_ANSWERED:
             await self._app(scope, receive, send)
         elif self._drain.draining:

@@ -69,7 +69,6 @@ class KeyLimitsMiddleware:
 
 
 def _headers(window: Window) -> dict[str, str]:
-    """The limits as headers with OpenAI's names."""
     return {
         "x-ratelimit-limit-requests": str(window.limit),
         "x-ratelimit-remaining-requests": str(window.remaining),

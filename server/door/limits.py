@@ -26,11 +26,8 @@ _CLOSE = {"Connection": "close"}  # the rest of the body is not awaited
 
 class BodyLimitMiddleware:
     """Refuses a body that is too large (413) or takes too long to arrive (408). If the body's length is stated, a large
-    one is refused before it is read, otherwise while it is read.
-
-    Args:
-        needed: the maximum bytes of a body by path, where that is less.
-    """
+    one is refused before it is read, otherwise while it is read. `needed`: the maximum bytes of a body by path, where
+    that is less."""
 
     def __init__(
         self, app: ASGIApp, *, max_body_size: int, needed: Mapping[str, int] | None = None, grace: float = BODY_GRACE

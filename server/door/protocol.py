@@ -65,11 +65,7 @@ class _LingeringTransport:
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """One connection.
-
-    Args:
-        slot: the connection's slot; None if connections are not limited.
-    """
+    """One connection. `slot`: the connection's slot; None if connections are not limited."""
 
     def __init__(
         self,

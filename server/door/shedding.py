@@ -18,7 +18,6 @@ class MemoryGate:
         self._rejected = rejected  # called for each refused request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse the request or pass it to the app."""
         if scope["type"] == "http" and scope["method"] == "POST" and self._guard.exceeded():
             self._rejected("memory")
             await self._guard.refusal().response()(scope, receive, send)

@@ -98,11 +98,8 @@ class Slot:
 
 
 class Slots:
-    """All connections of the service.
-
-    Args:
-        root_path: the root path from the settings; `ALWAYS_ANSWERED` is recognised with and without it.
-    """
+    """All connections of the service. `root_path`: the root path from the settings; `ALWAYS_ANSWERED` is recognised
+    with and without it."""
 
     def __init__(
         self,

@@ -92,7 +92,6 @@ class _AnswerRun(PoolingRun):
         return inputs
 
     def _cut(self, index: int) -> list[PoolingInput]:
-        """The windows of a question and its context as inputs."""
         tokenizer = need_tokenizer(self.service, "context")
         try:
             encoding = read_question(tokenizer, *self.asked[index])

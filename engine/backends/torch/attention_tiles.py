@@ -97,7 +97,6 @@ def plan(metadata: AttentionMetadata, kv: Paged | Ragged, shape: Shape) -> tuple
 
 
 def _widths(lens: Ints, causal: bool) -> Ints:
-    """Queries per tile for rows of these lengths."""
     sizes = np.array((TILE,) if causal else WIDTHS)
     width: Ints = sizes[np.searchsorted(sizes, np.minimum(lens, TILE))]
     return np.where(lens == 1, 1, width)

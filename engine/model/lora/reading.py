@@ -162,7 +162,6 @@ def _gguf(path: Path) -> Path:
 
 
 def _folder(path: Path) -> tuple[LoraSettings, Path]:
-    """The settings of a PEFT folder, and its file with the weights."""
     if not path.is_dir():
         raise AdapterError(
             f"{path} is not a folder. Give the folder that contains {FILE} and {WEIGHTS}, or a {SUFFIX} file."

@@ -201,7 +201,6 @@ def _as_rows(values: Tensor, scales: Tensor) -> Quantised:
 
 
 def _scales(tensors: Tensors, module: str, outputs: int) -> tuple[str, int]:
-    """The tensor of the scales, and the number of groups of inputs."""
     name = f"{module}.weight_scale"
     groups = count_groups(tensors, name, 1)
     expect(tensors, name, (1,), (1, 1), (outputs,), (outputs, groups), formats=REALS)

@@ -62,7 +62,6 @@ class Scheme(ABC):
     """The default format of matrices on a CPU; None: plain."""
 
     def __str__(self) -> str:
-        """The scheme with its settings, which determine the resulting numbers."""
         return f"{self.title} {sorted(vars(self).items())}"
 
     @abstractmethod
