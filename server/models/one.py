@@ -18,10 +18,14 @@ def models_of(service: Service) -> Models:
 
 
 class OneModel:
-    """A service with a single model, which is always loaded."""
+    """A service with a single model, which is always loaded.
+
+    Args:
+        service: the whole service.
+    """
 
     def __init__(self, service: Service):
-        self._service = service  # the whole service
+        self._service = service
 
     def opened(self) -> AbstractAsyncContextManager[None]:
         """There is nothing to do."""
