@@ -87,7 +87,7 @@ def file_settings(path: str) -> dict[str, str]:
 
 def find(given: Mapping[str, str], environ: Mapping[str, str]) -> Address:
     """The address from flags, variables and the file, in that order of precedence. Raises OSError if the file cannot be
-    read. ValueError if the file is not YAML, or the port is not a number, or is 0 (any free port)."""
+    read; ValueError if the file is not YAML, or the port is not a number, or is 0 (any free port)."""
     chosen = {**variables(environ), **given}
     if chosen.get("config", "null") != "null":
         chosen = {**file_settings(chosen["config"]), **chosen}

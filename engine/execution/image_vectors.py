@@ -41,11 +41,7 @@ def _positions(tower: Transformer) -> int:
 
 class ImageVectors:
     """Makes and keeps the vectors of images. `min_rows`: fewest rows of a matrix product
-    (`engine.execution.invariance`).
-
-    Attributes:
-        num_made: how often vectors of an image were made.
-    """
+    (`engine.execution.invariance`). `num_made`: how often vectors of an image were made."""
 
     def __init__(self, model: Transformer, info: VisionInfo, min_rows: int, most_bytes: int = MOST_BYTES):
         assert model.vision is not None

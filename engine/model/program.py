@@ -650,7 +650,6 @@ class Builder:
         return out
 
     def _reduced(self, linear: Linear, x: Rows, name: str) -> Rows:
-        """The product, summed over devices."""
         out = self.product(linear, x, name)
         self.add(AllReduce(out))
         return out

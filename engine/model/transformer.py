@@ -39,7 +39,7 @@ from engine.model.vision import ImageEmbedding
 
 
 class Transformer(nn.Module):
-    """A model built from a spec. Raises UnsupportedModelError if a part is not implemented. ConfigError: max_model_len
+    """A model built from a spec. Raises UnsupportedModelError if a part is not implemented; ConfigError: max_model_len
     exceeds a table of positions.
 
     Args:

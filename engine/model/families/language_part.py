@@ -71,11 +71,8 @@ _MARK = "language_part_of"  # in the config of a language part: the architecture
 
 
 def language_part(config: Any) -> Any:
-    """The config of a vision-language model's language part; for other models, the config itself.
-
-    Raises:
-        UnsupportedModelError: the language part is not supported.
-    """
+    """The config of a vision-language model's language part; for other models, the config itself. Raises
+    UnsupportedModelError if the language part is not supported."""
     name = next(iter(getattr(config, "architectures", None) or ()), "")
     if name not in ARCHITECTURES:
         return config

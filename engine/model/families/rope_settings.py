@@ -23,11 +23,8 @@ from engine.model.positions import (
 
 
 def settings_of(config: Any, layer_type: str | None) -> Mapping[str, Any]:
-    """The settings for layers of this type, which may be the same for all.
-
-    Raises:
-        UnsupportedModelError: there are settings by layer type, but none for this one.
-    """
+    """The settings for layers of this type, which may be the same for all. Raises UnsupportedModelError if there are
+    settings by layer type, but none for this one."""
     settings: Mapping[str, Any] = config.rope_parameters or {}
     nested = sorted(n for n, value in settings.items() if isinstance(value, Mapping) or n.endswith("_attention"))
     if not nested:
@@ -71,14 +68,9 @@ def rotated(settings: Mapping[str, Any], head_dim: int, *, partial: bool, shares
 
 
 def scaling_of(config: Any, settings: Mapping[str, Any], dim: int, *, shares: bool = False) -> Scaling | None:
-    """The scaling of the frequencies of `dim` rotated features.
-
-    Args:
-        shares: the family knows rotations of some pairs (`ShareScaling`).
-
-    Raises:
-        UnsupportedModelError: a scaling is not implemented, or its settings are missing or invalid.
-    """
+    """The scaling of the frequencies of `dim` rotated features. `shares`: the family knows rotations of some pairs
+    (`ShareScaling`). Raises UnsupportedModelError if a scaling is not implemented, or its settings are missing or
+    invalid."""
     match settings.get("rope_type", settings.get("type", "default")):
         case "default":
             return None

@@ -23,27 +23,19 @@ _MOST_TILES = 64
 
 
 def sight(name: str, config: Any) -> Vision | None:
-    """The part of a vision-language model's config that sees; None: images are not served for this architecture.
-
-    Args:
-        name: of the architecture.
-
-    Raises:
-        UnsupportedModelError: a setting of the config that is not implemented.
-    """
+    """The part of a vision-language model's config that sees; None: images are not served for this architecture. Raises
+    UnsupportedModelError if a setting of the config that is not implemented."""
     read = _READERS.get(name)
     return None if read is None else read(config)
 
 
 def _tower(config: Any, layer: int) -> Stack:
-    """The layers of CLIP's or SigLIP's tower up to the one whose hidden states are read.
+    """The layers of CLIP's or SigLIP's tower up to the one whose hidden states are read. Raises UnsupportedModelError
+    if another tower, or no such layer.
 
     Args:
         layer: counted from the end if negative, as of the hidden states of `transformers`: the first are those before
             any layer. None of them has gone through the tower's last norm.
-
-    Raises:
-        UnsupportedModelError: another tower, or no such layer.
     """
     kind = config.model_type
     if kind == "clip_vision_model":
