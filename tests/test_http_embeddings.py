@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from fake_client import FEATURES, VOCAB_SIZE, FakeClient, Script, Step, hf_byte_tokenizer, pool
 from structlog.testing import capture_logs
-from support.asgi import Call
+from support.asgi import Call, request
 
 from engine import EngineDeadError, InvalidRequestError, PoolingParams, RequestDelta, RequestFailedError, TokenInput
 from engine.text.processor import Tokenizer
@@ -50,12 +50,7 @@ class Api:
         return service
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
-        async def call() -> httpx.Response:
-            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-                return await http.request(method, path, **options)
-
-        return asyncio.run(asyncio.wait_for(call(), 20))
+        return request(self.app, method, path, **options)
 
     def embed(self, **body: Any) -> httpx.Response:
         return self.request("POST", PATH, json=body)
@@ -345,10 +340,6 @@ def test_what_is_no_json_is_400(content: bytes) -> None:
 def test_an_empty_one_among_many_is_named() -> None:
     assert error(Api().embed(input=["a", "b", ""]))["message"] == "input must not be empty: item 2 is."
     assert error(Api().embed(input=""))["message"] == "input must not be empty."
-
-
-def test_another_model_is_404() -> None:
-    assert error(Api().embed(input="a", model="text-embedding-ada-002"), 404)["code"] == "model_not_found"
 
 
 # ---------------------------------------------------------------- what the engine says

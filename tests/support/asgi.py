@@ -7,9 +7,21 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import httpx
 from fastapi import FastAPI
 
 from support.service import PATIENCE
+
+
+def request(app: FastAPI, method: str, path: str, **options: Any) -> httpx.Response:
+    """The answer to one request, in an event loop of its own."""
+
+    async def call() -> httpx.Response:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            return await http.request(method, path, **options)
+
+    return asyncio.run(asyncio.wait_for(call(), PATIENCE))
 
 
 class Call:
