@@ -47,7 +47,7 @@ LONG = (
 )  # fmt: skip
 
 ROOMY: dict[str, Any] = {
-    "device": "cpu",
+    "device": os.environ.get("OCTAVO_TEST_DEVICE", "cpu"),
     "dtype": "float32",
     "show_progress": False,
     "max_num_seqs": 64,
