@@ -6,7 +6,7 @@ import asyncio
 import base64
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from fake_client import FEATURES, VOCAB_SIZE, FakeClient, Script, Step, hf_byte_tokenizer, pool
 from structlog.testing import capture_logs
-from support.asgi import Call, request
+from support.asgi import Call, counts, request, until
 
 from engine import EngineDeadError, InvalidRequestError, PoolingParams, RequestDelta, RequestFailedError, TokenInput
 from engine.text.processor import Tokenizer
@@ -67,12 +67,7 @@ class Api:
 
     def counts(self, name: str) -> dict[str, float]:
         """A counter's values by label, without zeros."""
-        found = {}
-        for metric in self.service.metrics.registry.collect():
-            for sample in metric.samples:
-                if sample.name == name and sample.value:
-                    found[next(iter(sample.labels.values()), "")] = sample.value
-        return found
+        return counts(self.service, name)
 
     def check_empty(self) -> None:
         """Nothing is left of any request."""
@@ -99,12 +94,6 @@ def expected(text: str) -> list[float]:
     """What the script says of a text; a third as float32 has it."""
     values = [len(text), *text.encode()[: FEATURES - 2], float(np.float32(1 / 3))]
     return values + [0.0] * (FEATURES - len(values))
-
-
-async def until(what: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
-        while not what():
-            await asyncio.sleep(0.002)
 
 
 # ---------------------------------------------------------------- shapes
