@@ -25,7 +25,7 @@ def huge(size: int, small: int = 0) -> Tensor:
     """uint8 [size], zeros that the system provides on first access, in large pages if possible.
 
     Args:
-        small: this many of the first bytes are in small pages.
+        small: this many of the first bytes are in small pages (a multiple of 4096); the first large page follows.
 
     Raises:
         MemoryError: there is not enough memory.
@@ -37,11 +37,11 @@ def huge(size: int, small: int = 0) -> Tensor:
     except (OSError, OverflowError) as error:
         raise MemoryError(f"not enough memory for {size} bytes") from error
     whole = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -whole.data_ptr() % HUGE
+    start = -(whole.data_ptr() + small) % HUGE
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a system without large pages
             if small:
-                memory.madvise(mmap.MADV_NOHUGEPAGE, start, small)
+                memory.madvise(mmap.MADV_NOHUGEPAGE, start, min(small, size))
             if small < size:
                 memory.madvise(mmap.MADV_HUGEPAGE, start + small, size - small)
     return whole[start : start + size]
@@ -61,9 +61,12 @@ def forget(tensor: Tensor) -> None:
         tensor.view(-1).view(torch.uint8)[whole:].zero_()
 
 
-def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Zeros on a CPU, in `huge` memory if there are many. The first 2 MiB are in small pages: each layer has two such
-    tensors for keys and values, and a few requests use only the beginning.
+def zeros(*shape: int, dtype: torch.dtype, small: int = HUGE) -> Tensor:
+    """Zeros on a CPU, in `huge` memory if there are many.
+
+    Args:
+        small: as in `huge`. Each layer has two such tensors for keys and values, and a few requests use only the
+            beginning.
 
     Raises:
         MemoryError, RuntimeError: there is not enough memory.
@@ -71,7 +74,16 @@ def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
     size = math.prod(shape) * dtype.itemsize
     if size < HUGE:
         return torch.zeros(*shape, dtype=dtype)
-    return huge(size, HUGE).view(dtype).view(*shape)
+    return huge(size, small).view(dtype).view(*shape)
+
+
+def staggered(count: int) -> list[int]:
+    """`small` for each of several tensors that are filled together from their beginnings: 2 MiB on average.
+
+    The system takes milliseconds to provide a large page. With the same value for all tensors, one step would need a
+    new one in each of them and take hundreds of milliseconds longer than usual.
+    """
+    return [HUGE // 2 + HUGE * index // count // 4096 * 4096 for index in range(count)]
 
 
 class Arena:
