@@ -395,7 +395,7 @@ class ResponseStore:
         return self._database.execute(question, (id_,)).fetchone() is not None
 
     def _is_abandoned(self, id_: str, owner: str | None) -> bool:
-        """Whether no process is generating this answer any more, although it has not ended."""
+        """Whether this answer has not ended, but its process has: nothing generates it any more."""
         if owner is None:
             return False
         return id_ not in self._making if owner == self._presence.name else not self._presence.is_there(owner)

@@ -125,7 +125,7 @@ def read_done(target: Path) -> tuple[set[str], int]:
                 done.add(value["custom_id"])
                 failed += value["response"]["status_code"] >= 400
             except (ValueError, KeyError, TypeError):
-                raise TalkError(f"{target}, line {number} is no answer of a batch. Name another file") from None
+                raise TalkError(f"{target}, line {number} is not an answer of a batch. Name another file") from None
             end += len(line)
         file.truncate(end)
     return done, failed

@@ -198,7 +198,7 @@ class SeenImage:
         return int(self.places[0])
 
     def part(self, start: int, count: int) -> tuple[int, int]:
-        """The first vector that goes among `count` tokens from `start` on, and the one after the last."""
+        """The vectors [first, end) whose places are among `count` tokens from `start` on."""
         low, high = np.searchsorted(self.places, (start, start + count))
         return int(low), int(high)
 
