@@ -25,6 +25,7 @@ from engine.execution.kv_cache import KVCache
 from engine.execution.logits import Logits
 from engine.execution.pooler import NO_PARTS, Pooler, PoolingParts
 from engine.interface.outputs import Activation
+from engine.interface.token_sides import Sides
 from engine.interface.vision import VisionInfo
 from engine.model.heads import Embedder
 from engine.model.inputs import Inputs
@@ -183,10 +184,12 @@ class Decoder(ModelKind):
         if search is not None:
             search(tables)
         metadata = AttentionMetadata.of(plan.query_start, plan.context_lens, self.model.device, plan.two_way)
-        images = None
+        images, sides = None, plan.sides
         if plan.images:
             assert self.images is not None
             images = self.images.of(plan.images)
+        if "rotary_axes" in sides:
+            sides = self._turned(plan)
         return Inputs(
             token_ids=buffers.tokens(plan, padded),
             positions=buffers.positions.fill(plan.positions, padded),
@@ -197,9 +200,24 @@ class Decoder(ModelKind):
             slots=None if self._finds_slots else buffers.slots.fill(plan.slots),
             states=None if cache.states is None else cache.states.rows(plan.states),
             cross=self.cross(plan, metadata.query_lens),
-            sides=buffers.sides.fill(plan.sides, padded),
+            sides=buffers.sides.fill(sides, padded),
             images=images,
         )
+
+    def _turned(self, plan: StepPlan) -> Sides:
+        """The plan's sides, with angles in rotary tables for tokens whose positions have different axes."""
+        assert self.model.decoder is not None
+        sides = dict(plan.sides)
+        axes = sides.pop("rotary_axes")
+        offsets = sides.get("rotary_offsets", np.zeros(len(axes), dtype=np.int32)).copy()
+        found = np.flatnonzero(axes.any(axis=1))
+        first = plan.positions[found] + offsets[found]
+        places = torch.from_numpy(np.stack((first, *(first + axis for axis in axes[found].T)), axis=1))
+        for table in self.model.decoder.placed_tables:  # of one length each
+            table.place(places)
+            offsets[found] = table.placed + np.arange(len(found), dtype=np.int32) - plan.positions[found]
+        sides["rotary_offsets"] = offsets
+        return sides
 
     def use_images(self, info: VisionInfo) -> None:
         """Read images among tokens from now on; `info`: of the model's."""

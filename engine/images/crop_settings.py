@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.errors import UnsupportedModelError
+from engine.images.decoding import MAX_PIXELS
 from engine.images.settings import (
     BICUBIC,
     BILINEAR,
@@ -22,7 +23,7 @@ from engine.images.settings import (
     preprocessor_class,
     read_json,
 )
-from engine.interface.vision import Size, VisionInfo
+from engine.interface.vision import Fitted, Size, VisionInfo
 
 _CLIP = {
     "size": {"shortest_edge": 224}, "resample": BICUBIC, "do_center_crop": True,
@@ -49,6 +50,10 @@ _CLASSES["Gemma3"] = {
     # Of the processor of texts with images, which asks for this.
     "do_pan_and_scan": False, "pan_and_scan_min_crop_size": 256, "pan_and_scan_max_num_crops": 4,
     "pan_and_scan_min_ratio_to_activate": 1.2,
+}  # fmt: skip
+_CLASSES["Qwen2VL"] = {
+    "size": {"shortest_edge": 56**2, "longest_edge": 28**2 * 1280}, "resample": BICUBIC, "image_mean": OPENAI[0],
+    "image_std": OPENAI[1], "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
 }  # fmt: skip
 _SHORTEST = ("Llava", "LlavaNext")
 _NAME = re.compile(rf"({'|'.join(sorted(_CLASSES, reverse=True))})ImageProcessor(Fast|Pil)?")
@@ -83,6 +88,7 @@ class Cropping:
             shows the whole image; 0: the sizes say how it is cut. -1: it is not resized first.
         splits: an image that is larger than a square is cut; else it becomes one.
         scans: long images get crops of their parts; None: they get none.
+        fitted: an image keeps its shape, and is one crop; None: it does not.
     """
 
     steps: Preprocessing
@@ -93,6 +99,7 @@ class Cropping:
     longest: int = 0
     splits: bool = True
     scans: PanAndScan | None = None
+    fitted: Fitted | None = None
 
     @property
     def most_crops(self) -> int:
@@ -132,6 +139,8 @@ def _parse(values: Mapping[str, Any], file: Path) -> Cropping:
     off = {name: False for name in MEANT if name in values}
     if known in ("Idefics3", "SmolVLM"):
         return _squares(_CLASSES[known] | given, file)
+    if known == "Qwen2VL":
+        return _own_size(MEANT | _CLASSES[known] | off | given, file)
     settings = Settings(MEANT | _CLASSES[known] | off | given | {"do_pad": False}, file)
     steps = preprocessing_of(settings.values, file, None, shortest=known in _SHORTEST)
     colour = tuple(int(value * 255) for value in steps.mean or (0.0, 0.0, 0.0))
@@ -164,6 +173,23 @@ def _squares(values: Mapping[str, Any], file: Path) -> Cropping:
     return Cropping(steps=steps, tile=tile, longest=size if resizes else -1, splits=bool(splits))
 
 
+def _own_size(values: Mapping[str, Any], file: Path) -> Cropping:
+    """The settings of Qwen2-VL's class."""
+    size = values["size"] if isinstance(values["size"], dict) else {}
+    least = values.get("min_pixels", size.get("shortest_edge"))
+    most = values.get("max_pixels", size.get("longest_edge"))
+    patch, merge = values["patch_size"], values["merge_size"]
+    right = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in (least, most, patch, merge))
+    if not right or least > most or most > MAX_PIXELS or patch * merge > 1 << 10 or values["do_resize"] is not True:
+        raise UnsupportedModelError(
+            f"{file}: do_resize must be true, shortest_edge and longest_edge of size numbers of pixels up to "
+            f"{MAX_PIXELS}, and patch_size times merge_size at most {1 << 10}; got {values['do_resize']!r}, {least!r}, "
+            f"{most!r}, {patch!r} and {merge!r}."
+        )
+    steps = preprocessing_of({**values, "do_resize": False, "do_pad": False}, file, None)
+    return Cropping(steps=steps, fitted=Fitted(patch * merge, least, most))
+
+
 def _scans(values: Mapping[str, Any], file: Path) -> PanAndScan | None:
     if values["do_pan_and_scan"] is False:
         return None
@@ -190,5 +216,7 @@ def _longest(values: Mapping[str, Any], name: str, file: Path) -> int:
 
 def most_tokens(info: VisionInfo, cropping: Cropping) -> int:
     """The most tokens of an image, without the texts around its crops."""
+    if info.fitted is not None:
+        return info.fitted.most_vectors
     sizes = [info.crop] if info.tiling is None else info.tiling.sizes
     return max(info.count(info.crops(size), size) for size in sizes) * cropping.most_crops

@@ -15,7 +15,7 @@ from engine.images.crop_settings import Cropping, PanAndScan
 from engine.images.decoding import MAX_PIXELS
 from engine.images.preprocessing import shaped
 from engine.images.settings import Preprocessing
-from engine.interface.vision import Pixels, PlacedImage, Size, Tiling, VisionInfo
+from engine.interface.vision import MOST_RATIO, Fitted, Pixels, PlacedImage, Size, Tiling, VisionInfo
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -50,6 +50,8 @@ def crop(image: Image, cropping: Cropping, *, alone: bool, max_pixels: int = MAX
         InvalidRequestError: it would have more.
     """
     size, steps = (image.height, image.width), cropping.steps
+    if cropping.fitted is not None:
+        return _keep_shape(image, steps, cropping.fitted)
     if cropping.longest:
         return _cut(image, cropping, max_pixels)
     if cropping.scans is not None:
@@ -71,6 +73,20 @@ def crop(image: Image, cropping: Cropping, *, alone: bool, max_pixels: int = MAX
         for left in range(0, columns, tile)
     ]
     return CroppedImage(np.stack([shaped(part, steps, max_pixels=max_pixels) for part in parts]), size)
+
+
+def _keep_shape(image: Image, steps: Preprocessing, fitted: Fitted) -> CroppedImage:
+    """An image of its own size (`Qwen2VLImageProcessorPil`)."""
+    size = image.height, image.width
+    if max(size) > MOST_RATIO * min(size):
+        raise InvalidRequestError(
+            f"the image has {image.width} x {image.height} pixels, but this model reads images whose longer side is at "
+            f"most {MOST_RATIO} times the shorter one. Crop the longer side.",
+            param="input",
+            code="invalid_image",
+        )
+    image = image.resize(fitted.size(size)[::-1], resample=steps.resample)
+    return CroppedImage(shaped(image, steps)[None], size)
 
 
 def _cut(image: Image, cropping: Cropping, max_pixels: int) -> CroppedImage:

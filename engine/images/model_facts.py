@@ -19,6 +19,10 @@ def vision_info(vision: Vision, cropping: Cropping, folder: Path) -> VisionInfo:
     """
     embedding, steps = vision.tower.embedding, cropping.steps
     assert isinstance(embedding, Patches)
+    if vision.squares:
+        return _own_sizes(vision, embedding, cropping, folder)
+    if cropping.fitted is not None:
+        raise UnsupportedModelError(f"{folder}: the image processor is one of another family than the model's.")
     output = steps.output or ((steps.size, steps.size) if cropping.square and isinstance(steps.size, int) else None)
     if output != embedding.image:
         raise UnsupportedModelError(
@@ -45,6 +49,28 @@ def vision_info(vision: Vision, cropping: Cropping, folder: Path) -> VisionInfo:
         surrounds=vision.surrounds,
         frame=vision.frame,
         two_way=vision.two_way,
+        rescale=steps.rescale,
+        mean=steps.mean,
+        std=steps.std,
+    )
+
+
+def _own_sizes(vision: Vision, embedding: Patches, cropping: Cropping, folder: Path) -> VisionInfo:
+    """The facts of images that keep their shape."""
+    steps, fitted = cropping.steps, cropping.fitted
+    unit = vision.squares * embedding.patch[0]
+    if fitted is None or fitted.unit != unit:
+        raise UnsupportedModelError(
+            f"{folder}: the processor makes squares of {None if fitted is None else fitted.unit} pixels a side, but the "
+            f"model reads {unit}. Correct patch_size and merge_size in preprocessor_config.json."
+        )
+    return VisionInfo(
+        token_id=vision.token_id,
+        channels=embedding.channels,
+        crop=(0, 0),
+        grid=(0, 0),
+        fitted=fitted,
+        axes=vision.axes,
         rescale=steps.rescale,
         mean=steps.mean,
         std=steps.std,

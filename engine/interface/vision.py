@@ -19,6 +19,8 @@ Size = tuple[int, int]
 """Height and width, in pixels."""
 
 KEY_BYTES = 20
+MOST_RATIO = 200
+"""Of an image's sides, if it keeps its shape."""
 MOST_CROP_BYTES = 256 * 2**20
 """Most bytes of all crops of one request."""
 
@@ -47,6 +49,44 @@ class Tiling:
             if effective > most or (effective == most and wasted < least):
                 found, most, least = (rows, columns), effective, wasted
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """An image keeps its shape: it is resized so that squares of `unit` pixels a side, each of which becomes a vector,
+    fill it (Qwen2-VL).
+
+    Attributes:
+        least, most: pixels of the result.
+    """
+
+    unit: int
+    least: int
+    most: int
+
+    def size(self, size: Size) -> Size:
+        """Height and width after that (`smart_resize` of `transformers`)."""
+        height, width, unit = *size, self.unit
+        rows, columns = round(height / unit) * unit, round(width / unit) * unit
+        if rows * columns > self.most:
+            shrink = math.sqrt(height * width / self.most)
+            rows, columns = (max(unit, math.floor(side / shrink / unit) * unit) for side in size)
+        elif rows * columns < self.least:
+            growth = math.sqrt(self.least / (height * width))
+            rows, columns = (math.ceil(side * growth / unit) * unit for side in size)
+        return rows, columns
+
+    def grid(self, size: Size) -> Size:
+        """Rows and columns of vectors."""
+        height, width = self.size(size)
+        return height // self.unit, width // self.unit
+
+    @property
+    def most_vectors(self) -> int:
+        """No image has more."""
+        long = math.sqrt(MOST_RATIO)
+        grown = self.least + self.unit * (long + 1 / long) * math.sqrt(self.least) + self.unit**2
+        return int(max(self.most, self.unit * long * math.sqrt(self.most), grown)) // self.unit**2
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +155,8 @@ class VisionInfo:
         surrounds: the texts around crops of which each is an image of its own among the tokens; None: there are none.
         frame: the same, for another family.
         two_way: the tokens of an image see each other, the later ones, too: one step computes all that are missing.
+        fitted: an image is one crop of its own size; None: crops have the size `crop`.
+        axes: positions of tokens have three axes: in an image time, row and column.
         rescale, mean, std: make the tower's numbers of those from 0 to 255; None for a step that is left out.
     """
 
@@ -128,6 +170,8 @@ class VisionInfo:
     surrounds: Surrounds | None = None
     frame: Framed | None = None
     two_way: bool = False
+    fitted: Fitted | None = None
+    axes: bool = False
     rescale: float | None = None
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
@@ -178,6 +222,8 @@ class VisionInfo:
         Args:
             size: of the image as it was sent.
         """
+        if self.fitted is not None:
+            return math.prod(self.fitted.grid(size))
         one = self.first + self.grid[0] * self.grid[1]
         if crops == 1:
             return one + self.newline
@@ -210,6 +256,8 @@ class SeenImage:
         pixels, size: as of `PlacedImage`.
         key: a hash of these two.
         two_way: as of `VisionInfo`.
+        grid: rows and columns of the vectors of an image of its own size; None for crops.
+        axes: positions of its tokens have three axes.
     """
 
     places: NDArray[np.int32]
@@ -217,6 +265,13 @@ class SeenImage:
     size: Size
     key: bytes
     two_way: bool = False
+    grid: Size | None = None
+    axes: bool = False
+
+    @property
+    def pieces(self) -> int:
+        """The number of crops, or of vectors if the image has its own size: the work of making them depends on it."""
+        return len(self.pixels) if self.grid is None else len(self.places)
 
     @property
     def first(self) -> int:
@@ -246,11 +301,14 @@ def read_images(
     ids, found, end = np.array(tokens, dtype=np.int32), [], 0
     for number, image in enumerate(images):
         pixels = np.ascontiguousarray(image.pixels)
-        shape = (vision.channels, *vision.crop)
+        height, width = image.size
+        fitted, grid = vision.fitted, None
+        if fitted is not None and height > 0 and width > 0:
+            grid = fitted.grid((height, width))
+        shape = (vision.channels, *(vision.crop if grid is None or fitted is None else fitted.size((height, width))))
         if pixels.dtype != np.uint8 or pixels.ndim != 4 or pixels.shape[1:] != shape or not len(pixels):
             wanted = f"uint8 of the shape [crops, {', '.join(map(str, shape))}]"
             _refuse(f"image {number}: this model reads {wanted}, got {pixels.dtype} of {list(pixels.shape)}.")
-        height, width = image.size
         if height < 1 or width < 1 or len(pixels) not in (1, vision.crops((height, width))):
             _refuse(f"image {number}: {len(pixels)} crops are not those of an image of {width} x {height} pixels.")
         if not end <= image.offset < image.offset + image.length <= len(ids):
@@ -265,8 +323,26 @@ def read_images(
             )
         digest = hashlib.blake2b(repr((pixels.shape, height, width)).encode(), digest_size=KEY_BYTES)
         digest.update(pixels.data)
-        found.append(SeenImage(places, pixels, (height, width), digest.digest(), vision.two_way))
+        found.append(SeenImage(places, pixels, image.size, digest.digest(), vision.two_way, grid, vision.axes))
     return tuple(found)
+
+
+def image_positions(images: Sequence[SeenImage], count: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Positions with three axes of a prompt's tokens (`get_rope_index` of `transformers`): [count + 1] how far the first
+    axis is from a token's place in the prompt, and [count, 2] how far the others are from the first. An image's tokens
+    share the first; the others are their rows and columns. The token after it comes after all of these.
+
+    Args:
+        count: tokens of the prompt; the last offset is that of its answer's tokens.
+    """
+    offsets, axes = np.zeros(count + 1, dtype=np.int32), np.zeros((count, 2), dtype=np.int32)
+    for image in images:
+        assert image.grid is not None
+        places, (rows, columns) = image.places, image.grid
+        offsets[places] -= np.arange(len(places), dtype=np.int32)
+        axes[places] = np.stack(np.divmod(np.arange(len(places)), columns), axis=1)
+        offsets[places[-1] + 1 :] -= len(places) - max(rows, columns)
+    return offsets, axes
 
 
 def image_keys(images: Sequence[SeenImage], count: int) -> NDArray[np.int32]:

@@ -170,12 +170,13 @@ def count_placed(token_ids: Tensor, positions: Tensor, unplaced: int) -> Tensor:
 
 
 class PatchEmbedding(nn.Module):
-    """Turns images [channels, height, width] into vectors [positions, hidden] each, end to end."""
+    """Turns images [channels, height, width], or their patches, into vectors [positions, hidden] each, end to end."""
 
     def __init__(self, part: spec.Patches, place: Place):
         super().__init__()
         self.part = part
-        self.patches = Linear(part.channels * part.patch[0] * part.patch[1], part.width, part.bias, place)
+        size = part.channels * part.frames * part.patch[0] * part.patch[1]
+        self.patches = Linear(size, part.width, part.bias, place)
         self.first = place.parameter(part.first, part.width) if part.first else None
         self.positions = None
         self.offset = 0
@@ -199,7 +200,9 @@ class PatchEmbedding(nn.Module):
         return x if self.norm is None else self.norm(x)
 
     def _pixels(self, image: Tensor) -> Tensor:
-        """[patches, channels * height * width of a patch], row by row."""
+        """[patches, channels * height * width of a patch], row by row; `image` may be that already."""
+        if image.dim() == 2:
+            return image
         height, width = self.part.patch
         rows, columns = image.shape[1] // height, image.shape[2] // width
         whole = image[:, : rows * height, : columns * width]

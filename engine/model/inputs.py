@@ -42,6 +42,7 @@ class Inputs:
         given: [Tp, features] rows that a program uses instead of embedding tokens (`Take`).
         signals: float32 values from which rows are made instead of tokens. `token_ids` are then zeros.
         images: [N, features] vectors of images; the side `image_slots` says which tokens have one, and which.
+        parts: the parts of an encoder's inputs whose tokens see each other where attention is `in_parts`.
         keeper: None if nothing else needs the queries; torch runs a pass with a keeper, operation by operation.
         rotary_rows: [Tp] rows of rotary tables: positions plus the side `rotary_offsets`.
     """
@@ -60,6 +61,7 @@ class Inputs:
     given: Tensor | None = None
     signals: Sequence[Tensor] = ()
     images: Tensor | None = None
+    parts: AttentionMetadata | None = None
     keeper: QueryKeeper | None = None
     rotary_rows: Tensor = field(init=False)
 

@@ -145,6 +145,8 @@ class Rotary:
         scaling: the scaling of the frequencies for long contexts. If it depends on the length of a sequence, it is
             chosen once per request by the length that the request can reach: see `limit`.
         in_float32: whether queries and keys are rotated in float32 and rounded afterwards, not in their own format.
+        pairs: for each pair of features, the axis of a position that turns it and the number of its frequency, for
+            positions with several axes (arXiv:2409.12191); (): positions have one axis.
     """
 
     dim: int
@@ -152,6 +154,7 @@ class Rotary:
     interleaved: bool = False
     scaling: Scaling | None = None
     in_float32: bool = False
+    pairs: tuple[tuple[int, int], ...] = ()
 
     @property
     def limit(self) -> int | None:

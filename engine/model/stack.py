@@ -123,6 +123,11 @@ class TransformerStack(nn.Module):
         return next(self.embedding.parameters())
 
     @property
+    def placed_tables(self) -> list[RotaryTable]:
+        """The rotary tables of positions with several axes."""
+        return [table for part, table in self.tables.rotary.items() if part.pairs]
+
+    @property
     def tokens(self) -> nn.Parameter | None:
         """The token table, if it reads tokens."""
         return self.embedding.tokens if isinstance(self.embedding, TokenEmbedding) else None

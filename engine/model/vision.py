@@ -25,11 +25,13 @@ class Projector(nn.Module):
 
     def __init__(self, part: spec.Projector, features: int, hidden: int, place: Place):
         super().__init__()
-        self.first = Linear(features, hidden, part.bias, place)
-        self.second = Linear(hidden, hidden, part.bias, place)
+        inner = part.inner or hidden
+        self.first = Linear(features * part.merge, inner, part.bias, place)
+        self.second = Linear(inner, hidden, part.bias, place)
         self._activation = part.activation
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x.reshape(-1, self.first.inputs)
         projected: Tensor = self.second(activate_by_name(self._activation, self.first(x)))
         return projected
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from engine.interface.request import Request
 from engine.interface.token_sides import Sides, Values, hashed_root
-from engine.interface.vision import image_keys
+from engine.interface.vision import image_keys, image_positions
 from engine.scheduling.block_pool import PageHash, PageHasher
 from engine.scheduling.encoder_input import EncoderInput
 
@@ -26,7 +26,8 @@ class SequenceNeeds:
         state_size: number of values in the states of its layers in a state slot; 0 if no layer has one.
         rotary_shifts: (limit, shift) pairs, limits ascending: sequences that reach at most `limit` tokens are rotated
             differently from longer ones, and find their angles `shift` rows after their positions.
-        crop_work: the work of making the vectors of a crop of an image, in tokens.
+        crop_work: the work of making the vectors of a crop of an image, in tokens; or of each vector, if images have
+            their own sizes (`SeenImage.pieces`).
         kept_vectors: about as many vectors of images are kept.
     """
 
@@ -45,6 +46,9 @@ class SequenceNeeds:
         own = adapter_sides(request)
         if shift:
             own["rotary_offsets"] = np.array([shift], dtype=np.int32)
+        if any(image.axes for image in request.images):
+            offsets, own["rotary_axes"] = image_positions(request.images, len(request.prompt_token_ids))
+            own["rotary_offsets"] = offsets + np.int32(shift)
         if request.images:
             own["image_keys"] = image_keys(request.images, len(request.prompt_token_ids))
         return {**request.sides, **own} if own else request.sides

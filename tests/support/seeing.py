@@ -65,6 +65,9 @@ class SeeingShape:
 _CLIP_PIXELS = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
 _SQUARES = {"size": {"longest_edge": 70}, "max_image_size": {"longest_edge": SIDE}}
 _SQUARE = {"size": {"height": SIDE, "width": SIDE}}
+_OWN_SIZE = {"size": {"shortest_edge": 300, "longest_edge": 4000}, "patch_size": 4}
+_AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+_QWEN = {"vision_start_token_id": 279, "vision_end_token_id": 280, "video_token_id": 4}
 SHAPES = {
     "llava": SeeingShape(
         "LlavaForConditionalGeneration", {"model_type": "llama"}, CLIP, {}, ("CLIPImageProcessorPil", _CLIP_PIXELS)
@@ -109,7 +112,21 @@ SHAPES = {
             "pan_and_scan_min_ratio_to_activate": 1.2,
         }), "Gemma3Processor",
     ),
+    "qwen2-vl": SeeingShape(
+        "Qwen2VLForConditionalGeneration", {"model_type": "qwen2_vl_text", "rope_parameters": _AXES},
+        {"depth": 2, "embed_dim": 24, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2}, _QWEN,
+        ("Qwen2VLImageProcessorPil", _OWN_SIZE), "Qwen2VLProcessor",
+    ),
+    "qwen2.5-vl": SeeingShape(
+        "Qwen2_5_VLForConditionalGeneration", {"model_type": "qwen2_5_vl_text", "rope_parameters": _AXES},
+        {"depth": 3, "hidden_size": 24, "intermediate_size": 40, "num_heads": 2, "patch_size": 4, "window_size": 24,
+         "fullatt_block_indexes": [1], "out_hidden_size": 32}, _QWEN,
+        ("Qwen2VLImageProcessorPil", _OWN_SIZE), "Qwen2VLProcessor",
+    ),
 }  # fmt: skip
+
+
+_FRAME = "<start_of_image>{}<end_of_image>"
 
 
 def make_tokenizer() -> Any:
@@ -149,6 +166,11 @@ class SeeingModel:
         """Stands for an image in a prompt's text."""
         return "<start_of_image>" if self.shape.whole == "Gemma3Processor" else "<image>"
 
+    @property
+    def framed(self) -> bool:
+        """Whether tokens stand around each image of a prompt."""
+        return self.shape.whole == "Qwen2VLProcessor"
+
     @cached_property
     def processor(self) -> Any:
         """The reference's processor of images."""
@@ -173,6 +195,9 @@ class SeeingModel:
             own = {name: value for name, value in self.shape.processor[1].items() if "pan_and_scan" in name}
             made = processor(text=text.replace("<image>", self.mark), images=image, **own)
             return list(made["input_ids"][0])
+        if self.framed:
+            count = int(self.processor([image])["image_grid_thw"].prod()) // self.processor.merge_size**2
+            return list(make_tokenizer().encode(text.replace("<image>", _FRAME.format("<image>" * count))))
         if self.shape.whole not in ("LlavaOnevisionProcessor", "Idefics3Processor"):
             found = self.whole_processor(text=text, images=image)["input_ids"]
             return list(found[0] if isinstance(found[0], list) else found)
@@ -194,7 +219,7 @@ class SeeingModel:
 
     def pixels(self, images: Sequence[PIL.Image.Image]) -> dict[str, Any]:
         """What the reference model is given of a prompt's images."""
-        nested = not self.shape.architecture.startswith(("LlavaFor", "LlavaNext", "Gemma3"))
+        nested = not self.shape.architecture.startswith(("LlavaFor", "LlavaNext", "Gemma3", "Qwen"))
         given: Any = [list(images)] if nested else list(images)
         made = dict(self.processor(given, return_tensors="pt"))
         made.pop("num_crops", None)
@@ -202,8 +227,12 @@ class SeeingModel:
 
     def seen(self, images: Sequence[PIL.Image.Image], ids: Sequence[int]) -> dict[str, Any]:
         """What the reference model is given beside a prompt's tokens."""
-        found = self.pixels(images)
-        if self.shape.whole == "Gemma3Processor":
+        found = self.pixels(images) if images else {}
+        if self.framed:
+            self.model.model.rope_deltas = None  # those of an earlier prompt
+            if images:
+                found["mm_token_type_ids"] = (torch.tensor([list(ids)]) == IMAGE).long()
+        if images and self.shape.whole == "Gemma3Processor":
             found["token_type_ids"] = (torch.tensor([list(ids)]) == IMAGE).long()
         return found
 
@@ -219,7 +248,8 @@ class SeeingModel:
                 given.append(part)
             else:
                 tiles = next(left).tiles
-                given += [IMAGE] if info.texts is None else encode(info.texts.text("<image>", tiles))
+                mark = "<image>" if info.texts is None else info.texts.text("<image>", tiles)
+                given += encode(_FRAME.format(mark) if self.framed else mark)
         ids, placed = place(given, crops, info)
         return TokenInput(ids, images=tuple(placed))
 

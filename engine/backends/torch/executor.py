@@ -289,6 +289,9 @@ def _store_encoded(operation: StoreEncoded, state: Pass) -> None:
 def _attend(operation: Attend, state: Pass) -> None:
     part, inputs, metadata = operation.part, state.inputs, state.inputs.metadata
     kv: Paged | Ragged
+    if part.in_parts:
+        assert inputs.parts is not None
+        metadata = inputs.parts
     if operation.kv is not None:
         keys, values = (_heads(state.values[rows], part.head_dim)[: inputs.tokens] for rows in operation.kv)
         kv = Ragged(keys, values, metadata.query_start[:-1])

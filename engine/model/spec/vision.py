@@ -16,10 +16,14 @@ class Projector:
 
     Attributes:
         bias: both matrices have one.
+        merge: the features of this many hidden states, one after the other, are the input.
+        inner: features between the matrices; None: those of the decoder.
     """
 
     activation: Activation
     bias: bool = True
+    merge: int = 1
+    inner: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,10 @@ class Vision:
         surrounds: the texts around crops that are images of their own among the tokens.
         frame: the same, for another family.
         two_way: the tokens of an image see each other in the decoder, the later ones, too.
+        squares: an image keeps its shape, and each square of this many patches a side becomes a vector
+            (`engine.model.grids`); 0: the tower reads crops of one size.
+        window: squares of a window's side, for attention `in_parts`; 0: an image is one window.
+        axes: positions of the decoder's tokens have three axes: in an image time, row and column.
     """
 
     tower: Stack
@@ -68,3 +76,6 @@ class Vision:
     surrounds: Surrounds | None = None
     frame: Framed | None = None
     two_way: bool = False
+    squares: int = 0
+    window: int = 0
+    axes: bool = False
