@@ -275,7 +275,7 @@ def make_seeing_model(name: str, folder: Path, *, seed: int = 0, length: int = 5
     model.eval().save_pretrained(folder)
     made = SeeingModel(shape, folder, model)
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = TEMPLATE.replace("<image>", made.mark)
+    tokenizer.chat_template = TEMPLATE.replace("<image>", _FRAME.format("<image>") if made.framed else made.mark)
     tokenizer.save_pretrained(folder)
     stored = made.processor.to_dict()
     (folder / "preprocessor_config.json").write_text(json.dumps(stored))
