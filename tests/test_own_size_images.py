@@ -1,4 +1,4 @@
-"""Images of their own size, whose tokens have positions with three axes (Qwen2.5-VL): chunks, pages, streams, refusals."""
+"""Images of their own size, whose tokens have positions with three axes (Qwen's): chunks, pages, streams, refusals."""
 
 from __future__ import annotations
 
@@ -45,8 +45,11 @@ def prompt_of(model: SeeingModel, engine: Engine, seed: int = 1) -> TokenInput:
     return model.prompt([*parts, *WORDS[:3]], info_of(engine))
 
 
-def test_steps_pages_and_executors_change_nothing(model: SeeingModel, engine: Engine) -> None:
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl"])
+def test_steps_pages_and_executors_change_nothing(name: str, tmp_path: Path) -> None:
     """Steps that cut through images, pages of the prefix cache, torch's executor, a crowd: the same tokens."""
+    model = make_seeing_model(name, tmp_path)
+    engine = make_engine(model.path, block_size=4)
     prompts = [prompt_of(model, engine, 1 + 3 * n) for n in range(3)]
     whole = [answer(engine, prompt) for prompt in prompts]
     hits = engine.stats().prefix_hits
@@ -67,11 +70,14 @@ def test_steps_pages_and_executors_change_nothing(model: SeeingModel, engine: En
     assert sum(image.first > 0 for plan in plans for image in plan.images) > 5  # within images
     check_idle(cut)
     cut.close()
+    engine.close()
 
 
 def test_pages_are_found_by_the_images_in_them(model: SeeingModel, engine: Engine) -> None:
     """Images of as many tokens and another shape share no page."""
-    first, second = (model.prompt([*WORDS[:4], picture(*size, 1), 77], info_of(engine)) for size in ((48, 32), (32, 48)))
+    first, second = (
+        model.prompt([*WORDS[:4], picture(*size, 1), 77], info_of(engine)) for size in ((48, 32), (32, 48))
+    )
     assert list(first.token_ids) == list(second.token_ids)
     one = answer(engine, first)
     hits = engine.stats().prefix_hits
@@ -98,7 +104,9 @@ def test_chat_and_streams_over_http(model: SeeingModel) -> None:
     assert found["choices"][0]["token_ids"] == expected.answers[0].tokens
     assert found["usage"]["prompt_tokens"] == len(ids)
     body = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 6, "stream": True}
-    lines = [line.removeprefix("data: ") for line in api.post(CHAT, **body).text.splitlines() if line.startswith("data")]
+    lines = [
+        line.removeprefix("data: ") for line in api.post(CHAT, **body).text.splitlines() if line.startswith("data")
+    ]
     said = [json.loads(line)["choices"][0]["delta"].get("content") or "" for line in lines[:-1]]
     assert lines[-1] == "[DONE]"
     assert "".join(said) == found["choices"][0]["message"]["content"]

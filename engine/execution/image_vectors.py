@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from engine.backends import triton as gpu
 from engine.backends.attention.base import AttentionMetadata
 from engine.interface.vision import VisionInfo, normalised
-from engine.model.grids import grid_of, patches_of
+from engine.model.grids import blend_of, grid_of, patches_of
 from engine.model.inputs import Inputs
 from engine.model.layers import Linear
 from engine.model.spec import Patches
@@ -66,7 +67,8 @@ class ImageVectors:
     @property
     def most_vectors(self) -> int:
         """About as many vectors are kept."""
-        return max(self._most // (self._embedding.projector.second.outputs * self._dtype.itemsize), 1)
+        numbers = self._embedding.projector.second.outputs * (1 + len(self._embedding.deep))
+        return max(self._most // (numbers * self._dtype.itemsize), 1)
 
     def of(self, images: Sequence[ImageRows]) -> Tensor:
         """[N, hidden] the vectors that tokens of a step have, in the order of the images."""
@@ -99,12 +101,21 @@ class ImageVectors:
         grid = grid_of((crop.shape[1] // height, crop.shape[2] // width), part.squares, part.window)
         for table in stack.placed_tables:
             table.place(grid.places)
-        patches = patches_of(crop, part.tower.embedding, grid)
-        states = self._run(patches, len(patches), AttentionMetadata.build(grid.windows, grid.windows, self._device))
+        patches, blend = patches_of(crop, part.tower.embedding, grid), None
+        if (learned := part.tower.embedding.positions) is not None:
+            blend = blend_of(grid, math.isqrt(learned.size), self._device)
+        parts = AttentionMetadata.build(grid.windows, grid.windows, self._device)
+        states = self._run(patches, len(patches), parts, blend)
         squares = states.view(len(grid.original), part.squares**2, -1)
         return squares[grid.original.to(self._device)].view_as(states)
 
-    def _run(self, signal: Tensor, count: int, parts: AttentionMetadata | None = None) -> Tensor:
+    def _run(
+        self,
+        signal: Tensor,
+        count: int,
+        parts: AttentionMetadata | None = None,
+        blend: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         """[count, features] of the tower for a signal of so many positions."""
         padded = max(count, self._min_rows)
         places = torch.arange(padded, device=self._device)
@@ -116,6 +127,7 @@ class ImageVectors:
             min_rows=self._min_rows,
             signals=[signal],
             parts=parts,
+            blend=blend,
         )
         states: Tensor = self._tower(inputs)
-        return states[:count]
+        return states[:count] if not inputs.kept else torch.cat([states, *inputs.kept], dim=1)[:count]

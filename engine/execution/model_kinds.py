@@ -23,9 +23,9 @@ from engine.execution.buffers import Buffer, SideBuffers
 from engine.execution.image_vectors import ImageVectors, crop_work
 from engine.execution.kv_cache import KVCache
 from engine.execution.logits import Logits
+from engine.execution.placed_angles import place_angles
 from engine.execution.pooler import NO_PARTS, Pooler, PoolingParts
 from engine.interface.outputs import Activation
-from engine.interface.token_sides import Sides
 from engine.interface.vision import VisionInfo
 from engine.model.heads import Embedder
 from engine.model.inputs import Inputs
@@ -188,8 +188,7 @@ class Decoder(ModelKind):
         if plan.images:
             assert self.images is not None
             images = self.images.of(plan.images)
-        if "rotary_axes" in sides:
-            sides = self._turned(plan)
+            sides = place_angles(plan, self.model)
         return Inputs(
             token_ids=buffers.tokens(plan, padded),
             positions=buffers.positions.fill(plan.positions, padded),
@@ -203,21 +202,6 @@ class Decoder(ModelKind):
             sides=buffers.sides.fill(sides, padded),
             images=images,
         )
-
-    def _turned(self, plan: StepPlan) -> Sides:
-        """The plan's sides, with angles in rotary tables for tokens whose positions have different axes."""
-        assert self.model.decoder is not None
-        sides = dict(plan.sides)
-        axes = sides.pop("rotary_axes")
-        offsets = sides.get("rotary_offsets", np.zeros(len(axes), dtype=np.int32)).copy()
-        found = np.flatnonzero(axes.any(axis=1))
-        first = plan.positions[found] + offsets[found]
-        places = torch.from_numpy(np.stack((first, *(first + axis for axis in axes[found].T)), axis=1))
-        for table in self.model.decoder.placed_tables:  # of one length each
-            table.place(places)
-            offsets[found] = table.placed + np.arange(len(found), dtype=np.int32) - plan.positions[found]
-        sides["rotary_offsets"] = offsets
-        return sides
 
     def use_images(self, info: VisionInfo) -> None:
         """Read images among tokens from now on; `info`: of the model's."""

@@ -61,8 +61,8 @@ def _own_sizes(vision: Vision, embedding: Patches, cropping: Cropping, folder: P
     unit = vision.squares * embedding.patch[0]
     if fitted is None or fitted.unit != unit:
         raise UnsupportedModelError(
-            f"{folder}: the processor makes squares of {None if fitted is None else fitted.unit} pixels a side, but the "
-            f"model reads {unit}. Correct patch_size and merge_size in preprocessor_config.json."
+            f"{folder}: the processor makes squares of {None if fitted is None else fitted.unit} pixels a side, but "
+            f"the model reads {unit}. Correct patch_size and merge_size in preprocessor_config.json."
         )
     return VisionInfo(
         token_id=vision.token_id,

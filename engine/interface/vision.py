@@ -328,9 +328,9 @@ def read_images(
 
 
 def image_positions(images: Sequence[SeenImage], count: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Positions with three axes of a prompt's tokens (`get_rope_index` of `transformers`): [count + 1] how far the first
-    axis is from a token's place in the prompt, and [count, 2] how far the others are from the first. An image's tokens
-    share the first; the others are their rows and columns. The token after it comes after all of these.
+    """Positions with three axes of a prompt's tokens (`get_rope_index` of `transformers`): [count + 1] how far the
+    first axis is from a token's place in the prompt, and [count, 2] how far the others are from the first. An
+    image's tokens share the first; the others are their rows and columns. The token after it comes after all of these.
 
     Args:
         count: tokens of the prompt; the last offset is that of its answer's tokens.

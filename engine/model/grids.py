@@ -18,11 +18,13 @@ class Grid:
     """An image's patches in the order in which a tower reads them.
 
     Attributes:
+        size: rows and columns of patches.
         places: [patches, 2] the row and the column of each patch.
         windows: the number of patches in each window.
         original: [squares] the index of each square of patches, which are in windows, in the order of rows.
     """
 
+    size: Size
     places: Tensor
     windows: list[int]
     original: Tensor
@@ -40,7 +42,7 @@ def grid_of(size: Size, merge: int, window: int) -> Grid:
     squares = torch.arange(rows * columns, device="cpu").view(rows, columns)
     counts = [rows * columns]
     if window:
-        parts = [part for band in squares.split(window) for part in band.split(window, dim=1)]
+        parts = [part for band in torch.split(squares, window) for part in torch.split(band, window, dim=1)]
         squares, counts = torch.cat([part.flatten() for part in parts]), [part.numel() for part in parts]
     order = squares.flatten()
     within = torch.arange(merge, device="cpu")
@@ -48,7 +50,7 @@ def grid_of(size: Size, merge: int, window: int) -> Grid:
     across = (order % columns * merge)[:, None, None] + within
     shape = (len(order), merge, merge)
     places = torch.stack([down.expand(shape), across.expand(shape)], dim=-1).view(-1, 2)
-    return Grid(places=places, windows=[count * merge**2 for count in counts], original=order.argsort())
+    return Grid(size=size, places=places, windows=[count * merge**2 for count in counts], original=order.argsort())
 
 
 def patches_of(image: Tensor, part: spec.Patches, grid: Grid) -> Tensor:
@@ -60,3 +62,17 @@ def patches_of(image: Tensor, part: spec.Patches, grid: Grid) -> Tensor:
         return found
     each = found.view(len(found), part.channels, 1, -1).expand(-1, -1, part.frames, -1)
     return each.reshape(len(found), -1)
+
+
+def blend_of(grid: Grid, side: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[patches, 4] rows of a table of side x side positions, and the share of each in a patch's position: the table is
+    stretched to the image, so that their corners meet."""
+    most = torch.tensor(grid.size, device="cpu") - 1
+    spots = grid.places.float() * (side - 1) / most.clamp(min=1)
+    before = spots.floor()
+    taps = before.long()[:, :, None] + torch.arange(2, device="cpu")  # [patches, axes, 2]
+    shares = (1 - (spots[:, :, None] - taps).abs()).clamp(min=0)
+    taps = taps.clamp(max=side - 1)
+    rows = (taps[:, 0, :, None] * side + taps[:, 1, None, :]).flatten(1)
+    weights = (shares[:, 0, :, None] * shares[:, 1, None, :]).flatten(1)
+    return rows.to(device), weights.to(device)

@@ -43,6 +43,8 @@ class Inputs:
         signals: float32 values from which rows are made instead of tokens. `token_ids` are then zeros.
         images: [N, features] vectors of images; the side `image_slots` says which tokens have one, and which.
         parts: the parts of an encoder's inputs whose tokens see each other where attention is `in_parts`.
+        blend: [patches, taps] rows of a table of positions, and the share of each in a patch's position.
+        kept: receives the hidden states [Tp, features] of the layers that are `kept`, in their order.
         keeper: None if nothing else needs the queries; torch runs a pass with a keeper, operation by operation.
         rotary_rows: [Tp] rows of rotary tables: positions plus the side `rotary_offsets`.
     """
@@ -62,6 +64,8 @@ class Inputs:
     signals: Sequence[Tensor] = ()
     images: Tensor | None = None
     parts: AttentionMetadata | None = None
+    blend: tuple[Tensor, Tensor] | None = None
+    kept: list[Tensor] = field(default_factory=list)
     keeper: QueryKeeper | None = None
     rotary_rows: Tensor = field(init=False)
 

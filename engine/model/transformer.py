@@ -93,7 +93,14 @@ class Transformer(nn.Module):
         self.decoder = None
         if model.decoder is not None:
             self.decoder = TransformerStack(
-                model.decoder, backend, max_model_len, place, limits=limits, memory_size=memory_size, paged=True
+                model.decoder,
+                backend,
+                max_model_len,
+                place,
+                limits=limits,
+                memory_size=memory_size,
+                paged=True,
+                image_layers=0 if model.vision is None else len(model.vision.tower.kept),
             )
         self.encoder = None
         if model.encoder is not None:

@@ -15,6 +15,7 @@ import PIL.Image
 import tokenizers
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 from engine import TokenInput
@@ -67,6 +68,11 @@ _SQUARES = {"size": {"longest_edge": 70}, "max_image_size": {"longest_edge": SID
 _SQUARE = {"size": {"height": SIDE, "width": SIDE}}
 _OWN_SIZE = {"size": {"shortest_edge": 300, "longest_edge": 4000}, "patch_size": 4}
 _AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+_TURNS = _AXES | {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+_QWEN3 = {
+    "depth": 3, "hidden_size": 24, "intermediate_size": 40, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32,
+    "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2],
+}  # fmt: skip
 _QWEN = {"vision_start_token_id": 279, "vision_end_token_id": 280, "video_token_id": 4}
 SHAPES = {
     "llava": SeeingShape(
@@ -121,6 +127,24 @@ SHAPES = {
         "Qwen2_5_VLForConditionalGeneration", {"model_type": "qwen2_5_vl_text", "rope_parameters": _AXES},
         {"depth": 3, "hidden_size": 24, "intermediate_size": 40, "num_heads": 2, "patch_size": 4, "window_size": 24,
          "fullatt_block_indexes": [1], "out_hidden_size": 32}, _QWEN,
+        ("Qwen2VLImageProcessorPil", _OWN_SIZE), "Qwen2VLProcessor",
+    ),
+    "qwen3-vl": SeeingShape(
+        "Qwen3VLForConditionalGeneration", {"model_type": "qwen3_vl_text", "head_dim": 8, "rope_parameters": _TURNS},
+        _QWEN3, _QWEN, ("Qwen2VLImageProcessorPil", _OWN_SIZE), "Qwen2VLProcessor",
+    ),
+    "qwen3-vl-moe": SeeingShape(
+        "Qwen3VLMoeForConditionalGeneration",
+        {"model_type": "qwen3_vl_moe_text", "head_dim": 8, "rope_parameters": _TURNS, "num_experts": 4,
+         "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        _QWEN3 | {"deepstack_visual_indexes": [1]}, _QWEN, ("Qwen2VLImageProcessorPil", _OWN_SIZE), "Qwen2VLProcessor",
+    ),
+    "qwen3.5": SeeingShape(
+        "Qwen3_5ForConditionalGeneration",
+        {"model_type": "qwen3_5_text", "head_dim": 16, "rope_parameters": _TURNS | {"partial_rotary_factor": 0.5},
+         "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+         "linear_key_head_dim": 8, "linear_value_head_dim": 12},
+        {name: value for name, value in _QWEN3.items() if name != "deepstack_visual_indexes"}, _QWEN,
         ("Qwen2VLImageProcessorPil", _OWN_SIZE), "Qwen2VLProcessor",
     ),
 }  # fmt: skip
@@ -254,6 +278,19 @@ class SeeingModel:
         return TokenInput(ids, images=tuple(placed))
 
 
+def as_published(folder: Path) -> None:
+    """Store the experts of Qwen3-VL-MoE as its publisher does: [in, out]. `transformers` turns them when it reads them,
+    and saves a new model as it is in memory."""
+    file = folder / "model.safetensors"
+    stored = load_file(file)
+    turned = {
+        name: tensor.transpose(1, 2).contiguous()
+        for name, tensor in stored.items()
+        if name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"))
+    }
+    save_file(stored | turned, file, {"format": "pt"})
+
+
 def make_seeing_model(name: str, folder: Path, *, seed: int = 0, length: int = 512) -> SeeingModel:
     """Build the checkpoint and save it; `length`: tokens of context. Every parameter is random, so that a part which is
     left out shows."""
@@ -273,6 +310,8 @@ def make_seeing_model(name: str, folder: Path, *, seed: int = 0, length: int = 5
         model.get_output_embeddings().weight[EOS] *= 2.2
     model.generation_config = transformers.GenerationConfig(eos_token_id=EOS, pad_token_id=0)
     model.eval().save_pretrained(folder)
+    if "VLMoe" in shape.architecture:
+        as_published(folder)
     made = SeeingModel(shape, folder, model)
     tokenizer = make_tokenizer()
     tokenizer.chat_template = TEMPLATE.replace("<image>", _FRAME.format("<image>") if made.framed else made.mark)

@@ -37,16 +37,19 @@ from engine.model.attention_operations import (
 )
 from engine.model.block_sums import BlockSumAttention
 from engine.model.convolution import gather_neighbours, mix_taps, weigh_taps
+from engine.model.embedding import add_images
 from engine.model.global_stream import feed
 from engine.model.global_tokens import find_global
 from engine.model.inputs import Inputs
 from engine.model.latent import LatentAttention
 from engine.model.layer_operations import (
     ActivateSparsely,
+    AddImages,
     AddToVersions,
     CorrectVersions,
     EmbedLayers,
     ExpandVersions,
+    Keep,
     MergeVersions,
     MultiplyAll,
     PredictVersions,
@@ -328,6 +331,16 @@ def _multiply_all(operation: MultiplyAll, state: Pass) -> None:
     state.values[operation.x] = state.values[operation.x] * operation.factor
 
 
+def _keep(operation: Keep, state: Pass) -> None:
+    state.inputs.kept.append(state.values[operation.x].clone())
+
+
+def _add_images(operation: AddImages, state: Pass) -> None:
+    inputs = state.inputs
+    if inputs.images is not None:
+        state.values[operation.x] = add_images(state.values[operation.x], inputs.images, inputs.sides, operation.number)
+
+
 def _activate_sparsely(operation: ActivateSparsely, state: Pass) -> None:
     gates, values = state.values[operation.x].chunk(2, dim=-1)
     least = gates.mean(dim=-1, keepdim=True) + gates.std(dim=-1, keepdim=True, unbiased=False) * operation.cutoff
@@ -607,6 +620,8 @@ HANDLERS: dict[type, Handler] = {
     FeedBeside: _feed_beside,
     EmbedLayers: _embed_layers,
     MultiplyAll: _multiply_all,
+    Keep: _keep,
+    AddImages: _add_images,
     ActivateSparsely: _activate_sparsely,
     ExpandVersions: _expand_versions,
     PredictVersions: _predict_versions,

@@ -1,8 +1,10 @@
-"""The part of Qwen's vision-language models that sees: images of any size, in squares of patches (arXiv:2409.12191), and
-windows of these (arXiv:2502.13923)."""
+"""The part of Qwen's vision-language models that sees: images of any size, in squares of patches (arXiv:2409.12191),
+and windows of these (arXiv:2502.13923)."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 from engine.errors import UnsupportedModelError
@@ -11,7 +13,7 @@ from engine.model.families.names import LayerNames, norm_weights
 from engine.model.families.rope_settings import pairs_of, rotated, settings_of, theta_of
 from engine.model.families.vision import kernel, layers_weights
 from engine.model.normalisation import Norm
-from engine.model.positions import Rotary
+from engine.model.positions import Learned, Rotary
 from engine.model.spec import Attention, Block, Dense, Gated, Patches, Pre, Projector, Stack, Vision
 from engine.model.table import Entry
 
@@ -39,8 +41,37 @@ def qwen2_5_vl(config: Any) -> Vision:
     return _squares(config, part.hidden_size, part.out_hidden_size, Norm("rms", _EPS), ffn, window, whole)
 
 
+def qwen3_vl(config: Any) -> Vision:
+    """Qwen3-VL's: learned positions, and hidden states of several layers (DeepStack, arXiv:2406.04334)."""
+    part, norm = config.vision_config, Norm("layer", _EPS, bias=True)
+    ffn = Dense(part.intermediate_size, activation(part.hidden_act), bias=True)
+    made = _squares(config, part.hidden_size, part.out_hidden_size, norm, ffn)
+    if not settings_of(config.text_config, None).get("mrope_interleaved"):
+        raise UnsupportedModelError("mrope_interleaved of rope_parameters must be true for this architecture.")
+    count, layers = part.num_position_embeddings, tuple(getattr(part, "deepstack_visual_indexes", None) or ())
+    if count < 1 or math.isqrt(count) ** 2 != count or layers != tuple(sorted({*layers} & {*range(part.depth)})):
+        raise UnsupportedModelError(
+            f"num_position_embeddings of the vision_config must be a square, and deepstack_visual_indexes some of its "
+            f"{part.depth} layers in order; got {count!r} and {list(layers)!r}."
+        )
+    embedding = made.tower.embedding
+    assert isinstance(embedding, Patches)
+    assert isinstance(made.projector, Projector)
+    return replace(
+        made,
+        tower=replace(made.tower, embedding=replace(embedding, bias=True, positions=Learned(count)), kept=layers),
+        deep=replace(made.projector, norm=norm) if layers else None,
+    )
+
+
 def _squares(
-    config: Any, width: int, out: int, norm: Norm, ffn: Dense | Gated, window: int = 0, whole: frozenset[int] = frozenset()
+    config: Any,
+    width: int,
+    out: int,
+    norm: Norm,
+    ffn: Dense | Gated,
+    window: int = 0,
+    whole: frozenset[int] = frozenset(),
 ) -> Vision:
     """A tower over squares of patches.
 
@@ -57,7 +88,7 @@ def _squares(
     head_dim = even_head_dim(width, heads)
     settings = settings_of(text, None)
     text_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    if head_dim % 4 or out != text.hidden_size or not pairs_of(settings, rotated(settings, text_dim, partial=False)):
+    if head_dim % 4 or out != text.hidden_size or not pairs_of(settings, rotated(settings, text_dim, partial=True)):
         raise UnsupportedModelError(
             f"vision_config needs heads of a multiple of 4 features and vectors of {text.hidden_size}, and "
             f"rope_parameters an mrope_section of three parts of a head; got {head_dim}, {out} and "
@@ -81,9 +112,7 @@ def _squares(
         image=(0, 0), patch=(part.patch_size, part.patch_size), channels=part.in_channels, width=width,
         frames=part.temporal_patch_size, bias=False,
     )  # fmt: skip
-    tower = Stack(
-        hidden_size=width, embedding=embedding, blocks=tuple(map(block, range(part.depth))), final_norm=norm
-    )
+    tower = Stack(hidden_size=width, embedding=embedding, blocks=tuple(map(block, range(part.depth))), final_norm=norm)
     return Vision(
         tower=tower,
         token_id=config.image_token_id,
@@ -100,17 +129,32 @@ def square_entries(vision: Vision) -> list[Entry]:
     stack, ours = vision.tower, "tower.encoder"
     embedding = stack.embedding
     assert isinstance(embedding, Patches)
-    gated = isinstance(stack.blocks[0].ffn, Gated)
-    names = LayerNames(
-        qkv="attn.qkv",
-        out="attn.proj",
-        norms=("norm1", "norm2"),
-        ffn=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj") if gated else ("mlp.fc1", "mlp.fc2"),
-    )
+    names = LayerNames(qkv="attn.qkv", out="attn.proj", norms=("norm1", "norm2"), ffn=("mlp.fc1", "mlp.fc2"))
+    merger, norm, matrices = "visual.merger", "ln_q", ("mlp.0", "mlp.2")
+    positions: list[Entry] = []
+    if embedding.positions is not None:
+        names = replace(names, ffn=("mlp.linear_fc1", "mlp.linear_fc2"))
+        norm, matrices = "norm", ("linear_fc1", "linear_fc2")
+        positions = [Entry(f"{ours}.embedding.positions", ("visual.pos_embed.weight",))]
+    elif isinstance(stack.blocks[0].ffn, Gated):
+        names = replace(names, ffn=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))
+    mergers = {"vision.projector": merger}
+    mergers |= {f"vision.deep.{i}": f"visual.deepstack_merger_list.{i}" for i in range(len(stack.kept))}
+    deep = None if vision.deep is None else vision.deep.norm
     return [
         *kernel(f"{ours}.embedding.patches", "visual.patch_embed.proj", embedding),
+        *positions,
         *layers_weights(stack, "visual.blocks", names, target=ours),
-        *norm_weights(f"{ours}.final_norm", "visual.merger.ln_q", stack.final_norm),
-        *linear("vision.projector.first", "visual.merger.mlp.0", True, 0),
-        *linear("vision.projector.second", "visual.merger.mlp.2", True, 1),
+        *norm_weights(f"{ours}.final_norm", f"{merger}.{norm}", stack.final_norm),
+        *(
+            entry
+            for i in range(len(stack.kept))
+            for entry in norm_weights(f"vision.deep.{i}.norm", f"visual.deepstack_merger_list.{i}.norm", deep)
+        ),
+        *(
+            entry
+            for target, source in mergers.items()
+            for place, name, matrix in zip((0, 1), ("first", "second"), matrices, strict=True)
+            for entry in linear(f"{target}.{name}", f"{source}.{matrix}", True, place)
+        ),
     ]

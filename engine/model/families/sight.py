@@ -14,7 +14,7 @@ from engine.errors import UnsupportedModelError
 from engine.interface.vision import Framed, Surrounds, Tiling
 from engine.model.families.common import linear, norm
 from engine.model.families.names import norm_weights
-from engine.model.families.qwen_vision import qwen2_5_vl, qwen2_vl, square_entries
+from engine.model.families.qwen_vision import qwen2_5_vl, qwen2_vl, qwen3_vl, square_entries
 from engine.model.families.vision import kernel, layers_weights, patches, pre_norm_encoder
 from engine.model.normalisation import Norm
 from engine.model.spec import Patches, Pooled, Projector, Shuffled, Stack, Vision
@@ -179,6 +179,10 @@ _READERS: dict[str, Callable[[Any], Vision]] = {
     "SmolVLMForConditionalGeneration": _idefics3,
     "Qwen2VLForConditionalGeneration": qwen2_vl,
     "Qwen2_5_VLForConditionalGeneration": qwen2_5_vl,
+    "Qwen3VLForConditionalGeneration": qwen3_vl,
+    "Qwen3VLMoeForConditionalGeneration": qwen3_vl,
+    "Qwen3_5ForConditionalGeneration": qwen3_vl,
+    "Qwen3_5MoeForConditionalGeneration": qwen3_vl,
 }
 SEEING = frozenset(_READERS)
 """Architectures whose images are served."""

@@ -18,12 +18,14 @@ class Projector:
         bias: both matrices have one.
         merge: the features of this many hidden states, one after the other, are the input.
         inner: features between the matrices; None: those of the decoder.
+        norm: of the input.
     """
 
     activation: Activation
     bias: bool = True
     merge: int = 1
     inner: int | None = None
+    norm: Norm | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,8 @@ class Vision:
         squares: an image keeps its shape, and each square of this many patches a side becomes a vector
             (`engine.model.grids`); 0: the tower reads crops of one size.
         window: squares of a window's side, for attention `in_parts`; 0: an image is one window.
+        deep: makes further vectors of each of the tower's `kept` hidden states. The decoder's first layers, one after
+            the other, add them to the tokens' hidden states (arXiv:2406.04334).
         axes: positions of the decoder's tokens have three axes: in an image time, row and column.
     """
 
@@ -78,4 +82,5 @@ class Vision:
     two_way: bool = False
     squares: int = 0
     window: int = 0
+    deep: Projector | None = None
     axes: bool = False
