@@ -21,7 +21,6 @@ class Stepping:
 
     Args:
         scheduler: plans the steps, and keeps those in flight.
-        executor: computes.
         budget: a limit on a step's time, if there is one.
         depth: how many steps are planned before an answer is known: 0 or 1.
     """
@@ -35,11 +34,8 @@ class Stepping:
         self._last_end = 0.0
 
     def advance(self) -> list[RequestDelta]:
-        """Apply one step, and launch what can run before or behind it; returns the news.
-
-        Raises:
-            EngineDeadError: no more steps can be computed.
-        """
+        """Apply one step, and launch what can run before or behind it; returns the news. Raises EngineDeadError if no
+        more steps can be computed."""
         steps = self._scheduler.in_flight
         try:
             self._fill()

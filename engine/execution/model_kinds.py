@@ -49,15 +49,10 @@ class Recorded(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A plan after its forward pass.
+    """A plan after its forward pass."""
 
-    Attributes:
-        hidden: [at least T, features]; None if rows have no common width, in which case nothing reads them.
-        pool: results of the plan's `pooling`.
-    """
-
-    hidden: Tensor | None
-    pool: Callable[[], tuple[PooledRow, ...]]
+    hidden: Tensor | None  # [at least T, features]; None if rows have no common width, in which case nothing reads them
+    pool: Callable[[], tuple[PooledRow, ...]]  # results of the plan's `pooling`
 
 
 class StepBuffers:
@@ -159,11 +154,8 @@ class Encoder(ModelKind):
 
 
 class Decoder(ModelKind):
-    """Models that continue their own tokens, whose keys and values are stored in pages.
-
-    Attributes:
-        images: makes vectors of images among the tokens; None: the model reads none.
-    """
+    """Models that continue their own tokens, whose keys and values are stored in pages. `images`: makes vectors of
+    images among the tokens; None: the model reads none."""
 
     images: ImageVectors | None = None
 

@@ -57,19 +57,13 @@ class PromptScores:
 
 @dataclass(slots=True, kw_only=True)
 class PendingStep:
-    """The future answer of a launched step.
+    """The future answer of a launched step."""
 
-    Attributes:
-        candidates: the candidates of the sampled tokens; a `StepResult` if they are known already, as always on a CPU.
-        prompt_logprobs: as in `StepResult`, or an object that returns them.
-        pooled: as in `StepResult`.
-        sampling: the plan's sampling.
-    """
-
+    # the candidates of the sampled tokens; a `StepResult` if they are known already, as always on a CPU
     candidates: StepResult | LateResult
-    prompt_logprobs: TokenScores | LateScores | None = None
-    pooled: tuple[PooledRow, ...] = ()
-    sampling: SamplingBatch | None = None
+    prompt_logprobs: TokenScores | LateScores | None = None  # as in `StepResult`, or an object that returns them
+    pooled: tuple[PooledRow, ...] = ()  # as in `StepResult`
+    sampling: SamplingBatch | None = None  # the plan's sampling
 
     @property
     def ready(self) -> bool:
