@@ -55,6 +55,10 @@ _CLASSES["Qwen2VL"] = {
     "size": {"shortest_edge": 56**2, "longest_edge": 28**2 * 1280}, "resample": BICUBIC, "image_mean": OPENAI[0],
     "image_std": OPENAI[1], "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
 }  # fmt: skip
+_CLASSES["GotOcr2"] = {
+    "size": {"height": 384, "width": 384}, "resample": BICUBIC, "image_mean": OPENAI[0], "image_std": OPENAI[1],
+    "min_patches": 1, "max_patches": 12,
+}  # fmt: skip
 _SHORTEST = ("Llava", "LlavaNext")
 _NAME = re.compile(rf"({'|'.join(sorted(_CLASSES, reverse=True))})ImageProcessor(Fast|Pil)?")
 
@@ -87,6 +91,10 @@ class Cropping:
     longest: int = 0
     splits: bool = True  # an image that is larger than a square is cut; else it becomes one
     scans: PanAndScan | None = None  # long images get crops of their parts; None: they get none
+    # minimum and maximum of the tiles of `tile` that an image is cut into, after it is resized to their rows and
+    # columns; several are followed by the whole image. 0: it is not cut so.
+    least: int = 0
+    most: int = 0
     fitted: Fitted | None = None  # an image keeps its shape, and is one crop; None: it does not
 
     @property
@@ -94,6 +102,8 @@ class Cropping:
         """The maximum number of crops of an image, if each crop is an image among the tokens."""
         if self.scans is not None:
             return 1 + self.scans.most
+        if self.most:
+            return self.most + (self.most > 1)
         if not self.longest:
             return 1
         side = max(-(-self.longest // self.tile), 1) if self.splits else 0
@@ -133,6 +143,8 @@ def _parse(values: Mapping[str, Any], file: Path) -> Cropping:
         return Cropping(steps=steps, scans=_scans(settings.values, file))
     if known == "Llava":
         return Cropping(steps=steps, square=colour if pads else None)
+    if known == "GotOcr2":
+        return _arranged(settings.values, steps, file)
     crop = steps.crop or steps.size
     tile = crop[0] if isinstance(crop, tuple) else crop
     if tile is None:
@@ -156,6 +168,18 @@ def _squares(values: Mapping[str, Any], file: Path) -> Cropping:
     steps = preprocessing_of({**MEANT, **values, "size": whole, "do_resize": True, "do_pad": False}, file, None)
     resizes, splits = values.get("do_resize", True), values["do_image_splitting"]
     return Cropping(steps=steps, tile=tile, longest=size if resizes else -1, splits=bool(splits))
+
+
+def _arranged(values: Mapping[str, Any], steps: Preprocessing, file: Path) -> Cropping:
+    """The settings of GOT-OCR 2's class, as InternVL's processor of texts uses it: images are always cut."""
+    least, most, size = values["min_patches"], values["max_patches"], steps.size
+    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (least, most))
+    if not whole or not 1 <= least <= most <= 64 or not isinstance(size, tuple) or size[0] != size[1] or steps.crop:
+        raise UnsupportedModelError(
+            f"{file}: min_patches and max_patches must be from 1 to 64, size a square and do_center_crop false; got "
+            f"{least!r}, {most!r}, {size!r}."
+        )
+    return Cropping(steps=steps, tile=size[0], least=least, most=most)
 
 
 def _own_size(values: Mapping[str, Any], file: Path) -> Cropping:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,9 +32,11 @@ def vision_info(vision: Vision, cropping: Cropping, folder: Path) -> VisionInfo:
         raise UnsupportedModelError(
             f"{folder}: image_grid_pinpoints of the processor are not those of config.json. Make them equal."
         )
-    if (vision.surrounds is None) != (not cropping.longest) or (cropping.scans and vision.frame is None):
+    unlike = (vision.surrounds is None) != (not cropping.longest) or (vision.enclosed is None) != (not cropping.most)
+    if unlike or (cropping.scans and vision.frame is None):
         raise UnsupportedModelError(f"{folder}: the image processor is one of another family than the model's.")
-    factor = vision.projector.factor if isinstance(vision.projector, Shuffled | Pooled) else 1
+    projector = vision.projector
+    factor = projector.factor if isinstance(projector, Shuffled | Pooled) else math.isqrt(projector.merge)
     rows, columns = (pixels // size // factor for pixels, size in zip(embedding.image, embedding.patch, strict=True))
     return VisionInfo(
         token_id=vision.token_id,
@@ -45,6 +48,7 @@ def vision_info(vision: Vision, cropping: Cropping, folder: Path) -> VisionInfo:
         tiling=None if vision.tiling is None else replace(vision.tiling, sizes=cropping.sizes),
         surrounds=vision.surrounds,
         frame=vision.frame,
+        enclosed=vision.enclosed,
         two_way=vision.two_way,
         rescale=steps.rescale,
         mean=steps.mean,

@@ -121,6 +121,19 @@ class Framed:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Enclosed:
+    """The texts around all crops of an image, the last of which shows the whole image (InternVL)."""
+
+    before: str = "<img>"
+    after: str = "</img>"
+
+    def text(self, token: str, tiles: Size) -> str:
+        """An image's text, with one image token for each crop. `tiles`: rows and columns of crops before the one that
+        shows the whole image."""
+        return self.before + token * (tiles[0] * tiles[1] + 1) + self.after
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionInfo:
     """The images that a model reads among its tokens.
@@ -133,7 +146,7 @@ class VisionInfo:
         newline: a learned vector follows the vectors of an image that is one crop.
         tiling: how an image becomes several crops; None: it is one.
         surrounds: the texts around crops of which each is an image of its own among the tokens; None: there are none.
-        frame: the same, for another family.
+        frame, enclosed: the same, for other families.
         two_way: the tokens of an image see each other, the later ones, too: one step computes all that are missing.
         fitted: an image is one crop of its own size; None: crops have the size `crop`.
         axes: positions of tokens have three axes: in an image time, row and column.
@@ -149,6 +162,7 @@ class VisionInfo:
     tiling: Tiling | None = None
     surrounds: Surrounds | None = None
     frame: Framed | None = None
+    enclosed: Enclosed | None = None
     two_way: bool = False
     fitted: Fitted | None = None
     axes: bool = False
@@ -157,9 +171,9 @@ class VisionInfo:
     std: tuple[float, ...] | None = None
 
     @property
-    def texts(self) -> Surrounds | Framed | None:
+    def texts(self) -> Surrounds | Framed | Enclosed | None:
         """The texts around crops of which each is an image of its own among the tokens."""
-        return self.surrounds or self.frame
+        return self.surrounds or self.frame or self.enclosed
 
     def mark(self, token: str) -> str:
         """The text that stands for an image in a prompt; `token`: the image token's."""

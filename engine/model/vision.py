@@ -20,6 +20,12 @@ Tower = Callable[[Tensor], Tensor]
 """[positions, features] of a crop [channels, height, width]; the hidden states that are `kept` come after the last."""
 
 
+def _squares_of(x: Tensor, factor: int) -> Tensor:
+    """[N / factor^2, factor^2 * features] of the hidden states x [N, features] of a square grid."""
+    side = math.isqrt(len(x)) // factor
+    return x.view(side, factor, side, factor, -1).transpose(1, 2).reshape(side**2, -1)
+
+
 class Projector(nn.Module):
     """The tower's hidden states [N, features] to the decoder's vectors [N, hidden]."""
 
@@ -30,9 +36,10 @@ class Projector(nn.Module):
         self.first = Linear(features * part.merge, inner, part.bias, place)
         self.second = Linear(inner, hidden, part.bias, place)
         self._activation = part.activation
+        self._factor = math.isqrt(part.merge) if part.shuffles else 0
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.reshape(-1, self.first.inputs)
+        x = (_squares_of(x, self._factor) if self._factor else x).reshape(-1, self.first.inputs)
         x = x if self.norm is None else self.norm(x)
         projected: Tensor = self.second(activate_by_name(self._activation, self.first(x)))
         return projected
@@ -47,9 +54,7 @@ class ShuffledProjector(nn.Module):
         self._factor = part.factor
 
     def forward(self, x: Tensor) -> Tensor:
-        side, factor = math.isqrt(len(x)), self._factor
-        grid = x.view(side // factor, factor, side // factor, factor, -1)
-        projected: Tensor = self.second(grid.transpose(1, 2).reshape(len(x) // factor**2, -1))
+        projected: Tensor = self.second(_squares_of(x, self._factor))
         return projected
 
 

@@ -147,6 +147,17 @@ SHAPES = {
         {name: value for name, value in _QWEN3.items() if name != "deepstack_visual_indexes"}, _QWEN,
         ("Qwen2VLImageProcessorPil", _OWN_SIZE), "Qwen2VLProcessor",
     ),
+    "internvl": SeeingShape(
+        "InternVLForConditionalGeneration", {"model_type": "qwen2"},
+        VISION | {"image_size": [SIDE, SIDE], "patch_size": [PATCH, PATCH]}, {},
+        ("GotOcr2ImageProcessorPil", _SQUARE | {"crop_to_patches": True, "max_patches": 6}), "InternVLProcessor",
+    ),
+    "internvl-norms": SeeingShape(  # RMS norms, also of queries and keys, biases
+        "InternVLForConditionalGeneration", {"model_type": "qwen3", "head_dim": 10},
+        VISION | {"image_size": [SIDE, SIDE], "patch_size": [PATCH, PATCH], "norm_type": "rms_norm",
+                  "use_qk_norm": True, "attention_bias": True}, {},
+        ("GotOcr2ImageProcessorPil", _SQUARE | {"crop_to_patches": True, "max_patches": 1}), "InternVLProcessor",
+    ),
 }  # fmt: skip
 
 
@@ -158,7 +169,7 @@ def make_tokenizer() -> Any:
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     special = ["<pad>", "<s>", "</s>", "<image>", "<video>", "<fake_token_around_image>", "<global-img>"]
     special += [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
-    frame = ["<start_of_image>", "<end_of_image>"]
+    frame = ["<start_of_image>", "<end_of_image>", "<img>", "</img>"]
     vocabulary = {token: number for number, token in enumerate([*special, *alphabet, *frame])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -222,6 +233,9 @@ class SeeingModel:
         if self.framed:
             count = int(self.processor([image])["image_grid_thw"].prod()) // self.processor.merge_size**2
             return list(make_tokenizer().encode(text.replace("<image>", _FRAME.format("<image>" * count))))
+        if self.shape.whole == "InternVLProcessor":
+            count = int(self.processor([image])["num_patches"][0]) * (SIDE // PATCH // 2) ** 2
+            return list(make_tokenizer().encode(text.replace("<image>", f"<img>{'<image>' * count}</img>")))
         if self.shape.whole not in ("LlavaOnevisionProcessor", "Idefics3Processor"):
             found = self.whole_processor(text=text, images=image)["input_ids"]
             return list(found[0] if isinstance(found[0], list) else found)
@@ -243,10 +257,11 @@ class SeeingModel:
 
     def pixels(self, images: Sequence[PIL.Image.Image]) -> dict[str, Any]:
         """What the reference model is given of a prompt's images."""
-        nested = not self.shape.architecture.startswith(("LlavaFor", "LlavaNext", "Gemma3", "Qwen"))
+        nested = not self.shape.architecture.startswith(("LlavaFor", "LlavaNext", "Gemma3", "Qwen", "Intern"))
         given: Any = [list(images)] if nested else list(images)
         made = dict(self.processor(given, return_tensors="pt"))
-        made.pop("num_crops", None)
+        for name in ("num_crops", "num_patches"):
+            made.pop(name, None)
         return {name: torch.as_tensor(value) for name, value in made.items()}
 
     def seen(self, images: Sequence[PIL.Image.Image], ids: Sequence[int]) -> dict[str, Any]:

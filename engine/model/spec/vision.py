@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.interface.vision import Framed, Surrounds, Tiling
+from engine.interface.vision import Enclosed, Framed, Surrounds, Tiling
 from engine.model.normalisation import Norm
 from engine.model.spec.networks import Activation
 from engine.model.spec.stack import Stack
@@ -19,6 +19,7 @@ class Projector:
         merge: the features of this many hidden states, one after the other, are the input.
         inner: features between the matrices; None: those of the decoder.
         norm: of the input.
+        shuffles: the hidden states are those of a grid, whose squares of `merge` patches are put together first.
     """
 
     activation: Activation
@@ -26,6 +27,7 @@ class Projector:
     merge: int = 1
     inner: int | None = None
     norm: Norm | None = None
+    shuffles: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class Vision:
         newline: a learned vector ends rows (`Tiling`), and follows an image of one crop.
         tiling: how an image becomes several crops.
         surrounds: the texts around crops that are images of their own among the tokens.
-        frame: the same, for another family.
+        frame, enclosed: the same, for other families.
         two_way: the tokens of an image see each other in the decoder, the later ones, too.
         squares: an image keeps its shape, and each square of this many patches a side becomes a vector
             (`engine.model.grids`); 0: the tower reads crops of one size.
@@ -79,6 +81,7 @@ class Vision:
     tiling: Tiling | None = None
     surrounds: Surrounds | None = None
     frame: Framed | None = None
+    enclosed: Enclosed | None = None
     two_way: bool = False
     squares: int = 0
     window: int = 0
