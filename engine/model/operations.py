@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engine.backends.native.program import Rows
 from engine.model import spec
-from engine.model.embedding import Embedding, TokenEmbedding, with_images
+from engine.model.embedding import Embedding, PatchEmbedding, TokenEmbedding, with_images
 from engine.model.experts import ExpertsFeedForward
 from engine.model.inputs import Inputs
 from engine.model.layers import Linear, SpanConvolution, XieluFeedForward
@@ -68,7 +68,10 @@ class Embed(HasRows):
         if isinstance(self.module, TokenEmbedding):
             x: Tensor = self.module(inputs.token_ids, inputs.positions, inputs.metadata, inputs.tokens, inputs.sides)
             return with_images(x, inputs.images, inputs.sides)
-        x = self.module(inputs.signals, inputs.min_rows)
+        if isinstance(self.module, PatchEmbedding):
+            x = self.module(inputs.signals, inputs.min_rows, inputs.blend)
+        else:
+            x = self.module(inputs.signals, inputs.min_rows)
         return F.pad(x, (0, 0, 0, len(inputs.token_ids) - len(x)))
 
 

@@ -295,8 +295,8 @@ def weight_table(config: Any, model: ModelSpec) -> WeightTable:
     if model.repeats is not None:
         return with_joint_head(family.weights(replace(stored, head=family.spec(config).head)))
     table = family.weights(stored)
-    if whole_of(config) is not None:
-        table = without_vision(table)
+    if (whole := whole_of(config)) is not None:
+        table = without_vision(table, whole)
         if model.vision is not None:
             table = with_sight(table, model.vision)
     if stored.decoder is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.backends.attention.base import Window
 from engine.errors import UnsupportedModelError
-from engine.model.families.rope_settings import rotated, scaling_of, settings_of, theta_of
+from engine.model.families.rope_settings import pairs_of, rotated, scaling_of, settings_of, theta_of
 from engine.model.normalisation import Norm
 from engine.model.positions import Rotary, Temperature
 from engine.model.spec import (
@@ -176,6 +176,7 @@ def rotary(
         interleaved=interleaved,
         scaling=scaling_of(config, settings, dim, shares=shares),
         in_float32=in_float32,
+        pairs=pairs_of(settings, dim),
     )
 
 

@@ -13,7 +13,9 @@ import torch
 from engine.errors import UnsupportedModelError
 from engine.interface.vision import Framed, Surrounds, Tiling
 from engine.model.families.common import linear, norm
+from engine.model.families.internvl_vision import internvl, internvl_entries
 from engine.model.families.names import norm_weights
+from engine.model.families.qwen_vision import qwen2_5_vl, qwen2_vl, qwen3_vl, square_entries
 from engine.model.families.vision import kernel, layers_weights, patches, pre_norm_encoder
 from engine.model.normalisation import Norm
 from engine.model.spec import Patches, Pooled, Projector, Shuffled, Stack, Vision
@@ -168,6 +170,13 @@ _READERS: dict[str, Callable[[Any], Vision]] = {
     "Gemma3ForConditionalGeneration": _gemma3,
     "Idefics3ForConditionalGeneration": _idefics3,
     "SmolVLMForConditionalGeneration": _idefics3,
+    "InternVLForConditionalGeneration": internvl,
+    "Qwen2VLForConditionalGeneration": qwen2_vl,
+    "Qwen2_5_VLForConditionalGeneration": qwen2_5_vl,
+    "Qwen3VLForConditionalGeneration": qwen3_vl,
+    "Qwen3VLMoeForConditionalGeneration": qwen3_vl,
+    "Qwen3_5ForConditionalGeneration": qwen3_vl,
+    "Qwen3_5MoeForConditionalGeneration": qwen3_vl,
 }
 SEEING = frozenset(_READERS)
 """Architectures whose images are served."""
@@ -175,6 +184,12 @@ SEEING = frozenset(_READERS)
 
 def with_sight(table: WeightTable, vision: Vision) -> WeightTable:
     """A language part's table with the weights of the part that sees."""
+    if vision.squares:
+        renamed = ((r"^(model\.)?visual\.", "visual."), *table.renamed)
+        return replace(table, entries=(*table.entries, *square_entries(vision)), renamed=renamed)
+    if vision.enclosed is not None:
+        renamed = ((r"^(model\.)?(vision_tower|multi_modal_projector)\.", r"\2."), *table.renamed)
+        return replace(table, entries=(*table.entries, *internvl_entries(vision)), renamed=renamed)
     stack, tower, ours = vision.tower, "vision_tower", "tower.encoder"
     embedding = stack.embedding
     assert isinstance(embedding, Patches)
