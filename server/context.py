@@ -92,26 +92,16 @@ class Models(Protocol):
 
     async def serve(self, request: Request) -> Service:
         """The service of the model that a request names, which is loaded first if it is not. The model stays loaded
-        until the request has been answered.
-
-        Raises:
-            ApiError: 404, there is no such model; 403, the API key may not use it; 503, it cannot be loaded, or not in
-                time.
-        """
+        until the request has been answered. Raises ApiError: 404, there is no such model; 403, the API key may not use
+        it; 503, it cannot be loaded, or not in time."""
 
     async def load(self, name: str) -> ModelStatus:
-        """Load a model, and wait until it serves; one that has failed is tried again.
-
-        Raises:
-            ApiError: 404, there is no such model; 503, it cannot be loaded.
-        """
+        """Load a model, and wait until it serves; one that has failed is tried again. Raises ApiError: 404, there is no
+        such model; 503, it cannot be loaded."""
 
     async def unload(self, name: str) -> ModelStatus:
-        """Unload a model, if it is loaded.
-
-        Raises:
-            ApiError: 404, there is no such model; 409, requests use it, or it is loading.
-        """
+        """Unload a model, if it is loaded. Raises ApiError: 404, there is no such model; 409, requests use it, or it is
+        loading."""
 
     def keep(self, name: str, seconds: float | None) -> None:
         """Unload a loaded model when no request has used it for this many seconds, until it is loaded again; None:
@@ -185,27 +175,17 @@ class Service:
         return self.commons.tokenizing
 
     async def admit(self, prompts: int, tokens: int, terms: Terms, *, patient: bool = False) -> Place:
-        """Slots for prompts with an estimated number of tokens.
-
-        Args:
-            patient: the request waits and asks again, so a refusal does not count.
-
-        Raises:
-            EngineDeadError: nothing can be served now.
-            ApiError: there is no room, or none before the deadline.
-        """
+        """Slots for prompts with an estimated number of tokens. `patient`: the request waits and asks again, so a
+        refusal does not count. Raises EngineDeadError if nothing can be served now; ApiError if there is no room, or
+        none before the deadline."""
         self._check_alive(counts=not patient)
         place = await self.admission.admit(prompts, tokens, terms.tenant, terms.deadline, patient=patient)
         self.metrics.admitted(terms.adapter)
         return place
 
     async def admit_pooling(self, tokens: int, terms: Terms) -> Place:
-        """A slot for a request whose inputs, however many, have this many tokens in total (estimated).
-
-        Raises:
-            EngineDeadError: nothing can be served now.
-            ApiError: there is no room.
-        """
+        """A slot for a request whose inputs, however many, have this many tokens in total (estimated). Raises
+        EngineDeadError if nothing can be served now. ApiError if there is no room."""
         self._check_alive()
         place = await self.pooling.admit(1, tokens, terms.tenant)
         self.metrics.admitted(terms.adapter)
@@ -218,11 +198,8 @@ class Service:
             raise EngineDeadError("the engine is not running")
 
     def check_model(self, model: str | None, *, exactly: bool = False) -> None:
-        """Refuse a model that is not the served one; `exactly` accepts only its id.
-
-        Raises:
-            ApiError: 404, code model_not_found.
-        """
+        """Refuse a model that is not the served one; `exactly` accepts only its id. Raises ApiError: 404, code
+        model_not_found."""
         if model is None or model == self.model_id or model in self.client.adapters or model in self.aliases:
             return
         if exactly or self.settings.strict_model_name or model not in ANY_MODEL:
@@ -259,17 +236,14 @@ class Service:
         terms: Terms | None = None,
         pictures: Pictures | None = None,
     ) -> Prompt:
-        """Chat messages as a prompt.
+        """Chat messages as a prompt. Raises ApiError if there is no tokenizer, the template takes too much time or
+        memory or refuses these messages, or the conversation is far too long; InvalidRequestError if there is no
+        template.
 
         Args:
             rendering: further inputs of the template (default: none).
             terms: the terms of a request that may continue the conversation; its tokens are remembered.
             pictures: the images in the messages; None: there are none.
-
-        Raises:
-            ApiError: there is no tokenizer, the template takes too much time or memory or refuses these messages, or
-                the conversation is far too long.
-            InvalidRequestError: there is no template.
         """
         if self.tokenizer is None:
             message = (

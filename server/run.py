@@ -37,7 +37,7 @@ def serve(
     several: Sequence[Declared] = (),
 ) -> int:
     """Load the model, serve until SIGTERM or Ctrl-C, stop cleanly; returns the exit status, which is 1 if the engine
-    crashed too often. Raises StartupError if the address cannot be bound, or the certificate cannot be used.
+    crashed too often. Raises StartupError if the address cannot be bound, or the certificate cannot be used;
     OctavoError if the model cannot be loaded, or the file with API keys cannot be read.
 
     Args:

@@ -23,6 +23,7 @@ from engine.execution.buffers import Buffer, SideBuffers
 from engine.execution.image_vectors import ImageVectors, crop_work
 from engine.execution.kv_cache import KVCache
 from engine.execution.logits import Logits
+from engine.execution.placed_angles import place_angles
 from engine.execution.pooler import NO_PARTS, Pooler, PoolingParts
 from engine.interface.outputs import Activation
 from engine.interface.vision import VisionInfo
@@ -175,10 +176,11 @@ class Decoder(ModelKind):
         if search is not None:
             search(tables)
         metadata = AttentionMetadata.of(plan.query_start, plan.context_lens, self.model.device, plan.two_way)
-        images = None
+        images, sides = None, plan.sides
         if plan.images:
             assert self.images is not None
             images = self.images.of(plan.images)
+            sides = place_angles(plan, self.model)
         return Inputs(
             token_ids=buffers.tokens(plan, padded),
             positions=buffers.positions.fill(plan.positions, padded),
@@ -189,7 +191,7 @@ class Decoder(ModelKind):
             slots=None if self._finds_slots else buffers.slots.fill(plan.slots),
             states=None if cache.states is None else cache.states.rows(plan.states),
             cross=self.cross(plan, metadata.query_lens),
-            sides=buffers.sides.fill(plan.sides, padded),
+            sides=buffers.sides.fill(sides, padded),
             images=images,
         )
 

@@ -39,10 +39,7 @@ class ModelRunner:
     """Owns everything on the device.
 
     Args:
-        model: the transformer with its weights.
-        cache: the pages' tensors.
         max_num_batched_tokens: maximum tokens of a plan.
-        min_rows: minimum rows of a matrix product (`engine.execution.invariance`).
         activation: turns the numbers of a classification head into probabilities.
         parts: the parts that compute vectors beside the model.
         adapters: the model's adapters; None if it does not support them.
@@ -59,10 +56,10 @@ class ModelRunner:
         parts: PoolingParts = NO_PARTS,
         adapters: LoadedAdapters | None = None,
     ):
-        self.model = model
+        self.model = model  # the transformer with its weights
         self.adapters = adapters or LoadedAdapters(model, 0, 0)
-        self.cache = cache
-        self.min_rows = min_rows
+        self.cache = cache  # the pages' tensors
+        self.min_rows = min_rows  # minimum rows of a matrix product (`engine.execution.invariance`)
         device = model.device
         size = max(max_num_batched_tokens, min_rows)
         # [S] tokens of the last step that sampled; graphs have a multiple of 8 rows.

@@ -35,6 +35,24 @@ class MultiplyAll(HasRows):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Keep(HasRows):
+    """Append x to the pass's `kept`."""
+
+    READS = ("x",)
+    x: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AddImages(HasRows):
+    """x = x + a vector of an image for each token that has some; `number`: which of a token's vectors."""
+
+    READS = ("x",)
+    WRITES = ("x",)
+    x: Rows
+    number: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ActivateSparsely(HasRows):
     """out = function(relu(a - m - cutoff * s)) * b of x = [a | b], m and s being a row's mean and deviation."""
 

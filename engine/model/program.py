@@ -39,10 +39,12 @@ from engine.model.global_tokens import GlobalAttention
 from engine.model.latent import LatentAttention
 from engine.model.layer_operations import (
     ActivateSparsely,
+    AddImages,
     AddToVersions,
     CorrectVersions,
     EmbedLayers,
     ExpandVersions,
+    Keep,
     MergeVersions,
     MultiplyAll,
     PredictVersions,
@@ -98,6 +100,8 @@ Operation = (
     Embed
     | EmbedLayers
     | MultiplyAll
+    | Keep
+    | AddImages
     | ActivateSparsely
     | ExpandVersions
     | PredictVersions
@@ -175,6 +179,8 @@ def compile_stack(
     predicting: nn.Parameter | None = None,
     layer_vectors: LayerEmbedding | None = None,
     versions: VersionEnds | None = None,
+    kept: Sequence[int] = (),
+    image_layers: int = 0,
 ) -> Program:
     """The program of a stack.
 
@@ -186,6 +192,8 @@ def compile_stack(
         predicting: the initial vectors of next tokens, which also pass through the layers, and are the result.
         layer_vectors: computes the vectors that layers read beside the stream.
         versions: computes the versions of the stream.
+        kept: numbers of the layers whose hidden states are a result, too.
+        image_layers: so many of the first layers add vectors of images to the stream.
     """
     builder = Builder(hidden_size, paged)
     builder.add(Embed(embedding, builder.stream))
@@ -201,11 +209,15 @@ def compile_stack(
         builder.versions = builder.rows("versions", versions.part.count * hidden_size)
         builder.add(ExpandVersions(versions, builder.stream, builder.versions))
     pages = 0
-    for block in blocks:
+    for number, block in enumerate(blocks):
         inner = block.attention.inner if isinstance(block, SequentialBlock) and block.attention is not None else None
         builder.block(block, pages)
         builder.states += isinstance(inner, StateModule | AttentionBesideState)
         pages += not isinstance(inner, StateModule) and (inner is not None or not isinstance(block, SequentialBlock))
+        if number in kept:
+            builder.add(Keep(builder.normed(None)))
+        if number < image_layers:
+            builder.add(AddImages(builder.normed(None), number + 1))
     if versions is not None and builder.versions is not None:
         builder.add(MergeVersions(versions, builder.versions, builder.stream))
     result = builder.ahead or builder.normed(final_norm)
@@ -650,7 +662,6 @@ class Builder:
         return out
 
     def _reduced(self, linear: Linear, x: Rows, name: str) -> Rows:
-        """The product, summed over devices."""
         out = self.product(linear, x, name)
         self.add(AllReduce(out))
         return out

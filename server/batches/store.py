@@ -59,18 +59,12 @@ def open_batches(settings: ServerSettings) -> BatchStore | None:
 
 class BatchStore:
     """Files and batches by id, those of each tenant apart. Raises ConfigError if the folder cannot be used, or
-    something else made its file.
-
-    Args:
-        folder: made if it is not there, for this user alone.
-        max_size: bytes of the files of a tenant.
-        clock: seconds since 1970.
-    """
+    something else made its file. `folder`: made if it is not there, for this user alone."""
 
     def __init__(self, folder: str | Path, max_size: int, clock: Callable[[], float] = time.time):
         self._folder = Path(folder)
-        self._max_size = max_size
-        self._clock = clock
+        self._max_size = max_size  # bytes of the files of a tenant
+        self._clock = clock  # seconds since 1970
         self._lock: int | None = None
         self._tidy = False  # whether leftovers have been removed
         path = self._folder / "batches.db"

@@ -72,16 +72,11 @@ class Registry:
 
     Args:
         models: at least one; the first is the default.
-        settings: the service's settings.
-        log_format: the format of the engines' log lines.
-
-    Attributes:
-        engines: the loaded models' engines as one client.
     """
 
     def __init__(self, models: Sequence[Declared], settings: ServerSettings, log_format: LogFormat):
-        self._settings = settings
-        self._log_format = log_format
+        self._settings = settings  # the service's settings
+        self._log_format = log_format  # the format of the engines' log lines
         self._served = [Served(model, self._stir) for model in models]
         self._names = {
             name: served
@@ -95,7 +90,7 @@ class Registry:
         self._tasks: set[asyncio.Task[None]] = set()
         self._first_look: asyncio.Task[None] | None = None
         self._house: Service | None = None
-        self.engines = AllEngines(self._clients, self._close)
+        self.engines = AllEngines(self._clients, self._close)  # the loaded models' engines as one client
 
     def attach(self, house: Service) -> None:
         """Take over what all models share from the service without a model."""
@@ -109,7 +104,6 @@ class Registry:
 
     @property
     def served(self) -> Sequence[Served]:
-        """All models."""
         return self._served
 
     @contextlib.asynccontextmanager
@@ -227,11 +221,8 @@ class Registry:
         return "other models have running requests and need the memory" if busy else "it is still loading"
 
     async def _until_loaded(self, served: Served) -> None:
-        """Wait until a model is loaded; starts a load if none is under way.
-
-        Raises:
-            ApiError: 503, it cannot be loaded.
-        """
+        """Wait until a model is loaded; starts a load if none is under way. Raises ApiError: 503, it cannot be
+        loaded."""
         while served.running is None:
             if served.bringing is None and served.pause:
                 raise _failed(served)
@@ -324,11 +315,7 @@ class Registry:
             self._budget.limit = int(prediction.free * served.model.engine.gpu_memory_utilization)
 
     async def _size(self, served: Served) -> int:
-        """Bytes that a model needs.
-
-        Raises:
-            OctavoError: it cannot be loaded.
-        """
+        """Bytes that a model needs. Raises OctavoError if it cannot be loaded."""
         assert self._first_look is not None
         while served.prediction is None and not self._first_look.done():
             await asyncio.wait({self._first_look}, timeout=0.05)
@@ -342,12 +329,8 @@ class Registry:
         return found.memory
 
     async def _room(self, served: Served, size: int) -> Promise:
-        """Reserve memory for a model, for which others may be unloaded.
-
-        Raises:
-            TooLargeError: there can never be enough.
-            _UnwantedError: nobody waits for it any more.
-        """
+        """Reserve memory for a model, for which others may be unloaded. Raises TooLargeError if there can never be
+        enough. _UnwantedError: nobody waits for it any more."""
         self._budget.check(served.name, size)
         promise = self._budget.promise(size)
         if promise is not None:
@@ -451,7 +434,6 @@ class Registry:
         )
 
     async def _fail_with(self, served: Served, client: EngineClient) -> None:
-        """If an engine is given up, its model has failed."""
         cause = await client.wait_failed()
         running = served.running
         if running is None or running.client is not client:

@@ -40,10 +40,6 @@ class Running:
 class Served:
     """One model.
 
-    Args:
-        model: its settings.
-        stir: called when a request has ended.
-
     Attributes:
         running: None while it is not loaded.
         bringing: the task that loads it, if there is one.
@@ -55,8 +51,8 @@ class Served:
     """
 
     def __init__(self, model: Declared, stir: Callable[[], None]):
-        self.model = model
-        self._stir = stir
+        self.model = model  # its settings
+        self._stir = stir  # called when a request has ended
         self.running: Running | None = None
         self.bringing: asyncio.Task[None] | None = None
         self.prediction: Prediction | None = None

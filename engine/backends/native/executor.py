@@ -67,6 +67,7 @@ class _Call:
     window: Sight | None
     cross: bool
     content: bool
+    in_parts: bool
 
 
 def unsupported(operation: Operation, dtype: torch.dtype) -> str | None:
@@ -259,6 +260,9 @@ class NativeExecutor:
         assert self._backend is not None
         rows = inputs.metadata
         kv: Paged | Ragged
+        if call.in_parts:
+            assert inputs.parts is not None
+            rows = inputs.parts
         if call.layer is None:
             keys = torch.empty((), dtype=x.dtype).expand(inputs.tokens, call.kv_heads, call.head_dim)
             kv = Ragged(keys, keys, rows.query_start[:-1])
@@ -384,6 +388,7 @@ class NativeExecutor:
             operation.window,
             operation.is_cross,
             isinstance(bias, ContentBias),
+            part.in_parts,
         )
         same = next((i for i, other in enumerate(self._calls) if _alike(other, call)), None)
         if same is None:

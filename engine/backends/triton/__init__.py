@@ -92,7 +92,7 @@ def serves(device: torch.device) -> bool:
 @functools.cache
 def converts_float8(device: torch.device) -> bool:
     """Whether a device has instructions for FLOAT8: those with compute capability 8.9 or newer."""
-    there = device.type == "cuda" and torch.cuda.is_available()
+    there = device.type == "cuda" and torch.backends.cuda.is_built() and torch.cuda.is_available()
     return there and torch.cuda.get_device_capability(device) >= _FLOAT8
 
 
