@@ -210,6 +210,24 @@ class Decoder(ModelKind):
         return None
 
 
+class Following(Decoder):
+    """Decoders that read another model's hidden states beside their tokens.
+
+    Attributes:
+        given: [T, features] hidden states of the next step; None: zeros.
+    """
+
+    given: Tensor | None = None
+
+    def prepare(self, plan: StepPlan, cache: KVCache, search: Search | None = None) -> Inputs:
+        inputs = super().prepare(plan, cache, search)
+        if self.given is None:
+            return inputs
+        assert len(self.given) == plan.num_tokens
+        padding = len(inputs.token_ids) - plan.num_tokens
+        return replace(inputs, given=nn.functional.pad(self.given, (0, 0, 0, padding)))
+
+
 class EncoderDecoder(Decoder):
     """Decoders that read an encoder's output for another input, in separate pages."""
 
@@ -306,6 +324,8 @@ def kind_of(
     if model.decoder is not None:
         heard = model.spec.signal is not None and model.spec.signal.kind == "audio"
         kind = Decoder if model.encoder is None else Speech if heard else EncoderDecoder
+        if getattr(model.spec.trunk.embedding, "joined", None) is not None:
+            kind = Following
     return kind(model, buffers, _pooler(model, min_rows, activation, parts), min_rows)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
+from torch import Tensor
 
 from engine.scheduling.plan import PooledRow, SamplingBatch, StepResult, TokenScores
 
@@ -64,12 +65,14 @@ class PendingStep:
         prompt_logprobs: as in `StepResult`, or an object that returns them.
         pooled: as in `StepResult`.
         sampling: the plan's sampling.
+        hidden: [at least T, features] hidden states of the step's tokens on the device, if the runner keeps them.
     """
 
     candidates: StepResult | LateResult
     prompt_logprobs: TokenScores | LateScores | None = None
     pooled: tuple[PooledRow, ...] = ()
     sampling: SamplingBatch | None = None
+    hidden: Tensor | None = None
 
     @property
     def ready(self) -> bool:

@@ -49,7 +49,10 @@ class ModelRunner:
 
     Attributes:
         kind: how models like this one compute a plan.
+        keeps_hidden: whether steps keep their hidden states for a drafter (`PendingStep.hidden`).
     """
+
+    keeps_hidden = False
 
     def __init__(
         self,
@@ -128,6 +131,8 @@ class ModelRunner:
                 sampling = weighed(logits, plan.sampling.filled())
                 candidates = self._sample(logits, sampling)
         step = PendingStep(candidates=candidates or StepResult.empty(), sampling=sampling or plan.sampling)
+        if self.keeps_hidden:
+            step.hidden = hidden
         if plan.pooling:
             step.pooled = computed.pool()
         if plan.prompt_logprobs is not None:

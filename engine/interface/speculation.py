@@ -9,7 +9,7 @@ from engine.errors import ConfigError
 from engine.interface.json_settings import decoded
 
 NAME = "speculative_config"
-METHODS = ("ngram", "suffix", "draft_model", "off")
+METHODS = ("ngram", "suffix", "draft_model", "mtp", "off")
 MOST_DRAFTS = 32
 
 
@@ -20,14 +20,15 @@ class SpeculativeConfig:
     Attributes:
         method: ngram: the tokens that followed the longest earlier occurrence of the last tokens, in the prompt or the
             answer. suffix: also in earlier answers to requests of the same API key, cache salt and adapter; equally
-            long occurrences vote on each token. draft_model: the tokens of a small model. off: none.
+            long occurrences vote on each token. draft_model: the tokens of a small model. mtp: those of the model's
+            own layer for multi-token prediction. off: none.
         model: the folder, file or hub id of the small model.
         num_speculative_tokens: maximum drafts of a sequence in a step.
         suffix_decoding_max_cached_requests: 0: earlier answers are not kept. Otherwise as many are kept as there is
             room for.
     """
 
-    method: Literal["ngram", "suffix", "draft_model", "off"] = "ngram"
+    method: Literal["ngram", "suffix", "draft_model", "mtp", "off"] = "ngram"
     model: str | None = None
     num_speculative_tokens: int = 8
     suffix_decoding_max_cached_requests: int = -1
@@ -78,6 +79,8 @@ def parse_speculative(given: Any) -> SpeculativeConfig:
     values = {name: value for name, value in decoded(NAME, given).items() if name not in _WITHOUT_EFFECT}
     if "model" in values:
         values.setdefault("method", "draft_model")
+    if values.get("method") == "mtp":
+        values.setdefault("num_speculative_tokens", 1)
     known = [field.name for field in fields(SpeculativeConfig)]
     for name in values:
         if name not in known:

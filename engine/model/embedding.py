@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from engine.backends.attention.base import AttentionMetadata
 from engine.model import spec
 from engine.model.convolution import gather_neighbours
+from engine.model.joining import Joining
 from engine.model.layers import Linear
 from engine.model.norms import build_norm
 from engine.model.packing import LookUp
@@ -50,6 +51,7 @@ class TokenEmbedding(nn.Module):
         self.token_norm = build_norm(part.token_norm, hidden, place)
         self.norm = build_norm(part.norm, hidden, place)
         self.expansion = None if part.expansion is None else Linear(hidden, part.expansion, True, place)
+        self.joining = None if part.joined is None else Joining(part.joined, hidden, place)
         # Rounded to the weights' format, as in the checkpoint's training.
         self.scale = torch.tensor(part.scale, dtype=place.dtype, device="cpu").item()
 

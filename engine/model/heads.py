@@ -202,6 +202,9 @@ def build_head(model: spec.ModelSpec, table: nn.Parameter | None, place: Place) 
     match part:
         case spec.Lm():
             shared, layer = table if part.tied else None, part.layer
+            if part.norm is not None:
+                sizes = (hidden, None, model.vocab_size)
+                return Head(sizes, None, part.norm, place, dense_bias=False, bias=part.bias, shared=shared)
             if layer is None:
                 return Linear(hidden, model.vocab_size, part.bias, place, shared=shared)
             sizes = (hidden, hidden, model.vocab_size)

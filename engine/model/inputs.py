@@ -39,7 +39,7 @@ class Inputs:
         sides: [Tp] or [Tp, width] data of tokens besides their ids (`engine.interface.token_sides`), by name; a missing
             side has its default for all.
         form: how a GPU computes a single token.
-        given: [Tp, features] rows that a program uses instead of embedding tokens (`Take`).
+        given: [Tp, features] rows that a program uses instead of embedding tokens (`Take`), or beside them (`Joining`).
         signals: float32 values from which rows are made instead of tokens. `token_ids` are then zeros.
         images: [N, features] vectors of images; the side `image_slots` says which tokens have one, and which.
         keeper: None if nothing else needs the queries; torch runs a pass with a keeper, operation by operation.

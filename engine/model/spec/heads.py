@@ -30,6 +30,7 @@ class Lm:
         bias: whether it has a learned bias.
         logit_scale: factor of the logits.
         softcap: logits l become softcap * tanh(l / softcap).
+        norm: a norm before the matrix, in addition to the stack's.
     """
 
     tied: bool
@@ -38,6 +39,7 @@ class Lm:
     bias: bool = False
     logit_scale: float = 1.0
     softcap: float | None = None
+    norm: Norm | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
