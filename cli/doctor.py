@@ -34,11 +34,8 @@ _STYLES = {"ok": "green", "warn": "yellow", "FAIL": "bold red"}  # in a terminal
 
 
 def examine(config: EngineConfig, settings: ServerSettings, several: Sequence[Declared] = ()) -> list[Finding]:
-    """All checks, in the order of a start.
-
-    Args:
-        several: the models, if there are several; `config` then has the settings for all.
-    """
+    """All checks, in the order of a start. `several`: the models, if there are several; `config` then has the settings
+    for all."""
     findings = [check_python()]
     torch_found = list(check_torch(config))
     findings += torch_found
@@ -78,7 +75,6 @@ def check_traces(settings: ServerSettings) -> Iterator[Finding]:
 
 
 def report(findings: list[Finding], *, json: bool = False) -> str:
-    """The findings as lines, or as JSON."""
     if json:
         return jsonlib.dumps([asdict(finding) for finding in findings], indent=2)
     width = max(len(finding.check) for finding in findings)

@@ -12,11 +12,7 @@ _MIB = 2**20
 
 
 def check_several(models: Sequence[Declared], limit: int) -> Iterator[Finding]:
-    """One finding per model, and one for all.
-
-    Args:
-        limit: bytes that all may take together.
-    """
+    """One finding per model, and one for all. `limit`: bytes that all may take together."""
     sizes: dict[str, int] = {}
     for model in models:
         found = look(model.engine)

@@ -15,11 +15,7 @@ class OptionError(BenchError):
 
 
 class TalkError(Exception):
-    """An error with its cause and its fix.
-
-    Attributes:
-        code: the server's error code, or "".
-    """
+    """An error with its cause and its fix. `code`: the server's error code, or ""."""
 
     def __init__(self, message: str, code: str = ""):
         super().__init__(message)
@@ -35,11 +31,8 @@ class DroppedError(TalkError):
 
 
 class LoadingError(TalkError):
-    """The server is still loading its model.
-
-    Attributes:
-        percent: percentage of the weights that are loaded; None if the server does not report it.
-    """
+    """The server is still loading its model. `percent`: percentage of the weights that are loaded; None if the server
+    does not report it."""
 
     def __init__(self, message: str, percent: int | None):
         super().__init__(message, "loading")

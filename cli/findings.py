@@ -8,16 +8,9 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check.
-
-    Attributes:
-        check: the name of the check.
-        verdict: ok, warn or FAIL; FAIL prevents the start.
-        found: the result in words.
-        fix: the remedy; "" if none is needed.
-    """
+    """The result of one check."""
 
     check: str
-    verdict: Literal["ok", "warn", "FAIL"]
+    verdict: Literal["ok", "warn", "FAIL"]  # ok, warn or FAIL; FAIL prevents the start
     found: str
-    fix: str = ""
+    fix: str = ""  # the remedy; "" if none is needed

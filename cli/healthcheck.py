@@ -25,18 +25,12 @@ TIMEOUT = 4.0  # seconds; less than the timeout of the container's HEALTHCHECK, 
 
 @dataclass(frozen=True)
 class Address:
-    """The address of the service.
+    """The address of the service."""
 
-    Attributes:
-        host: the host to connect to; loopback if the service listens on all addresses.
-        uds: path of a Unix socket, used instead of host and port; empty for none.
-        tls: whether the service uses TLS.
-    """
-
-    host: str = "127.0.0.1"
+    host: str = "127.0.0.1"  # the host to connect to; loopback if the service listens on all addresses
     port: int = 8000
-    uds: str = ""
-    tls: bool = False
+    uds: str = ""  # path of a Unix socket, used instead of host and port; empty for none
+    tls: bool = False  # whether the service uses TLS
 
 
 def flags(arguments: Sequence[str]) -> dict[str, str]:
@@ -76,11 +70,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def file_settings(path: str) -> dict[str, str]:
-    """The SETTINGS in a YAML file.
-
-    Raises:
-        OSError, ValueError: the file cannot be read, or is not YAML.
-    """
+    """The SETTINGS in a YAML file. Raises OSError, ValueError if the file cannot be read, or is not YAML."""
     import yaml
 
     if not Path(path).expanduser().is_file():  # a pipe can be read only once, and the service has already read it
@@ -96,12 +86,8 @@ def file_settings(path: str) -> dict[str, str]:
 
 
 def find(given: Mapping[str, str], environ: Mapping[str, str]) -> Address:
-    """The address from flags, variables and the file, in that order of precedence.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the file is not YAML, or the port is not a number, or is 0 (any free port).
-    """
+    """The address from flags, variables and the file, in that order of precedence. Raises OSError if the file cannot be
+    read. ValueError if the file is not YAML, or the port is not a number, or is 0 (any free port)."""
     chosen = {**variables(environ), **given}
     if chosen.get("config", "null") != "null":
         chosen = {**file_settings(chosen["config"]), **chosen}
@@ -138,11 +124,8 @@ def connect(address: Address, timeout: float) -> socket.socket:
 
 
 def ask(address: Address, path: str, *, key: str = "", most: int = 300, timeout: float = TIMEOUT) -> tuple[int, str]:
-    """The status and the body of a GET; at most `most` bytes are read.
-
-    Raises:
-        OSError, HTTPException: the service cannot be reached, or does not answer in HTTP within `timeout` seconds.
-    """
+    """The status and the body of a GET; at most `most` bytes are read. Raises OSError, HTTPException if the service
+    cannot be reached, or does not answer in HTTP within `timeout` seconds."""
     # The host is only for the Host header; the connection is already made.
     asked = HTTPConnection("localhost")
     asked.sock = connect(address, timeout)
@@ -155,11 +138,8 @@ def ask(address: Address, path: str, *, key: str = "", most: int = 300, timeout:
 
 
 def problem(address: Address, timeout: float = TIMEOUT) -> str:
-    """The reason why the service is not ready, in one line; empty if it is ready.
-
-    Raises:
-        OSError, HTTPException: see `ask`.
-    """
+    """The reason why the service is not ready, in one line; empty if it is ready. Raises OSError, HTTPException: see
+    `ask`."""
     status, body = ask(address, "/health", timeout=timeout)
     return "" if status == 200 else f"/health answered {status}: {body}"
 

@@ -33,12 +33,7 @@ _EPILOG = (
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The source of a value.
-
-    Attributes:
-        kind: which of the sources.
-        name: of the flag or variable, the file's path, or "".
-    """
+    """The source of a value. `name`: of the flag or variable, the file's path, or ""."""
 
     kind: Literal["flag", "variable", "file", "default"]
     name: str = ""
@@ -46,29 +41,18 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """All settings with their sources.
-
-    Attributes:
-        settings: the values of all settings.
-        engine: the engine's settings.
-        origins: the sources by the settings' names.
-        notes: sentences about variables without effect.
-        named: the arguments NAME=PATH, if several models are given.
-    """
+    """All settings with their sources."""
 
     settings: SettingsBase
     engine: EngineConfig
     origins: Mapping[str, Origin]
-    notes: tuple[str, ...]
-    named: tuple[str, ...] = ()
+    notes: tuple[str, ...]  # sentences about variables without effect
+    named: tuple[str, ...] = ()  # the arguments NAME=PATH, if several models are given
 
 
 class SettingsParser(OneLineParser):
-    """The parser of a command whose flags are settings. `load` turns the parsed flags into settings.
-
-    Args:
-        names: the settings that have flags; all by default. The other settings come only from variables and the file.
-    """
+    """The parser of a command whose flags are settings. `load` turns the parsed flags into settings. `names`: the
+    settings that have flags; all by default. The other settings come only from variables and the file."""
 
     def __init__(self, prog: str, about: str, names: Collection[str] = _FIELDS):
         super().__init__(prog=prog, usage=f"{prog} [MODEL | NAME=MODEL ...] [flags]", description=about, epilog=_EPILOG)
@@ -111,11 +95,8 @@ class SettingsParser(OneLineParser):
         return given, rest
 
     def load(self, given: argparse.Namespace) -> Loaded:
-        """The settings from these flags, the environment and the file.
-
-        Raises:
-            ConfigError: one sentence that names the wrong flag, variable or key of the file.
-        """
+        """The settings from these flags, the environment and the file. Raises ConfigError if one sentence that names
+        the wrong flag, variable or key of the file."""
         named = {name: value for name, value in vars(given).items() if name in _FIELDS}
         # Joins repeated flags into one text, which every version of pydantic-settings understands.
         named = {name: ",".join(value) if isinstance(value, list) else value for name, value in named.items()}

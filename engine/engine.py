@@ -201,7 +201,6 @@ class Engine:
 
     @property
     def runner(self) -> ModelRunner:
-        """The runner, if it is in this process."""
         assert isinstance(self.executor, LocalExecutor)
         return self.executor.runner
 
@@ -217,7 +216,8 @@ class Engine:
         tenant: str | None = None,
         adapter: str | None = None,
     ) -> None:
-        """Queue a request; the queue itself is not bounded.
+        """Queue a request; the queue itself is not bounded. Raises InvalidRequestError if the request can never run;
+        nothing was changed. EngineDeadError if the engine was closed.
 
         Args:
             request_id: unique among unfinished requests.
@@ -228,10 +228,6 @@ class Engine:
             deadline: `time.monotonic()` seconds after which the request ends with "abort".
             tenant: the tenant of the request; waiting tenants are served in turn.
             adapter: the name of the request's adapter (`load_adapter`); None for the base model alone.
-
-        Raises:
-            InvalidRequestError: the request can never run; nothing was changed.
-            EngineDeadError: the engine was closed.
         """
         if self._closed:
             raise EngineDeadError(f"the engine of {self.config.model} was closed and accepts no more requests.")
@@ -379,27 +375,17 @@ class Engine:
         return {info.name: info for info in self._adapters}
 
     def load_adapter(self, name: str, source: Adapter | str) -> AdapterInfo:
-        """Load a low-rank adapter; running requests continue.
-
-        Args:
-            name: the name by which requests select it.
-            source: the adapter's folder or file, or the adapter itself, if the model is loaded in this process.
-
-        Raises:
-            AdapterError: all `max_loras` slots are taken, the name is taken, or the adapter does not match the model;
-                nothing was changed.
-        """
+        """Load a low-rank adapter; running requests continue. `source`: the adapter's folder or file, or the adapter
+        itself, if the model is loaded in this process. Raises AdapterError: all `max_loras` slots are taken, the name
+        is taken, or the adapter does not match the model; nothing was changed."""
         info = self.executor.load_adapter(name, source, self._adapters.free_slot(name))
         self._adapters.add(info)
         logger.info("Loaded the adapter %s from %s (%.1f MiB)", name, info.path, info.num_bytes / (1 << 20))
         return info
 
     def unload_adapter(self, name: str) -> None:
-        """Unload an adapter. Its unfinished requests end with an error, which the next step returns.
-
-        Raises:
-            AdapterError: no adapter has this name.
-        """
+        """Unload an adapter. Its unfinished requests end with an error, which the next step returns. Raises
+        AdapterError if no adapter has this name."""
         info = self._adapters.pop(name)
         groups = [group for group in self.scheduler.groups() if group.request.adapter is info]
         self.scheduler.end(groups, f"the adapter {name!r} was unloaded while the request ran.")
@@ -497,13 +483,9 @@ class Engine:
             del self.executor, self._stepping
 
     def _draft(self, config: EngineConfig, step_time: float, device: torch.device) -> None:
-        """Enable drafts if they are set or likely to help: if a step waits for memory, a draft costs little.
-        A client's prediction is a reason, too, unless drafts are off by the settings.
-
-        Args:
-            step_time: limit of a step in seconds, 0 for none. With 0, nothing depends on the clock unless it is
-                requested.
-        """
+        """Enable drafts if they are set or likely to help: if a step waits for memory, a draft costs little. A client's
+        prediction is a reason, too, unless drafts are off by the settings. `step_time`: limit of a step in seconds, 0
+        for none. With 0, nothing depends on the clock unless it is requested."""
         settings = SpeculativeConfig()
         own = bool(step_time) and device.type == "cpu"
         if config.speculative_config is not None:

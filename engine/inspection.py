@@ -153,18 +153,14 @@ class CacheFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskFacts:
-    """The folder that stores pages of the KV cache.
-
-    Attributes:
-        limit, used, free: bytes that pages may take, bytes that they take, and bytes that are free on the disk.
-        problem: why none can be stored there; "" if they can.
-    """
+    """The folder that stores pages of the KV cache."""
 
     folder: Path
+    # limit, used, free: bytes that pages may take, bytes that they take, and bytes that are free on the disk
     limit: int
     used: int
     free: int
-    problem: str = ""
+    problem: str = ""  # why none can be stored there; "" if they can
 
 
 def inspect_torch() -> TorchFacts:
@@ -187,30 +183,19 @@ def inspect_threads(config: EngineConfig) -> Threads:
 
 
 def inspect_device(config: EngineConfig) -> str:
-    """The device that would be used.
-
-    Raises:
-        ConfigError: the device does not exist.
-    """
+    """The device that would be used. Raises ConfigError if the device does not exist."""
     return str(choose_device(config.device))
 
 
 def inspect_gpu(config: EngineConfig) -> GpuFacts:
-    """The GPU that would be used, if the device is a GPU.
-
-    Raises:
-        ConfigError: the device does not exist.
-    """
+    """The GPU that would be used, if the device is a GPU. Raises ConfigError if the device does not exist."""
     device = choose_device(config.device)
     return replace(look_at(device, config.gpu_memory_utilization), no_kernels=gpu.obstacle(device.index))
 
 
 def inspect_model(config: EngineConfig) -> ModelFacts:
     """The checkpoint and the memory that it takes; only the headers of its files are read, and nothing is downloaded.
-
-    Raises:
-        ModelLoadError, UnsupportedModelError, ConfigError: the error that would prevent the start.
-    """
+    Raises ModelLoadError, UnsupportedModelError, ConfigError if the error that would prevent the start."""
     pipeline = read_folder(locate(config.model, config.revision, config.hf_token, download=False))
     path = pipeline.transformer
     hf_config = read_config(path)
@@ -299,11 +284,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
 
 
 def _hears(config: EngineConfig, path: Path, hf_config: Any) -> bool:
-    """Whether it is a speech model.
-
-    Raises:
-        ModelLoadError: it would be one, but files lack something.
-    """
+    """Whether it is a speech model. Raises ModelLoadError if it would be one, but files lack something."""
     if getattr(hf_config, "model_type", None) != "whisper":
         return False
     source = config.tokenizer or str(path)
@@ -318,14 +299,8 @@ def _hears(config: EngineConfig, path: Path, hf_config: Any) -> bool:
 
 def inspect_flash(config: EngineConfig, path: Path) -> FlashFacts:
     """The long prompts of a model that torch's flash attention can compute (`flash_prefill`, set or not), found by a
-    trial on the GPU. The trial compiles a kernel, unless one exists, and takes some megabytes.
-
-    Args:
-        path: the model's folder, found by `inspect_model`.
-
-    Raises:
-        RuntimeError: torch's, if the GPU has no memory left.
-    """
+    trial on the GPU. The trial compiles a kernel, unless one exists, and takes some megabytes. `path`: the model's
+    folder, found by `inspect_model`. Raises RuntimeError: torch's, if the GPU has no memory left."""
     device = choose_device(config.device)
     with gpu.current(device):
         found = resolve(replace(config, model=str(path), skip_tokenizer_init=True), device)
@@ -360,11 +335,7 @@ def inspect_quantization_cache(config: EngineConfig) -> CacheFacts:
 
 
 def inspect_kv_disk(config: EngineConfig) -> DiskFacts:
-    """The folder that stores pages; it is not created.
-
-    Raises:
-        ConfigError: other settings contradict it.
-    """
+    """The folder that stores pages; it is not created. Raises ConfigError: other settings contradict it."""
     assert config.kv_disk is not None
     check_kv_disk(config)
     folder, limit = kv_folder(config.kv_disk), parse_bytes(config.kv_disk_size, "kv_disk_size")
@@ -381,11 +352,7 @@ def inspect_kv_disk(config: EngineConfig) -> DiskFacts:
 
 
 def inspect_socket_folder() -> Path:
-    """The folder in which the engine's socket can be created.
-
-    Raises:
-        ConfigError: nowhere.
-    """
+    """The folder in which the engine's socket can be created. Raises ConfigError: nowhere."""
     folder = make_folder()
     remove_folder(folder)
     return folder.parent

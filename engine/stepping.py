@@ -22,7 +22,6 @@ class Stepping:
 
     Args:
         scheduler: plans the steps, and keeps those in flight.
-        executor: computes.
         budget: a limit on a step's time, if there is one.
         depth: how many steps are planned before an answer is known: 0 or 1.
         observe: is called with each step whose answer is known, before it is applied.
@@ -46,11 +45,8 @@ class Stepping:
         self._last_end = 0.0
 
     def advance(self) -> list[RequestDelta]:
-        """Apply one step, and launch what can run before or behind it; returns the news.
-
-        Raises:
-            EngineDeadError: no more steps can be computed.
-        """
+        """Apply one step, and launch what can run before or behind it; returns the news. Raises EngineDeadError if no
+        more steps can be computed."""
         steps = self._scheduler.in_flight
         try:
             self._fill()

@@ -21,7 +21,6 @@ CHARACTERS_PER_TOKEN = 4  # a rough value for English; only an estimate until th
 
 
 def estimate_tokens(text: str) -> int:
-    """An estimate of the number of tokens in a text."""
     return len(text) // CHARACTERS_PER_TOKEN + 1
 
 
@@ -59,10 +58,6 @@ class Admission:
             wait.
         lacks_room: whether the engine has no room for the next prompt until another one ends.
         clock: monotonic seconds, the clock of deadlines.
-
-    Attributes:
-        num_prompts: prompts in the service.
-        num_queued_tokens: prompt tokens that wait.
     """
 
     def __init__(
@@ -101,11 +96,8 @@ class Admission:
         return self._max_running + self._max_queued
 
     def check(self, tenant: str | None = None) -> None:
-        """Refuse a request of which only the tenant is known, if any request of that tenant would be refused.
-
-        Raises:
-            ApiError: 503 if there is no room.
-        """
+        """Refuse a request of which only the tenant is known, if any request of that tenant would be refused. Raises
+        ApiError: 503 if there is no room."""
         with self._counting():
             self._check_prompts(1, tenant)
             self._check_time(tenant, None)
@@ -121,14 +113,11 @@ class Admission:
         patient: bool = False,
     ) -> Ticket:
         """Reserve slots for prompts with an estimated number of tokens; leaving the ticket's context releases them.
+        Raises ApiError: 503 while there is no room, or none before the deadline; 400 if there will never be room.
 
         Args:
-            tenant: the tenant of the request.
             deadline: time on the clock by which the first token must arrive.
             patient: the request waits and asks again, so a refusal is not counted.
-
-        Raises:
-            ApiError: 503 while there is no room, or none before the deadline; 400 if there will never be room.
         """
         if prompts > self.max_prompts:
             raise ApiError(
@@ -162,11 +151,8 @@ class Admission:
         return self.reserve(prompts, tokens, tenant, deadline, patient=patient)
 
     def measure(self, tenant: str | None, estimate: int, exact: int) -> None:
-        """Replace the estimate by the exact number of tokens.
-
-        Raises:
-            ApiError: 503 if there are too many tokens; the estimate then stays.
-        """
+        """Replace the estimate by the exact number of tokens. Raises ApiError: 503 if there are too many tokens; the
+        estimate then stays."""
         with self._counting():
             self._check_tokens(exact, estimate, tenant, "")
         self.change(tenant, tokens=exact - estimate)
@@ -332,10 +318,7 @@ class _Refusal(ApiError):
 
 class Ticket:
     """The slots of one request. Leaving its context releases all slots still held, however the request ended.
-
-    Attributes:
-        num_unfinished: prompts that have not ended normally, also after the release.
-    """
+    `num_unfinished`: prompts that have not ended normally, also after the release."""
 
     def __init__(self, admission: Admission, tenant: str | None, prompts: int, tokens: int, *, crowded: bool = False):
         self._admission = admission
@@ -361,11 +344,7 @@ class Ticket:
             self._admission.change(self._tenant, prompts=-sum(self._held), waiting=-sum(self._waits), tokens=-tokens)
 
     def measure(self, tokens: Sequence[int]) -> None:
-        """Replace the estimate by each prompt's number of tokens.
-
-        Raises:
-            ApiError: 503 if there are too many tokens.
-        """
+        """Replace the estimate by each prompt's number of tokens. Raises ApiError: 503 if there are too many tokens."""
         self._admission.measure(self._tenant, self._estimate, sum(tokens))
         self._estimate, self._tokens = 0, list(tokens)
 

@@ -30,11 +30,8 @@ def serve_alone(
     listener: Listener,
     log_format: LogFormat,
 ) -> int:
-    """Load the model and serve until a signal; returns the exit status.
-
-    Raises:
-        OctavoError: the model cannot be loaded, or a setting is invalid.
-    """
+    """Load the model and serve until a signal; returns the exit status. Raises OctavoError if the model cannot be
+    loaded, or a setting is invalid."""
     with answering_while_loading(listener.socket, settings, model_id) as tell:
         server = _prepare(config, settings, model_id, version, listener, log_format, tell)
     return run_server(server, listener)

@@ -126,7 +126,8 @@ def create_app(
     created: int | None = None,
     several: Models | None = None,
 ) -> FastAPI:
-    """Build the app.
+    """Build the app. Raises ConfigError if the file with API keys cannot be read, Redis or tracing cannot be used,
+    answers cannot be stored, or a parser is unknown.
 
     Args:
         client: a started engine; the app's lifespan closes it at the end.
@@ -145,10 +146,6 @@ def create_app(
         created: the model's creation time in Unix seconds (default: now).
         several: the models of a service that has several; `client` is then `server.models.engines.AllEngines`, and
             `commons` must be given.
-
-    Raises:
-        ConfigError: the file with API keys cannot be read, Redis or tracing cannot be used, answers cannot be stored,
-            or a parser is unknown.
     """
 
     @asynccontextmanager
@@ -306,11 +303,8 @@ async def _running(batches: Batches | None) -> AsyncIterator[None]:
 
 
 def make_reader(tokenizer: Tokenizer | None, settings: ServerSettings) -> AnswerReader:
-    """The object that parses the answers of a model with this tokenizer.
-
-    Raises:
-        ConfigError: the settings name an unknown format.
-    """
+    """The object that parses the answers of a model with this tokenizer. Raises ConfigError if the settings name an
+    unknown format."""
     if tokenizer is None:
         return AnswerReader(Formats())
     templates = tokenizer.all_chat_templates

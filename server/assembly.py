@@ -29,17 +29,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """The parts that a server runs.
+    """The parts that a server runs."""
 
-    Attributes:
-        app: its lifespan closes the client at the end.
-        client: the client of a loaded engine.
-        drain: tells the app to stop.
-    """
-
-    app: FastAPI
+    app: FastAPI  # its lifespan closes the client at the end
     client: ProcessEngineClient
-    drain: Drain
+    drain: Drain  # tells the app to stop
 
 
 def assemble(
@@ -51,19 +45,16 @@ def assemble(
     api_keys: KeyRing,
     tell: Tell = lambda percent: None,
 ) -> Assembly:
-    """Load the model and build the app; blocks until it can serve.
+    """Load the model and build the app; blocks until it can serve. Raises OctavoError if the model cannot be loaded, or
+    a setting is invalid.
 
     Args:
-        config: the engine's settings.
         settings: the service's settings.
         model_id: the model's name for clients.
         version: version shown in the API's documentation.
         log_format: format of the engine's log lines.
         api_keys: read at each request, so that they may change.
         tell: called with the percentage of the loaded weights.
-
-    Raises:
-        OctavoError: the model cannot be loaded, or a setting is invalid.
     """
     tracing = start_tracing(settings, version)
     response_store = open_store(settings)

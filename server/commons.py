@@ -23,30 +23,21 @@ QUEUED_CACHES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commons:
-    """The counts over all processes.
-
-    Attributes:
-        metrics: the metrics of this process.
-        generating: limits requests that generate text.
-        pooling: limits requests for vectors, classes and masked tokens; each counts as one, however many inputs it has.
-        tokenizing: limits calls of /tokenize and /detokenize.
-        keys: counts the running requests of API keys.
-        make_turns: makes the object that submits inputs to an engine with these facts; called once.
-        render: the text of all metrics and its content type, in a format that the scraper accepts.
-        cancel: ends a tenant's answer, by id, that another process streams; returns the answer so far, or None if there
-            is none.
-        close: releases all resources.
-    """
+    """The counts over all processes."""
 
     metrics: RequestMetrics
-    generating: Gate
+    generating: Gate  # limits requests that generate text
+    # limits requests for vectors, classes and masked tokens; each counts as one, however many inputs it has
     pooling: Gate
-    tokenizing: Gate
-    keys: CountsKeys
+    tokenizing: Gate  # limits calls of /tokenize and /detokenize
+    keys: CountsKeys  # counts the running requests of API keys
+    # makes the object that submits inputs to an engine with these facts; called once
     make_turns: Callable[[EngineInfo], Turns]
+    # the text of all metrics and its content type, in a format that the scraper accepts
     render: Callable[[str | None], Awaitable[tuple[bytes, str]]]
+    # ends a tenant's answer, by id, that another process streams; returns the answer so far, or None if there is none
     cancel: Callable[[str, str | None], Awaitable[dict[str, Any] | None]]
-    close: Callable[[], Awaitable[None]]
+    close: Callable[[], Awaitable[None]]  # releases all resources
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +45,6 @@ class Admissions:
     """The limits from the settings, one for each kind of request.
 
     Args:
-        client: the engine.
         settings: the service's settings.
         rejected: called with the reason for each refused request.
     """
@@ -78,11 +68,7 @@ class Admissions:
 
 
 def own_commons(client: EngineClient, settings: ServerSettings, model_id: str, version: str) -> Commons:
-    """The shared state of a service with one HTTP process.
-
-    Raises:
-        ConfigError: Redis cannot be used.
-    """
+    """The shared state of a service with one HTTP process. Raises ConfigError: Redis cannot be used."""
     metrics = Metrics(client, model_id, version)
     admissions = Admissions.of(client, settings, metrics.rejected)
     metrics.exposition.show_admission(admissions.generating, admissions.pooling)

@@ -118,65 +118,40 @@ class Models(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """The served model and everything needed to serve it.
+    """The served model and everything needed to serve it."""
 
-    Attributes:
-        client: the engine.
-        tokenizer: the tokenizer; None: prompts are token ids and texts are empty.
-        model_id: the model's name for clients.
-        metrics: this app's counters.
-        commons: the counts over all processes that answer HTTP.
-        turns: submits inputs for vectors, classes and masked tokens to the engine.
-        live: the live feed.
-        response_store: stores answers of /v1/responses; None if none are stored.
-        batches: keeps files and batches; None if there are none.
-        running_responses: its streams, by id.
-        background: its background answers in this process, by id.
-        drain: whether the service is stopping.
-        memory: whether the process uses too much memory.
-        renderer: renders chat messages.
-        answers: parses the model's answers.
-        grammars: tries formats of answers before they reach the engine.
-        images: decodes images in requests; None if the model takes none.
-        chat_images: reads those of conversations; None: the model reads none there.
-        reading: held while a large body is parsed, so that only one needs memory at a time.
-        decoding: held while a part of a sound is decoded, which takes several times the memory of the file.
-        queueing: held by the background responses that ask for room next; the others wait.
-        settings: the service's settings.
-        created: the model's creation time in Unix seconds.
-        version: the service's version.
-        aliases: other names of the model.
-        using: a context in which the model stays loaded, for work that outlives its request.
-        models: the models of a service with several; None if there is one.
-    """
-
-    client: EngineClient
-    tokenizer: Tokenizer | None
-    model_id: str
-    metrics: RequestMetrics
-    commons: Commons
-    turns: Turns
-    live: LiveFeed
-    response_store: ResponseStore | None = None
-    batches: Batches | None = None
-    running_responses: dict[str, Cancellable] = field(default_factory=dict)
-    background: dict[str, Followed] = field(default_factory=dict)
-    drain: Drain = field(default_factory=Drain)
-    memory: MemoryGuard = field(default_factory=MemoryGuard)
-    renderer: ChatRenderer = field(default_factory=ChatRenderer)
-    answers: AnswerReader = field(default_factory=lambda: AnswerReader(Formats()))
+    client: EngineClient  # the engine
+    tokenizer: Tokenizer | None  # the tokenizer; None: prompts are token ids and texts are empty
+    model_id: str  # the model's name for clients
+    metrics: RequestMetrics  # this app's counters
+    commons: Commons  # the counts over all processes that answer HTTP
+    turns: Turns  # submits inputs for vectors, classes and masked tokens to the engine
+    live: LiveFeed  # the live feed
+    response_store: ResponseStore | None = None  # stores answers of /v1/responses; None if none are stored
+    batches: Batches | None = None  # keeps files and batches; None if there are none
+    running_responses: dict[str, Cancellable] = field(default_factory=dict)  # its streams, by id
+    background: dict[str, Followed] = field(default_factory=dict)  # its background answers in this process, by id
+    drain: Drain = field(default_factory=Drain)  # whether the service is stopping
+    memory: MemoryGuard = field(default_factory=MemoryGuard)  # whether the process uses too much memory
+    renderer: ChatRenderer = field(default_factory=ChatRenderer)  # renders chat messages
+    answers: AnswerReader = field(default_factory=lambda: AnswerReader(Formats()))  # parses the model's answers
+    # tries formats of answers before they reach the engine
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
-    images: ImageReading | None = None
-    chat_images: ChatImages | None = None
+    images: ImageReading | None = None  # decodes images in requests; None if the model takes none
+    chat_images: ChatImages | None = None  # reads those of conversations; None: the model reads none there
+    # held while a large body is parsed, so that only one needs memory at a time
     reading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
+    # held while a part of a sound is decoded, which takes several times the memory of the file
     decoding: FairSlots = field(default_factory=lambda: FairSlots(2))
+    # held by the background responses that ask for room next; the others wait
     queueing: FairSlots = field(default_factory=lambda: FairSlots(2))
-    settings: ServerSettings = field(default_factory=ServerSettings)
-    created: int = 0
-    version: str = "0"
-    aliases: frozenset[str] = frozenset()
+    settings: ServerSettings = field(default_factory=ServerSettings)  # the service's settings
+    created: int = 0  # the model's creation time in Unix seconds
+    version: str = "0"  # the service's version
+    aliases: frozenset[str] = frozenset()  # other names of the model
+    # a context in which the model stays loaded, for work that outlives its request
     using: Callable[[], AbstractContextManager[object]] = nullcontext
-    models: Models | None = None
+    models: Models | None = None  # the models of a service with several; None if there is one
 
     @property
     def fingerprint(self) -> str:

@@ -111,22 +111,14 @@ class Conversations:
     async def create(
         self, tenant: str | None, metadata: dict[str, str], items: Sequence[Item], max_size: int | None = None
     ) -> Conversation:
-        """Create a conversation.
-
-        Args:
-            max_size: maximum bytes as JSON; None for no limit.
-
-        Raises:
-            TooLargeError: it would exceed the limit.
-        """
+        """Create a conversation. `max_size`: maximum bytes as JSON; None for no limit. Raises TooLargeError if it would
+        exceed the limit."""
         return await self._run(self._create, tenant or "", metadata, items, max_size)
 
     async def get(self, id_: str, tenant: str | None) -> Conversation | None:
-        """Get an existing conversation."""
         return await self._run(self._get, id_, tenant or "")
 
     async def update(self, id_: str, tenant: str | None, metadata: dict[str, str]) -> Conversation | None:
-        """Replace its metadata."""
         return await self._run(self._update, id_, tenant or "", metadata)
 
     async def delete(self, id_: str, tenant: str | None) -> bool:
@@ -141,32 +133,23 @@ class Conversations:
         most: int | None = None,
         max_size: int | None = None,
     ) -> list[Item] | None:
-        """Add items at its end; returns them with the ids that they have there.
+        """Add items at its end; returns them with the ids that they have there. Raises TooLargeError if it would exceed
+        a limit.
 
         Args:
             most: maximum items in it; None for no limit.
             max_size: maximum bytes as JSON; None for no limit.
-
-        Raises:
-            TooLargeError: it would exceed a limit.
         """
         return await self._run(self._add, id_, tenant or "", items, most, max_size)
 
     async def page(
         self, id_: str, tenant: str | None, *, after: str | None, limit: int, ascending: bool
     ) -> Page | None:
-        """A page of its items.
-
-        Args:
-            after: the id of the item before the page; the item must exist.
-
-        Raises:
-            KeyError: it does not exist.
-        """
+        """A page of its items. `after`: the id of the item before the page; the item must exist. Raises KeyError if it
+        does not exist."""
         return await self._run(self._page, id_, tenant or "", after, limit, ascending)
 
     async def item(self, id_: str, tenant: str | None, item: str) -> Item | None:
-        """One of its items."""
         return await self._run(self._item, id_, tenant or "", item)
 
     async def delete_item(self, id_: str, tenant: str | None, item: str) -> Conversation | None:
@@ -174,14 +157,11 @@ class Conversations:
         return await self._run(self._delete_item, id_, tenant or "", item)
 
     async def history(self, id_: str, tenant: str | None, most: int, max_size: int) -> list[Item] | None:
-        """All of its items, oldest first.
+        """All of its items, oldest first. Raises TooLargeError if there are more.
 
         Args:
             most: maximum items.
             max_size: maximum bytes as JSON.
-
-        Raises:
-            TooLargeError: there are more.
         """
         return await self._run(self._history, id_, tenant or "", most, max_size)
 

@@ -81,7 +81,6 @@ class ApiError(HTTPException):
         return json.dumps(self.payload())
 
     def response(self) -> Response:
-        """The error as an HTTP response."""
         return Response(self.body(), self.status_code, self.headers, media_type="application/json")
 
 

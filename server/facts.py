@@ -40,11 +40,8 @@ def served_model_id(model: str, served_model_name: str | None) -> str:
 
 
 def read_tokenizer(config: EngineConfig, info: EngineInfo, early: EarlyTokenizer | None = None) -> Tokenizer | None:
-    """The tokenizer of the model that an engine has loaded; None if there is none or none is wanted.
-
-    Args:
-        early: a tokenizer that was read while the engine loaded; used if it belongs to the engine's model.
-    """
+    """The tokenizer of the model that an engine has loaded; None if there is none or none is wanted. `early`: a
+    tokenizer that was read while the engine loaded; used if it belongs to the engine's model."""
     if config.skip_tokenizer_init:
         return None
     own = config.tokenizer is None

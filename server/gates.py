@@ -8,11 +8,8 @@ from typing import Protocol, Self
 
 
 class Place(Protocol):
-    """The slots of one request, released when its context is left; see `server.admission.Ticket`.
-
-    Attributes:
-        num_unfinished: prompts that have not ended normally.
-    """
+    """The slots of one request, released when its context is left; see `server.admission.Ticket`. `num_unfinished`:
+    prompts that have not ended normally."""
 
     num_unfinished: int
 
@@ -25,11 +22,7 @@ class Place(Protocol):
         """Release everything that is still held; idempotent."""
 
     async def measured(self, tokens: Sequence[int]) -> None:
-        """Replace the estimate by each prompt's number of tokens.
-
-        Raises:
-            ApiError: 503 if there are too many tokens.
-        """
+        """Replace the estimate by each prompt's number of tokens. Raises ApiError: 503 if there are too many tokens."""
 
     def started(self, index: int) -> None:
         """A prompt's first token has come."""
@@ -46,11 +39,7 @@ class Gate(Protocol):
 
     async def look(self, tenant: str | None = None) -> None:
         """Refuse a request of this tenant if every request of the tenant would be refused. Only the tenant is known
-        yet.
-
-        Raises:
-            ApiError: 503 if there is no room.
-        """
+        yet. Raises ApiError: 503 if there is no room."""
 
     async def admit(
         self,
@@ -61,11 +50,6 @@ class Gate(Protocol):
         *,
         patient: bool = False,
     ) -> Place:
-        """Slots for prompts with an estimated number of tokens.
-
-        Args:
-            patient: the request waits and asks again, so a refusal does not count.
-
-        Raises:
-            ApiError: 503 while there is no room, or none before the deadline; 400 if there will never be room.
-        """
+        """Slots for prompts with an estimated number of tokens. `patient`: the request waits and asks again, so a
+        refusal does not count. Raises ApiError: 503 while there is no room, or none before the deadline; 400 if there
+        will never be room."""

@@ -46,15 +46,12 @@ def load(
     tell: Tell,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> ProcessEngineClient:
-    """Start the engine; blocks until it can serve.
+    """Start the engine; blocks until it can serve. Raises OctavoError if the model cannot be loaded.
 
     Args:
         known: finds facts about the model for the engine; called while the engine imports its modules.
         tell: called with the percentage of the loaded weights.
         meanwhile: called while the engine loads.
-
-    Raises:
-        OctavoError: the model cannot be loaded.
     """
     if note := _DEMO_NOTES.get(Path(config.model)):
         logger.info("This is the bundled demo: %s. To serve another model: octavo serve MODEL.", note)
@@ -65,11 +62,7 @@ def load(
 
 
 def say_end(failure: str | None) -> int:
-    """Log the last lines; returns the exit status.
-
-    Args:
-        failure: the reason if the engine was abandoned.
-    """
+    """Log the last lines; returns the exit status. `failure`: the reason if the engine was abandoned."""
     logger.info("Stopped.")
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         # Python removes its own handlers while it exits, so a late signal would look like a crash.

@@ -26,7 +26,6 @@ class LiveFeed:
     """Queries the engine once for all clients of the feed.
 
     Args:
-        client: the engine.
         drain: ends the feed when the service stops.
         keepalive: seconds without a change after which an empty frame is sent; 0 for never.
     """
@@ -41,11 +40,7 @@ class LiveFeed:
         self.num_watchers = 0
 
     def check_room(self) -> None:
-        """Refuse a watcher if there are too many.
-
-        Raises:
-            ApiError: 503.
-        """
+        """Refuse a watcher if there are too many. Raises ApiError: 503."""
         if self.num_watchers >= MAX_WATCHERS:
             message = (
                 f"{self.num_watchers} clients are watching already; at most {MAX_WATCHERS} are allowed. Close "

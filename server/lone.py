@@ -22,11 +22,7 @@ logger = logging.getLogger("octavo.server")
 
 
 class LoneServer(Server):
-    """A server that is the whole service except for the engine.
-
-    Attributes:
-        failure: the reason if the engine was abandoned.
-    """
+    """A server that is the whole service except for the engine. `failure`: the reason if the engine was abandoned."""
 
     def __init__(
         self,

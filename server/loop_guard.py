@@ -33,11 +33,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def is_silent(seconds: float) -> bool:
-    """Whether nothing arrives for this long.
-
-    Raises:
-        EOFError: the other process has ended.
-    """
+    """Whether nothing arrives for this long. Raises EOFError if the other process has ended."""
     if not select.select([0], [], [], seconds)[0]:
         return True
     if not os.read(0, 4096):

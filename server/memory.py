@@ -37,14 +37,12 @@ def resident_memory() -> int:
 
 
 def find_limit(setting: int | str | None, num_processes: int = 1) -> int | None:
-    """The maximum bytes for this process, which is about to serve; None for no limit.
+    """The maximum bytes for this process, which is about to serve; None for no limit. Raises ConfigError if the process
+    already uses more.
 
     Args:
         setting: max_api_memory: a size, 0 for no limit, or None for the present size plus `_SHARE` of the free memory.
         num_processes: the number of processes that share it.
-
-    Raises:
-        ConfigError: the process already uses more.
     """
     if setting == 0:
         return None

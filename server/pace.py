@@ -7,23 +7,14 @@ from collections.abc import Callable
 
 
 class Mean:
-    """A moving average, 0 before the first value.
-
-    Args:
-        memory: a new value weighs at least one in this many.
-
-    Attributes:
-        value: the average.
-        count: the number of values so far, or the memory if that is less.
-    """
+    """A moving average, 0 before the first value. `memory`: a new value weighs at least one in this many."""
 
     def __init__(self, memory: int):
         self._memory = memory
         self.value = 0.0
-        self.count = 0
+        self.count = 0  # the number of values so far, or the memory if that is less
 
     def add(self, value: float) -> None:
-        """Add a value."""
         self.count = min(self.count + 1, self._memory)
         self.value += (value - self.value) / self.count
 

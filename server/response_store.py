@@ -93,17 +93,12 @@ class StoreError(Exception):
 
 
 class HistoryError(Exception):
-    """A conversation that is incomplete or too long.
-
-    Attributes:
-        missing: the id of the missing answer; None if the conversation is too long.
-        running: whether that answer is still being generated.
-    """
+    """A conversation that is incomplete or too long."""
 
     def __init__(self, message: str, missing: str | None, running: bool = False):
         super().__init__(message)
-        self.missing = missing
-        self.running = running
+        self.missing = missing  # the id of the missing answer; None if the conversation is too long
+        self.running = running  # whether that answer is still being generated
 
 
 class _Made(msgspec.Struct):
@@ -112,19 +107,12 @@ class _Made(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """A stored answer, each part as JSON.
+    """A stored answer, each part as JSON."""
 
-    Attributes:
-        frame: the answer without its output.
-        input: the input items of its own request, without earlier turns.
-        output: the items of the answer.
-        ended: whether the answer is complete.
-    """
-
-    frame: str
-    input: str
+    frame: str  # the answer without its output
+    input: str  # the input items of its own request, without earlier turns
     output: str
-    ended: bool = True
+    ended: bool = True  # whether the answer is complete
 
     @property
     def background(self) -> bool:
@@ -142,11 +130,7 @@ class Kept:
 
 
 def open_store(settings: ServerSettings) -> ResponseStore | None:
-    """The store from the settings, if they name one.
-
-    Raises:
-        ConfigError: the file cannot be used.
-    """
+    """The store from the settings, if they name one. Raises ConfigError if the file cannot be used."""
     if settings.response_store is None:
         return None
     size = parse_bytes(settings.response_store_max_size, "response_store_max_size")
@@ -154,19 +138,14 @@ def open_store(settings: ServerSettings) -> ResponseStore | None:
 
 
 class ResponseStore:
-    """Answers by id, separate for each tenant, and conversations.
+    """Answers by id, separate for each tenant, and conversations. Raises ConfigError if the file cannot be opened, or
+    another program made it.
 
     Args:
         path: path of the file; created if missing, for this user only.
         max_age: seconds that an answer is stored.
         max_size: maximum bytes of all answers together.
         clock: seconds since 1970.
-
-    Attributes:
-        conversations: the conversations of /v1/conversations, in the same file.
-
-    Raises:
-        ConfigError: the file cannot be opened, or another program made it.
     """
 
     def __init__(
@@ -181,6 +160,7 @@ class ResponseStore:
         self._making: set[str] = set()  # answers that this process is generating
         self._has_remains = True  # whether deleted text may remain in the write-ahead log, or in pages of the file
         self._database = self._open()
+        # the conversations of /v1/conversations, in the same file
         self.conversations = Conversations(
             self._database, self._run, self._transaction, clock, lambda: self._oldest, self._make_room, self._overwrite
         )
@@ -191,11 +171,7 @@ class ResponseStore:
     async def put(
         self, id_: str, tenant: str | None, *, previous: str | None, frame: str, input: str, output: str
     ) -> None:
-        """Store an answer; others are deleted if there is no room.
-
-        Raises:
-            StoreError: it cannot be stored.
-        """
+        """Store an answer; others are deleted if there is no room. Raises StoreError if it cannot be stored."""
         kept = Kept(frame=frame, input=input, output=output)
         await self._run(self._put, id_, tenant or "", previous, kept)
 
@@ -203,14 +179,8 @@ class ResponseStore:
         self, id_: str, tenant: str | None, *, previous: str | None, frame: str, input: str, events: Sequence[str]
     ) -> None:
         """Store an answer that is being generated. If this process ends before `update` marks the answer as ended, the
-        answer has failed.
-
-        Args:
-            events: the first events of its stream; empty if no stream can be resumed.
-
-        Raises:
-            StoreError: it cannot be stored.
-        """
+        answer has failed. `events`: the first events of its stream; empty if no stream can be resumed. Raises
+        StoreError if it cannot be stored."""
         self._making.add(id_)
         try:
             kept = Kept(frame=frame, input=input, output="[]")
@@ -229,16 +199,9 @@ class ResponseStore:
         events: Sequence[str] = (),
         first: int = 0,
     ) -> bool:
-        """Store new data of an answer that is being generated; returns whether the answer still exists.
-
-        Args:
-            output: the items of the answer, which has ended.
-            events: further events of its stream.
-            first: the number of the first event.
-
-        Raises:
-            StoreError: they cannot be stored. An answer that has ended then counts as failed.
-        """
+        """Store new data of an answer that is being generated; returns whether the answer still exists. Raises
+        StoreError if they cannot be stored. An answer that has ended then counts as failed. `events`: further events of
+        its stream."""
         try:
             return await self._run(self._update, id_, tenant or "", frame, output, events, first)
         finally:
@@ -247,39 +210,23 @@ class ResponseStore:
 
     async def events(self, id_: str, tenant: str | None, after: int) -> tuple[list[str], bool] | None:
         """The events of an answer's stream after this number, and whether they are the last; None if the answer or its
-        stream does not exist.
-
-        Raises:
-            StoreError: the file cannot be read.
-        """
+        stream does not exist. Raises StoreError if the file cannot be read."""
         return await self._run(self._events, id_, tenant or "", after)
 
     async def get(self, id_: str, tenant: str | None) -> Kept | None:
-        """An answer of this tenant; None if it does not exist or is too old.
-
-        Raises:
-            StoreError: the file cannot be read.
-        """
+        """An answer of this tenant; None if it does not exist or is too old. Raises StoreError if the file cannot be
+        read."""
         return await self._run(self._get, id_, tenant or "")
 
     async def delete(self, id_: str, tenant: str | None) -> bool:
-        """Delete an answer; returns whether it existed. Responses that continue it can no longer be continued.
-
-        Raises:
-            StoreError: the file cannot be written.
-        """
+        """Delete an answer; returns whether it existed. Responses that continue it can no longer be continued. Raises
+        StoreError if the file cannot be written."""
         return await self._run(self._delete, id_, tenant or "")
 
     async def history(self, id_: str, tenant: str | None, max_size: int) -> list[dict[str, Any]]:
-        """The items of a conversation up to and including this answer, oldest first.
-
-        Args:
-            max_size: maximum characters as JSON.
-
-        Raises:
-            HistoryError: a part of it is missing, or it is too long.
-            StoreError: the file cannot be read.
-        """
+        """The items of a conversation up to and including this answer, oldest first. `max_size`: maximum characters as
+        JSON. Raises HistoryError if a part of it is missing, or it is too long. StoreError if the file cannot be
+        read."""
         return await self._run(self._history, id_, tenant or "", max_size)
 
     @asynccontextmanager
@@ -576,14 +523,7 @@ class ResponseStore:
 
 class Presence:
     """Tells the processes that share a store's file which of them still run. Each has a file beside it, which is locked
-    while the process lives.
-
-    Args:
-        path: path of the store.
-
-    Attributes:
-        name: name of this process.
-    """
+    while the process lives."""
 
     def __init__(self, path: Path):
         self._path = path

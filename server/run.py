@@ -37,18 +37,14 @@ def serve(
     several: Sequence[Declared] = (),
 ) -> int:
     """Load the model, serve until SIGTERM or Ctrl-C, stop cleanly; returns the exit status, which is 1 if the engine
-    crashed too often.
+    crashed too often. Raises StartupError if the address cannot be bound, or the certificate cannot be used.
+    OctavoError if the model cannot be loaded, or the file with API keys cannot be read.
 
     Args:
-        config: the engine's settings.
         settings: the service's settings.
         version: version shown in the API's documentation.
         notes: warnings to log first.
         several: the models, if there are several; `config` is not used then.
-
-    Raises:
-        StartupError: the address cannot be bound, or the certificate cannot be used.
-        OctavoError: the model cannot be loaded, or the file with API keys cannot be read.
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nothing has been read yet that could be reloaded
     log_format = _set_up_logging(settings)

@@ -35,11 +35,8 @@ _NEEDED = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # variables to start
 
 
 class LoopWatchdog:
-    """A watchdog for the event loop: from `start` to `stop` the loop must respond, or the process ends.
-
-    Args:
-        timeout: seconds that it may be blocked; 0 for no limit.
-    """
+    """A watchdog for the event loop: from `start` to `stop` the loop must respond, or the process ends. `timeout`:
+    seconds that it may be blocked; 0 for no limit."""
 
     def __init__(self, timeout: float):
         self._timeout = timeout
@@ -100,11 +97,7 @@ def _end_by_signal() -> None:
 
 
 async def restart_when_stuck(client: EngineClient, limit: float) -> None:
-    """Watch until cancelled.
-
-    Args:
-        limit: seconds without progress after which the engine is abandoned.
-    """
+    """Watch until cancelled. `limit`: seconds without progress after which the engine is abandoned."""
     looks = 0
     while True:
         await asyncio.sleep(limit / 10)

@@ -35,7 +35,7 @@ SAMPLE = 3
 MOST = 48
 
 ROOMY: dict[str, Any] = {
-    "device": "cpu",
+    "device": os.environ.get("OCTAVO_TEST_DEVICE", "cpu"),
     "dtype": "float32",
     "show_progress": False,
     "max_num_seqs": 64,

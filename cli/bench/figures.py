@@ -24,22 +24,15 @@ _HEAD = (
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """One request. Times are `time.perf_counter()` seconds.
-
-    Attributes:
-        ended: when it ended; 0 while it runs.
-        times: when the steps that brought tokens ended.
-        counts: the number of tokens in each of these steps.
-        failure: the kind of error and its message.
-    """
+    """One request. Times are `time.perf_counter()` seconds."""
 
     prompt_tokens: int
     started: float
-    ended: float = 0.0
+    ended: float = 0.0  # when it ended; 0 while it runs
     cached_tokens: int = 0
-    times: list[float] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    failure: tuple[str, str] | None = None
+    times: list[float] = field(default_factory=list)  # when the steps that brought tokens ended
+    counts: list[int] = field(default_factory=list)  # the number of tokens in each of these steps
+    failure: tuple[str, str] | None = None  # the kind of error and its message
 
     @property
     def output_tokens(self) -> int:
@@ -56,12 +49,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A load with a fixed number of requests at a time.
-
-    Attributes:
-        server: the model, its path and its version.
-        cpu_seconds: CPU time of this process.
-    """
+    """A load with a fixed number of requests at a time. `server`: the model, its path and its version."""
 
     records: Sequence[Record]
     settings: Mapping[str, Any]

@@ -14,12 +14,7 @@ FORMS = "N, LOW:HIGH, normal:MEAN:STD or lognormal:MEDIAN:SIGMA"
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Draws lengths of at least 1.
-
-    Attributes:
-        text: the text as given.
-        highest: the longest possible length; None if there is no limit.
-    """
+    """Draws lengths of at least 1. `highest`: the longest possible length; None if there is no limit."""
 
     text: str
     draw: Callable[[random.Random], int]
@@ -28,11 +23,7 @@ class Lengths:
 
 def parse_lengths(text: str, option: str) -> Lengths:
     """Parse a length: "128", "64:256" (uniform, both ends included), "normal:200:50" or "lognormal:200:0.8" (median,
-    and standard deviation of the logarithm).
-
-    Raises:
-        OptionError: names the option and the problem.
-    """
+    and standard deviation of the logarithm). Raises OptionError: names the option and the problem."""
     kind, _, rest = text.partition(":")
     try:
         if kind == "normal":

@@ -138,11 +138,7 @@ def _measure(args: argparse.Namespace, config: Any, input_len: Lengths, output_l
 
 
 class _Load:
-    """A load with a fixed number of requests at a time.
-
-    Attributes:
-        records: the records of the last run.
-    """
+    """A load with a fixed number of requests at a time. `records`: the records of the last run."""
 
     def __init__(self, engine: Engine, input_len: Lengths, output_len: Lengths, *, seed: int):
         self._engine = engine
@@ -154,11 +150,8 @@ class _Load:
         self.records: list[Record] = []
 
     def check(self) -> None:
-        """Refuse settings that the model does not support or that need too much room.
-
-        Raises:
-            BenchError: names the setting to change.
-        """
+        """Refuse settings that the model does not support or that need too much room. Raises BenchError: names the
+        setting to change."""
         info = self._engine.info
         if "generate" not in info.tasks:
             tasks = ", ".join(info.tasks)

@@ -17,22 +17,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command whose modules are imported only when they are needed.
-
-    Attributes:
-        group: the group in the overview.
-        about: a short description, without a full stop.
-        module: the module with `parser` and `run`.
-        kinds: names and descriptions of its subcommands; `parser` takes one as its argument.
-    """
+    """A command whose modules are imported only when they are needed."""
 
     group: str
-    about: str
-    module: str
+    about: str  # a short description, without a full stop
+    module: str  # the module with `parser` and `run`
+    # names and descriptions of its subcommands; `parser` takes one as its argument
     kinds: tuple[tuple[str, str], ...] = ()
 
     def parser(self, kind: str = "") -> OneLineParser:
-        """The parser of the command or of one of its kinds."""
         module = import_module(self.module)
         made: OneLineParser = module.parser(kind) if self.kinds else module.parser()
         return made
@@ -121,7 +114,6 @@ first steps:
 
 
 def overview() -> str:
-    """The text."""
     width = max(len(name) for name in COMMANDS) + 4
     groups: dict[str, list[str]] = {}
     for name, command in COMMANDS.items():

@@ -90,12 +90,8 @@ def run(arguments: list[str]) -> int:
 
 
 def read_requests(source: Path) -> dict[str, Place]:
-    """The places of a file's requests, by their ids.
-
-    Raises:
-        TalkError: a line is no request; says which one and why.
-        OSError: the file cannot be read.
-    """
+    """The places of a file's requests, by their ids. Raises TalkError if a line is no request; says which one and why.
+    OSError if the file cannot be read."""
     found: dict[str, Place] = {}
     for place, line in places(source):
         try:
@@ -115,12 +111,7 @@ def read_requests(source: Path) -> dict[str, Place]:
 
 def read_done(target: Path) -> tuple[set[str], int]:
     """The ids of the requests that have an answer in a file, and how many of these are errors. A last line that was cut
-    off is removed.
-
-    Raises:
-        TalkError: the file holds something else.
-        OSError: it cannot be read or written.
-    """
+    off is removed. Raises TalkError if the file holds something else. OSError if it cannot be read or written."""
     done: set[str] = set()
     failed = end = 0
     if not target.exists():
@@ -141,17 +132,11 @@ def read_done(target: Path) -> tuple[set[str], int]:
 
 
 def answer_all(source: Path, target: Path, left: list[Place], ask: Ask, concurrency: int, show: Show) -> int:
-    """Answer requests, and append each answer to a file as soon as it is there.
-
-    Args:
-        left: the places of the requests.
-        concurrency: so many at the same time.
+    """Answer requests, and append each answer to a file as soon as it is there. `concurrency`: so many at the same
+    time. Raises TalkError if the server is gone.
 
     Returns:
         The number of errors among the answers.
-
-    Raises:
-        TalkError: the server is gone.
     """
     count = errors = 0
     with source.open("rb") as lines, target.open("ab") as answers, ThreadPoolExecutor(concurrency) as threads:

@@ -13,7 +13,6 @@ KINDS = dict(COMMANDS["bench"].kinds)
 
 
 def parser(kind: str = "") -> OneLineParser:
-    """The parser of one kind, or of the command with all kinds."""
     if kind == "offline":
         from cli.bench.offline import offline_parser
 

@@ -28,7 +28,6 @@ def parser() -> OneLineParser:
 
 
 def run(arguments: list[str]) -> int:
-    """Print it."""
     given = parser().parse_args(arguments)
     from cli.completion.shape import shapes
 

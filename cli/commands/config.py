@@ -11,12 +11,10 @@ from server.config.settings import shown
 
 
 def parser() -> SettingsParser:
-    """The parser of all settings and --json."""
     return settings_parser("config", json=True)
 
 
 def run(arguments: list[str]) -> int:
-    """Show them."""
     loaded, given = load(parser(), arguments)
     print_notes(loaded)
     if given.json:

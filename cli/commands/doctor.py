@@ -6,7 +6,6 @@ from cli.settings import SettingsParser, load, print_notes, settings_parser
 
 
 def parser() -> SettingsParser:
-    """The parser of all settings and --json."""
     return settings_parser("doctor", json=True)
 
 

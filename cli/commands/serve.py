@@ -8,7 +8,6 @@ from cli.terminal.style import say
 
 
 def parser() -> SettingsParser:
-    """All settings."""
     return settings_parser("serve")
 
 

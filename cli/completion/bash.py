@@ -54,7 +54,6 @@ complete -F _octavo octavo
 
 
 def script(shapes: Sequence[Shape]) -> str:
-    """The script."""
     after, flags, following = [], [], []
     for shape in shapes:
         command = shlex.quote(shape.words)

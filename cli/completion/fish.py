@@ -24,7 +24,6 @@ complete -c octavo -f
 
 
 def script(shapes: Sequence[Shape]) -> str:
-    """The script."""
     nested = " ".join(_quoted(shape.words) for shape in shapes if shape.next and shape.words) or "''"
     lines = [line for shape in shapes for line in _lines(shape)]
     return _HEAD.replace("@NESTED@", nested) + "\n".join(lines) + "\n"

@@ -22,13 +22,7 @@ _LENGTH = 70  # maximum characters of a description
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """An argument, either the value of a flag or positional.
-
-    Attributes:
-        name: the name in the help.
-        values: the possible values; () for any.
-        files: the kind of path that it names.
-    """
+    """An argument, either the value of a flag or positional. `files`: the kind of path that it names."""
 
     name: str
     values: tuple[str, ...] = ()

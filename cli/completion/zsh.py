@@ -9,7 +9,6 @@ from cli.completion.shape import Argument, Flag, Shape
 
 
 def script(shapes: Sequence[Shape]) -> str:
-    """The script."""
     lines = ["#compdef octavo", "# zsh completion of octavo; made by `octavo completion zsh`.", ""]
     for shape in reversed(shapes):  # a function stands before its callers
         lines += _function(shape)

@@ -15,21 +15,13 @@ SHORT = 0.1  # seconds
 
 @dataclass(slots=True)
 class Answer:
-    """One streamed answer.
-
-    Attributes:
-        text: the text so far.
-        finish_reason: "stop" or "length"; None if the answer was interrupted.
-        tokens: the number of tokens of the answer; None if the server does not report it.
-        first: seconds until the first piece.
-        seconds: seconds from the request to the end.
-    """
+    """One streamed answer."""
 
     text: str = ""
-    finish_reason: str | None = None
-    tokens: int | None = None
-    first: float | None = None
-    seconds: float = 0.0
+    finish_reason: str | None = None  # "stop" or "length"; None if the answer was interrupted
+    tokens: int | None = None  # the number of tokens of the answer; None if the server does not report it
+    first: float | None = None  # seconds until the first piece
+    seconds: float = 0.0  # seconds from the request to the end
 
     def line(self) -> str:
         """Tokens, time to first token and speed after it, in words. If all tokens came within a moment, the speed
@@ -46,14 +38,9 @@ class Answer:
 
 
 def stream(model: Model, body: dict[str, Any], answer: Answer) -> Iterator[str]:
-    """The pieces of one answer as they arrive, including reasoning. `answer` holds the facts known so far.
-
-    Args:
-        body: the request's body, with `messages` for a chat, or `prompt`.
-
-    Raises:
-        TalkError: the request was refused, or the answer broke off.
-    """
+    """The pieces of one answer as they arrive, including reasoning. `answer` holds the facts known so far. `body`: the
+    request's body, with `messages` for a chat, or `prompt`. Raises TalkError if the request was refused, or the answer
+    broke off."""
     path = CHAT if "messages" in body else COMPLETIONS
     asked = {"model": model.id, **body, "stream": True, "stream_options": {"include_usage": True}}
     start, thinks = time.perf_counter(), False
@@ -79,11 +66,7 @@ def stream(model: Model, body: dict[str, Any], answer: Answer) -> Iterator[str]:
 
 
 def whole(model: Model, body: dict[str, Any]) -> dict[str, Any]:
-    """The whole body of an answer.
-
-    Raises:
-        TalkError: the request was refused, or the answer broke off.
-    """
+    """The whole body of an answer. Raises TalkError if the request was refused, or the answer broke off."""
     path = CHAT if "messages" in body else COMPLETIONS
     answer: dict[str, Any] = model.wire.json("POST", path, {"model": model.id, **body})
     return answer

@@ -23,7 +23,6 @@ class Conversation:
 
     @property
     def whole(self) -> list[dict[str, str]]:
-        """All messages."""
         first = [{"role": "system", "content": self.system}] if self.system else []
         return [*first, *self.messages]
 
@@ -45,11 +44,8 @@ class Conversation:
         return None
 
     def fit(self, model: Model, max_tokens: int | None) -> int:
-        """Drop the oldest turns until an answer has room; returns how many were dropped.
-
-        Args:
-            max_tokens: maximum tokens of the answer, if set.
-        """
+        """Drop the oldest turns until an answer has room; returns how many were dropped. `max_tokens`: maximum tokens
+        of the answer, if set."""
         if model.context is None:
             return 0
         left = max_tokens or min(_LEFT, model.context // 4)
@@ -66,11 +62,7 @@ class Conversation:
 
     def save(self, path: Path, model: str) -> None:
         """Write the conversation: as JSON, which `load` reads, if the name ends with .json, else as text. An existing
-        file is not overwritten.
-
-        Raises:
-            TalkError: the file cannot be written.
-        """
+        file is not overwritten. Raises TalkError if the file cannot be written."""
         if path.suffix == ".json":
             text = json.dumps({"model": model, "messages": self.whole}, indent=2, ensure_ascii=False) + "\n"
         else:
@@ -84,11 +76,7 @@ class Conversation:
             raise TalkError(f"{path} cannot be written: {problem.strerror or problem}.") from None
 
     def load(self, path: Path) -> None:
-        """Replace the conversation by one from a file.
-
-        Raises:
-            TalkError: the file holds no conversation.
-        """
+        """Replace the conversation by one from a file. Raises TalkError if the file holds no conversation."""
         try:
             content: Any = json.loads(path.expanduser().read_text(encoding="utf-8"))
         except OSError as problem:

@@ -25,19 +25,12 @@ _ANSWER = 128  # default maximum tokens of an answer
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model behind HTTP.
+    """A model behind HTTP."""
 
-    Attributes:
-        wire: the connection to the server.
-        id: the model's id at the server.
-        card: the server's description of the model; servers other than Octavo give less.
-        here: the model was loaded for this command.
-    """
-
-    wire: Wire
-    id: str
-    card: dict[str, Any]
-    here: bool = False
+    wire: Wire  # the connection to the server
+    id: str  # the model's id at the server
+    card: dict[str, Any]  # the server's description of the model; servers other than Octavo give less
+    here: bool = False  # the model was loaded for this command
 
     @property
     def place(self) -> str:
@@ -52,15 +45,11 @@ class Model:
 
     @property
     def encodes(self) -> bool:
-        """The model is an encoder-decoder model."""
         return self.card.get("max_encoder_len") is not None
 
     def require(self, endpoint: str) -> None:
-        """Refuse an endpoint that the model does not support. The error names the supported ones.
-
-        Raises:
-            TalkError: suggests an alternative.
-        """
+        """Refuse an endpoint that the model does not support. The error names the supported ones. Raises TalkError:
+        suggests an alternative."""
         endpoints = self.card.get("endpoints")
         if not isinstance(endpoints, list) or endpoint in endpoints:
             return
@@ -88,11 +77,8 @@ class Model:
         return count if isinstance(count, int) else None
 
     def room(self, prompt: dict[str, Any], begun: str = "") -> int:
-        """The default maximum tokens of an answer to this prompt; at least 1.
-
-        Args:
-            begun: the beginning of an encoder-decoder model's answer, which takes some of its room.
-        """
+        """The default maximum tokens of an answer to this prompt; at least 1. `begun`: the beginning of an
+        encoder-decoder model's answer, which takes some of its room."""
         if self.context is None:
             return _ANSWER
         if self.encodes:
@@ -107,11 +93,8 @@ class Model:
 
 
 def talk(prog: str, given: argparse.Namespace, with_model: Callable[[Model], int], *, chats: bool = False) -> int:
-    """Open the model that the flags name and talk with it; returns the command's status (see `talking`).
-
-    Args:
-        chats: refuse a model without a chat template before it is loaded.
-    """
+    """Open the model that the flags name and talk with it; returns the command's status (see `talking`). `chats`:
+    refuse a model without a chat template before it is loaded."""
 
     def talk() -> int:
         with open_model(
@@ -147,14 +130,12 @@ def open_model(
     chats: bool = False,
 ) -> Iterator[Model]:
     """The model for the command. With a URL, or if no model is named and a server runs at the default address, it is
-    the server's model. Otherwise the named model, or the bundled one, is loaded for the duration of the block.
+    the server's model. Otherwise the named model, or the bundled one, is loaded for the duration of the block. Raises
+    TalkError if there is no model; suggests what to do.
 
     Args:
         name: a folder or a hub id; with a URL, a model id of that server.
         loading: further flags of `octavo serve` for a model that is loaded here.
-
-    Raises:
-        TalkError: there is no model; suggests what to do.
     """
     from cli.talking.wire import Place, Wire  # importing httpx takes as long as the rest of --help
 
@@ -193,16 +174,13 @@ def serving(
     timeout: float = 600.0,
     chats: bool = False,
 ) -> Iterator[Model]:
-    """A model that is loaded for the duration of the block.
+    """A model that is loaded for the duration of the block. Raises TalkError if the model cannot be loaded.
 
     Args:
         name: a folder, a GGUF file or a hub id; None for the bundled model.
         loading: further flags of `octavo serve`.
         address: host and port to serve at; None for a private socket.
         chats: refuse a model without a chat template.
-
-    Raises:
-        TalkError: the model cannot be loaded.
     """
     from cli.talking.private import private_server
     from cli.talking.wire import Wire

@@ -60,11 +60,7 @@ def add_place(parser: OneLineParser) -> None:
 
 
 def add_server(parser: OneLineParser, url: str | None = None) -> None:
-    """Add flags for the server and its key.
-
-    Args:
-        url: the help text of --url.
-    """
+    """Add flags for the server and its key. `url`: the help text of --url."""
     group = parser.add_argument_group("server")
     group.add_argument("--url", metavar="URL", help=url or f"URL of the server [{default_url()}]")
     group.add_argument("--api-key", metavar="KEY", help="API key for the server [first key of OCTAVO_API_KEY]")
@@ -127,11 +123,8 @@ def _about(name: str) -> str:
 
 
 def decoding(given: argparse.Namespace) -> dict[str, Any]:
-    """The decoding fields for a request's body.
-
-    Raises:
-        InvalidRequestError: a value is out of range or contradicts another; names the flag.
-    """
+    """The decoding fields for a request's body. Raises InvalidRequestError if a value is out of range or contradicts
+    another; names the flag."""
     names = (*SAMPLING, *PENALTIES, *BEAMS, "n", "ignore_eos")
     values = {name: getattr(given, name, None) for name in names}
     fields = {name: value for name, value in values.items() if value is not None and value is not False}
@@ -150,11 +143,7 @@ def settings_of(parser: OneLineParser, given: argparse.Namespace) -> dict[str, A
 
 
 def check(fields: dict[str, Any]) -> None:
-    """Refuse values that no server accepts.
-
-    Raises:
-        InvalidRequestError: names the flag.
-    """
+    """Refuse values that no server accepts. Raises InvalidRequestError: names the flag."""
     try:
         SamplingParams(**fields)
     except InvalidRequestError as problem:

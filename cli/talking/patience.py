@@ -18,14 +18,12 @@ _BETWEEN = 0.5  # seconds between two requests
 
 
 def once_loaded(ask: Callable[[], T], url: str, timeout: float) -> T:
-    """The result of `ask`, which is repeated while the server loads its model; shows the progress.
+    """The result of `ask`, which is repeated while the server loads its model; shows the progress. Raises TalkError if
+    the server stopped, refused, or made no progress.
 
     Args:
         url: the server's address for messages.
         timeout: seconds without progress before giving up.
-
-    Raises:
-        TalkError: the server stopped, refused, or made no progress.
     """
     try:
         return ask()

@@ -28,15 +28,13 @@ _LAST_WORDS = 10.0  # seconds that the child has to stop
 
 @contextlib.contextmanager
 def private_server(arguments: Sequence[str], what: str, address: tuple[str, int] | None = None) -> Iterator[Place]:
-    """Serve a model until the end of the block; returns its address.
+    """Serve a model until the end of the block; returns its address. Raises TalkError if the server did not start;
+    gives the reason.
 
     Args:
         arguments: the arguments of `octavo serve`; the engine's variables (OCTAVO_DTYPE ...) apply too.
         what: the model's name for messages.
         address: host and port to serve at, with all variables of the service; None for a private socket of this user.
-
-    Raises:
-        TalkError: the server did not start; gives the reason.
     """
     with tempfile.TemporaryDirectory(prefix="octavo-") as folder, tempfile.TemporaryFile() as log:
         place, listen, environ = _private(os.path.join(folder, "s"), what) if address is None else _public(*address)
@@ -62,11 +60,8 @@ def _private(uds: str, what: str) -> tuple[Place, list[str], dict[str, str]]:
 
 
 def _public(host: str, port: int) -> tuple[Place, list[str], dict[str, str]]:
-    """An address, the flags for it, and this process's variables.
-
-    Raises:
-        TalkError: the port is taken, the host unknown, or a variable asks for a socket or for TLS.
-    """
+    """An address, the flags for it, and this process's variables. Raises TalkError if the port is taken, the host
+    unknown, or a variable asks for a socket or for TLS."""
     for name in ("OCTAVO_UDS", "OCTAVO_SSL_CERTFILE"):
         if os.environ.get(name):
             raise TalkError(

@@ -17,11 +17,7 @@ _MIB = 2**20
 
 
 def models_parser(prog: str, about: str, *, name: bool) -> OneLineParser:
-    """The parser of a command about a service's models.
-
-    Args:
-        name: whether it takes a model's name.
-    """
+    """The parser of a command about a service's models. `name`: whether it takes a model's name."""
     made = OneLineParser(prog=prog, usage=f"{prog} {'NAME ' * name}[flags]", description=about)
     if name:
         made.add_argument("name", metavar="NAME", help="name or alias of the model")
@@ -53,7 +49,6 @@ def change(prog: str, given: argparse.Namespace, path: str) -> int:
 
 
 def print_models(cards: list[dict[str, Any]]) -> None:
-    """Print one line per model."""
     rows = [
         (
             str(card.get("id", "")),

@@ -25,25 +25,17 @@ _LLAMA_CPP_LOADS = "Loading model"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The address of a server.
+    """The address of a server."""
 
-    Attributes:
-        url: the URL for messages, without /v1.
-        uds: path of a Unix socket, used instead of host and port.
-    """
-
-    url: str
+    url: str  # the URL for messages, without /v1
     host: str = "localhost"
     port: int = 80
-    uds: str = ""
+    uds: str = ""  # path of a Unix socket, used instead of host and port
 
     @classmethod
     def parse(cls, url: str) -> Place:
-        """Parse a URL, with or without /v1 at its end; http:// may be left out.
-
-        Raises:
-            TalkError: the text is not an http or https URL.
-        """
+        """Parse a URL, with or without /v1 at its end; http:// may be left out. Raises TalkError if the text is not an
+        http or https URL."""
         whole = url if "://" in url else f"http://{url}"
         try:
             parts = urlsplit(whole)
@@ -57,14 +49,8 @@ class Place:
 
 
 class Wire:
-    """Requests, each over its own connection.
-
-    Args:
-        timeout: seconds of silence after which the request is abandoned.
-
-    Raises:
-        TalkError: the key cannot be sent, or the URL names no host.
-    """
+    """Requests, each over its own connection. Raises TalkError if the key cannot be sent, or the URL names no host.
+    `timeout`: seconds of silence after which the request is abandoned."""
 
     def __init__(self, place: Place, api_key: str | None = None, timeout: float = 600.0):
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
@@ -88,21 +74,14 @@ class Wire:
             raise TalkError(f"--url {place.url}: {problem}.") from None
 
     def json(self, method: str, path: str, body: Any = None) -> Any:
-        """The answer to a request.
-
-        Raises:
-            TalkError: the server returned an error, or no answer.
-        """
+        """The answer to a request. Raises TalkError if the server returned an error, or no answer."""
         with self._problems():
             content = None if body is None else json.dumps(body)
             return self._value(self._http.request(method, path, content=content), path)
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, str, Any]:
-        """The status of an answer, its request's id and its body, whatever the status is.
-
-        Raises:
-            TalkError: none came.
-        """
+        """The status of an answer, its request's id and its body, whatever the status is. Raises TalkError: none
+        came."""
         with self._problems():
             response = self._http.request("POST", path, content=json.dumps(body))
             try:
@@ -112,11 +91,8 @@ class Wire:
             return response.status_code, response.headers.get("X-Request-ID", ""), value
 
     def events(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any]]:
-        """The events of a stream; closing the iterator cancels the request.
-
-        Raises:
-            TalkError: the request was refused, or the stream broke off.
-        """
+        """The events of a stream; closing the iterator cancels the request. Raises TalkError if the request was
+        refused, or the stream broke off."""
         finished = False
         with self._problems(), self._http.stream("POST", path, content=json.dumps(body)) as response:
             if not response.headers.get("Content-Type", "").startswith(_EVENTS):

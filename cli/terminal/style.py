@@ -78,10 +78,7 @@ def note(text: str) -> None:
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = False) -> None:
     """Print rows under headings: with rules in a terminal; otherwise in columns, without padding of the last one.
-
-    Args:
-        numbers: indices of right-aligned columns.
-    """
+    `numbers`: indices of right-aligned columns."""
     if is_rich():
         from rich import box
         from rich.console import Console

@@ -14,15 +14,10 @@ _QUIET = 0.1  # seconds over which loudness is measured
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A part of a sound.
+    """A part of a sound."""
 
-    Attributes:
-        start: the index of its first sample in the whole sound.
-        samples: at most as many as the model reads at a time.
-    """
-
-    start: int
-    samples: Samples
+    start: int  # the index of its first sample in the whole sound
+    samples: Samples  # at most as many as the model reads at a time
 
 
 class Cutter:

@@ -27,16 +27,12 @@ _COUNTED = {"FLAC": flac.counted, "MP3": mpeg.counted, "WAV": riff.counted, "WAV
 
 
 def decode_part(data: bytes, *, rate: int, start: int = 0, count: int, most_seconds: float) -> tuple[Samples, float]:
-    """Mono samples of a file, with channels averaged, and the seconds of the whole file.
+    """Mono samples of a file, with channels averaged, and the seconds of the whole file. Raises ValueError if the file
+    is not sound in a supported format, or is damaged; says which.
 
     Args:
-        data: the file.
         rate: samples per second of the result.
         start, count: the first sample of the result, and the number of samples; fewer at the end of the file.
-        most_seconds: a longer file is not decoded at all.
-
-    Raises:
-        ValueError: the file is not sound in a supported format, or is damaged; says which.
     """
     try:
         samples, seconds = _decode(_files(data), rate, start, count, most_seconds)
@@ -52,7 +48,6 @@ _known: dict[bytes, list[_File]] = {}
 
 
 def _files(data: bytes) -> list[_File]:
-    """The files that a joined file consists of."""
     key = blake2b(data, digest_size=16).digest()
     if key not in _known:
         _known.clear()
@@ -70,7 +65,6 @@ class _File:
     """A file of one stream, open only while it is read, because there may be many and a decoder takes memory.
 
     Attributes:
-        form: its format.
         rate: samples per second.
         frames: the number of frames that its header states; `_UNKNOWN` or more if it states none.
     """

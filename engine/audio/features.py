@@ -25,29 +25,21 @@ _DEPTH = 8.0  # orders of magnitude below a window's largest value that are kept
 
 @dataclass(frozen=True)
 class LogMel:
-    """Computes features of sound.
-
-    Attributes:
-        bins: bins of the mel scale.
-        rate: samples per second.
-        fft, hop: samples per frame, and from one frame to the next.
-        seconds: length of a window.
-    """
+    """Computes features of sound."""
 
     bins: int = 80
-    rate: int = 16_000
+    rate: int = 16_000  # samples per second
+    # fft, hop: samples per frame, and from one frame to the next
     fft: int = 400
     hop: int = 160
-    seconds: int = 30
+    seconds: int = 30  # length of a window
 
     @property
     def window_samples(self) -> int:
-        """Samples of a window."""
         return self.seconds * self.rate
 
     @property
     def frames(self) -> int:
-        """Frames of a window."""
         return self.window_samples // self.hop
 
     def frames_of(self, count: int) -> int:
@@ -59,11 +51,8 @@ class LogMel:
         return mel_filters(self.bins, self.fft, self.rate)
 
     def features(self, samples: Samples) -> NDArray[np.float32]:
-        """[bins, frames] of one window; a shorter one is padded with silence.
-
-        Raises:
-            ValueError: it is longer than a window.
-        """
+        """[bins, frames] of one window; a shorter one is padded with silence. Raises ValueError if it is longer than a
+        window."""
         if len(samples) > self.window_samples:
             raise ValueError(f"a window may have at most {self.window_samples} samples, got {len(samples)}")
         # Frames are centred on their positions, and the sound is mirrored at both ends.
@@ -82,18 +71,14 @@ class LogMel:
         return np.asarray((logs + 4.0) / 4.0, dtype=np.float32, order="C")
 
     def features_of_all(self, windows: Iterable[Samples]) -> list[NDArray[np.float32]]:
-        """`features` of several windows, some in parallel, because transforms release Python's lock.
-
-        Raises:
-            ValueError: a window is too long.
-        """
+        """`features` of several windows, some in parallel, because transforms release Python's lock. Raises ValueError
+        if a window is too long."""
         with ThreadPoolExecutor(max_workers=_AT_ONCE) as pool:
             return list(pool.map(self.features, windows))
 
 
 @lru_cache(maxsize=4)
 def _hann(size: int) -> NDArray[np.float32]:
-    """A periodic window."""
     return np.asarray(0.5 - 0.5 * np.cos(2.0 * np.pi * np.arange(size) / size), dtype=np.float32)
 
 
@@ -115,11 +100,8 @@ def mel_filters(bins: int, fft: int, rate: int) -> NDArray[np.float32]:
 
 
 def load_log_mel(folder: Path) -> LogMel:
-    """The feature computer that a checkpoint's `preprocessor_config.json` describes.
-
-    Raises:
-        ModelLoadError: the file is missing, or has a setting that is not supported here.
-    """
+    """The feature computer that a checkpoint's `preprocessor_config.json` describes. Raises ModelLoadError if the file
+    is missing, or has a setting that is not supported here."""
     path = folder / _FILE
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))

@@ -30,15 +30,12 @@ _CODES = {name: code for code, name in _NAMES.items()} | dict(_pairs(_ALSO))
 
 
 def language_codes() -> list[str]:
-    """The codes of all languages with a name here."""
     return list(_NAMES)
 
 
 def language_name(code: str) -> str:
-    """The English name of a language; its code if there is no name."""
     return _NAMES.get(code, code)
 
 
 def language_code(given: str) -> str:
-    """The code of a language, given its code or its name."""
     return _CODES.get(given.lower(), given.lower())

@@ -12,11 +12,8 @@ _PAGE, _BEGINS, _ENDS = 27, 2, 4
 
 
 def links(data: bytes, form: str) -> list[bytes]:
-    """The files that a joined file consists of, in order; the file itself if it is a single one.
-
-    Args:
-        form: OGG, FLAC, or another format, whose files are never joined.
-    """
+    """The files that a joined file consists of, in order; the file itself if it is a single one. `form`: OGG, FLAC, or
+    another format, whose files are never joined."""
     starts = {"OGG": _ogg_starts, "FLAC": _flac_starts}.get(form, lambda _: [])(data)[1:]
     if not starts:
         return [data]
@@ -24,11 +21,7 @@ def links(data: bytes, form: str) -> list[bytes]:
 
 
 def check_end(data: bytes) -> None:
-    """Refuse an Ogg file without its last page.
-
-    Raises:
-        ValueError: the file is cut off.
-    """
+    """Refuse an Ogg file without its last page. Raises ValueError if the file is cut off."""
     for at, end in deque(_pages(data), maxlen=1):
         if end <= len(data) and data[at + 5] & _ENDS:
             return

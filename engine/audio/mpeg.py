@@ -23,10 +23,8 @@ _OWN_BITRATE = 8 << 4  # of the header's frame: large enough for the header at e
 def counted(data: bytes) -> bytes:
     """The file itself if its header counts its frames; otherwise its frames after a new header that does.
 
-    The new file leaves out everything that is not a frame (tags, damage), and the headers of joined files.
-
-    Raises:
-        ValueError: the rate, the version or mono changes within the file, or the file ends before its header says.
+    The new file leaves out everything that is not a frame (tags, damage), and the headers of joined files. Raises
+    ValueError if the rate, the version or mono changes within the file, or the file ends before its header says.
     """
     if _is_whole(data):
         return data

@@ -18,11 +18,8 @@ _NUMBERS = 1 << 20  # source samples multiplied at a time: each is copied for ea
 
 class Resampler:
     """Mono samples at `rate` to samples at `wanted`, by a sinc with Kaiser's window (J. O. Smith, "Digital Audio
-    Resampling"). There is silence before the first and after the last sample.
-
-    Attributes:
-        reach: source samples on each side that one output sample needs.
-    """
+    Resampling"). There is silence before the first and after the last sample. `reach`: source samples on each side that
+    one output sample needs."""
 
     def __init__(self, rate: int, wanted: int):
         common = math.gcd(rate, wanted)
@@ -42,12 +39,8 @@ class Resampler:
         return -(-count * self._phases // self._step)
 
     def block(self, source: Samples, first: int, start: int, end: int) -> Samples:
-        """The output samples from `start` up to (not including) `end`.
-
-        Args:
-            source: the source samples from number `first` on, which is at most `first_needed`; after them comes
-                silence.
-        """
+        """The output samples from `start` up to (not including) `end`. `source`: the source samples from number `first`
+        on, which is at most `first_needed`; after them comes silence."""
         if self.reach == 0:
             found = source[start - first : end - first]
             return np.concatenate([found, np.zeros(max(end - start - len(found), 0), np.float32)])

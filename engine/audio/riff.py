@@ -15,11 +15,8 @@ _UNTOLD = 0x7F00_0000  # bytes from which on a size means "unknown": programs wr
 
 
 def counted(data: bytes) -> bytes:
-    """The file itself, or a copy with the right size if its header was never finished.
-
-    Raises:
-        ValueError: the header states more than there is.
-    """
+    """The file itself, or a copy with the right size if its header was never finished. Raises ValueError if the header
+    states more than there is."""
     order = _ORDERS.get(data[:4])
     at = _CHUNKS
     while order is not None and at + 8 <= len(data):

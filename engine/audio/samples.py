@@ -26,15 +26,8 @@ def fault_of(samples: Samples) -> str:
 
 
 def mono_samples(sound: Any, name: str) -> Samples:
-    """An array as float32 samples: channels are averaged and integers scaled, as for a file.
-
-    Args:
-        sound: [samples] or [samples, channels].
-        name: the array's name in errors.
-
-    Raises:
-        InvalidRequestError: the array has another form, or is not valid sound.
-    """
+    """An array as float32 samples: channels are averaged and integers scaled, as for a file. Raises InvalidRequestError
+    if the array has another form, or is not valid sound. `sound`: [samples] or [samples, channels]."""
     if not isinstance(sound, np.ndarray):
         hint = {"Tensor": "call its .numpy()", "list": "numpy.asarray(…, 'float32') converts a list of numbers"}
         reads = "soundfile.read(…, dtype='float32') reads a file"

@@ -82,12 +82,7 @@ class Placing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A coherent piece of speech.
-
-    Attributes:
-        start, end: seconds from the beginning of the whole sound.
-        tokens: the tokens of its text.
-    """
+    """A coherent piece of speech. `start`, `end`: seconds from the beginning of the whole sound."""
 
     start: float
     end: float
@@ -96,38 +91,26 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The model's answer to a window.
+    """The model's answer to a window."""
 
-    Attributes:
-        tokens: all tokens, including the end.
-        text: their text, without timestamps.
-        mean_logprob: mean log-probability of `tokens` under the model's own distribution; for beams, the search's sum
-            divided by their number.
-        temperature: the temperature at which they were sampled.
-    """
-
-    tokens: list[int]
-    text: str
+    tokens: list[int]  # all tokens, including the end
+    text: str  # their text, without timestamps
+    # mean log-probability of `tokens` under the model's own distribution; for beams, the search's sum divided by their
+    # number
     mean_logprob: float
-    temperature: float
+    temperature: float  # the temperature at which they were sampled
 
     @property
     def compression_ratio(self) -> float:
-        """The compression ratio of the text."""
         return compression_ratio(self.text)
 
 
 class Asking:
-    """The requests for a transcription.
-
-    Args:
-        info: facts about the model.
+    """The requests for a transcription. Raises InvalidRequestError if a value is invalid, or the model does not support
+    the request. `info`: facts about the model.
 
     Attributes:
         wanted: the request, with the model's own task and language where it names none.
-
-    Raises:
-        InvalidRequestError: a value is invalid, or the model does not support the request.
     """
 
     def __init__(self, info: EngineInfo, wanted: Transcription):
@@ -253,11 +236,7 @@ def _completed(wanted: Transcription, speech: SpeechInfo) -> Transcription:
 
 
 def _check_values(wanted: Transcription, vocab_size: int) -> None:
-    """Refuse values that no model supports.
-
-    Raises:
-        InvalidRequestError: names the field and the value.
-    """
+    """Refuse values that no model supports. Raises InvalidRequestError: names the field and the value."""
     if wanted.task not in (None, *_TASKS):
         fail("task", f"task must be {' or '.join(_TASKS)}, got {brief(wanted.task)}.")
     if not isinstance(wanted.language, str | None):
@@ -278,11 +257,8 @@ def _check_values(wanted: Transcription, vocab_size: int) -> None:
 
 
 def check_task(speech: SpeechInfo, wanted: Transcription) -> None:
-    """Refuse a language or a task that the model does not support.
-
-    Raises:
-        InvalidRequestError: lists the supported ones.
-    """
+    """Refuse a language or a task that the model does not support. Raises InvalidRequestError: lists the supported
+    ones."""
     languages = speech.languages or ("en",)  # a model for one language is a model for English
     if wanted.language is not None and wanted.language not in languages:
         known = ", ".join(sorted(languages))
@@ -294,11 +270,8 @@ def check_task(speech: SpeechInfo, wanted: Transcription) -> None:
 
 
 def check_alignment(speech: SpeechInfo, param: str = "word_timestamps") -> None:
-    """Refuse word times for a model whose config does not list alignment heads.
-
-    Raises:
-        InvalidRequestError: names the missing setting.
-    """
+    """Refuse word times for a model whose config does not list alignment heads. Raises InvalidRequestError: names the
+    missing setting."""
     if speech.alignment is None:
         raise InvalidRequestError(
             f"{param}: word timestamps need alignment_heads, but for this model {speech.no_alignment}. Request "
@@ -315,7 +288,6 @@ def compression_ratio(text: str) -> float:
 
 
 def said(tokens: Sequence[int], speech: SpeechInfo, ends: Sequence[int]) -> list[int]:
-    """The tokens that are text."""
     return [token for token in tokens if token < speech.first_timestamp_id and token not in ends]
 
 

@@ -20,12 +20,8 @@ _UNKNOWN = "\ufffd"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Word:
-    """A word with adjacent punctuation and, if present, the space before it.
-
-    Attributes:
-        start, end: seconds from the beginning of the whole sound.
-        tokens: the tokens of the word.
-    """
+    """A word with adjacent punctuation and, if present, the space before it. `start`, `end`: seconds from the beginning
+    of the whole sound."""
 
     start: float
     end: float
@@ -88,11 +84,7 @@ def _sentences(tokens: Sequence[int], first_timestamp: int, decode: Decode) -> I
 
 def split_words(tokens: Sequence[int], decode: Decode, language: str | None) -> list[tuple[str, list[int]]]:
     """Texts of words, which together are the whole text, and the indices of their tokens. As in the reference, an
-    incomplete character at the end is left out.
-
-    Args:
-        language: its code; None for one with spaces between words.
-    """
+    incomplete character at the end is left out. `language`: its code; None for one with spaces between words."""
     parts = _characters(tokens, decode)
     if language not in _UNSPACED:
         parts = _spaced(parts)

@@ -10,14 +10,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """The states of a pass's rows (`engine.scheduling.plan.StateRows`).
+    """The states of a pass's rows (`engine.scheduling.plan.StateRows`)."""
 
-    Attributes:
-        layers: for each layer with a state, [slots + 1, numbers] float32; slot 0 is zeros.
-        sources, targets, snapshots, afters: [rows] int32 on the host.
-    """
-
-    layers: Sequence[Tensor]
+    layers: Sequence[Tensor]  # for each layer with a state, [slots + 1, numbers] float32; slot 0 is zeros
+    # sources, targets, snapshots, afters: [rows] int32 on the host
     sources: Tensor
     targets: Tensor
     snapshots: Tensor

@@ -30,7 +30,6 @@ class PublishedConfig:
         self._other = dict(other)
 
     def __getattr__(self, name: str) -> Any:
-        """A setting that is not one of its own."""
         try:
             return vars(self)["_other"][name]
         except KeyError:
@@ -44,15 +43,9 @@ class PublishedConfig:
 
 
 def read(folder: Path, *, known: bool) -> PublishedConfig:
-    """The config of a checkpoint folder; code in the checkpoint never runs.
-
-    Args:
-        known: see `engine.configs.values.check_values`.
-
-    Raises:
-        ModelLoadError: there is no readable config, or it contains an impossible number.
-        UnsupportedModelError: the config requires the checkpoint's own code.
-    """
+    """The config of a checkpoint folder; code in the checkpoint never runs. `known`: see
+    `engine.configs.values.check_values`. Raises ModelLoadError if there is no readable config, or it contains an
+    impossible number. UnsupportedModelError if the config requires the checkpoint's own code."""
     file = folder / "config.json"
     check_values(file, read_values(file), known=known)
     list_models_once()

@@ -116,11 +116,7 @@ _NEEDED = frozenset(
 
 
 def read_values(file: Path) -> dict[str, Any]:
-    """The content of a config.json.
-
-    Raises:
-        ModelLoadError: the file cannot be read, or is not a JSON object.
-    """
+    """The content of a config.json. Raises ModelLoadError if the file cannot be read, or is not a JSON object."""
     try:
         if file.stat().st_size > _MOST_BYTES:
             raise ModelLoadError(f"{file} cannot be read: it has more than {_MOST_BYTES} bytes.")
@@ -135,15 +131,8 @@ def read_values(file: Path) -> dict[str, Any]:
 
 
 def check_values(file: Path, values: Mapping[str, Any], *, known: bool) -> None:
-    """Refuse impossible numbers and other unusable values.
-
-    Args:
-        file: the file that contains them.
-        known: whether the architecture is supported; for others, only too large values are refused here.
-
-    Raises:
-        ModelLoadError: names the field, its value and the allowed range.
-    """
+    """Refuse impossible numbers and other unusable values. `known`: whether the architecture is supported; for others,
+    only too large values are refused here. Raises ModelLoadError: names the field, its value and the allowed range."""
     named = values.get("architectures")
     if not (named is None or (isinstance(named, list) and all(isinstance(name, str) for name in named))):
         raise ModelLoadError(f"{file}: architectures must be a list of names, got {_shown(named)}.")

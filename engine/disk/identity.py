@@ -23,13 +23,7 @@ _HEAD, _SAMPLE, _SAMPLES = 2**20, 2**14, 64  # bytes that are read from a file o
 
 def identity(config: EngineConfig, info: EngineInfo, key_centres: Sequence[Tensor | None]) -> bytes:
     """16 bytes that differ if pages may differ: for another model or format, other code, or another kind of machine.
-
-    Args:
-        key_centres: the pages' `KVCache.key_centres`.
-
-    Raises:
-        OSError: the model's files are gone.
-    """
+    `key_centres`: the pages' `KVCache.key_centres`. Raises OSError if the model's files are gone."""
     device, library = torch.device(info.device), native.current()
     centres = hashlib.blake2b(digest_size=16)
     for centre in key_centres:

@@ -18,11 +18,7 @@ logger = logging.getLogger("octavo.disk")
 
 def open_store(config: EngineConfig, executor: Executor) -> tuple[PageStore, PageContent] | None:
     """The folder of an engine's pages, and access to their content; None if the settings name no folder, the model has
-    no pages that prompts share, or the disk fails.
-
-    Raises:
-        ConfigError: the folder cannot be used.
-    """
+    no pages that prompts share, or the disk fails. Raises ConfigError if the folder cannot be used."""
     if config.kv_disk is None:
         return None
     info, needs = executor.facts.info, executor.facts.needs
@@ -60,11 +56,7 @@ def open_store(config: EngineConfig, executor: Executor) -> tuple[PageStore, Pag
 
 
 def check_kv_disk(config: EngineConfig) -> None:
-    """Refuse settings that contradict `kv_disk`, if it is set.
-
-    Raises:
-        ConfigError: names the settings.
-    """
+    """Refuse settings that contradict `kv_disk`, if it is set. Raises ConfigError: names the settings."""
     if config.kv_disk is None:
         return
     if not config.enable_prefix_caching:
@@ -79,11 +71,7 @@ def check_kv_disk(config: EngineConfig) -> None:
 
 
 def kv_folder(path: str) -> Path:
-    """The folder that `kv_disk` names.
-
-    Raises:
-        ConfigError: there is no such home folder.
-    """
+    """The folder that `kv_disk` names. Raises ConfigError if there is no such home folder."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:

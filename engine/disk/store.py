@@ -43,7 +43,7 @@ LOCK_SECONDS = 5.0  # another process holds the lock for one page, or while it l
 
 class PageStore:
     """One model's pages in a folder, which other models and other processes may share. Methods may be called by several
-    threads.
+    threads. Raises OSError if the folder cannot be made or read, or it contains no key and none can be written.
 
     Args:
         folder: created if it does not exist; other files in it are not touched.
@@ -52,14 +52,9 @@ class PageStore:
         page_bytes: bytes of a page's content.
 
     Attributes:
-        key: the folder's secret.
         known: hashes of this model's pages, as far as this process has seen.
         bytes_used: bytes of all pages in the folder, as of the last change that this process has seen.
-        writable: whether pages can be written, not only read.
         damaged: how many files had a wrong checksum.
-
-    Raises:
-        OSError: the folder cannot be made or read, or it contains no key and none can be written.
     """
 
     def __init__(self, folder: Path, limit: int, model: bytes, page_bytes: int):
@@ -102,11 +97,7 @@ class PageStore:
 
     def write(self, page_hash: bytes, content: Bytes) -> bool:
         """Store a page; returns False if it is stored already, or larger than the limit. Least recently used pages are
-        removed to make room.
-
-        Raises:
-            OSError: it cannot be written; nothing was changed.
-        """
+        removed to make room. Raises OSError if it cannot be written; nothing was changed."""
         if not self.writable or self._cost > self.limit:
             return False
         with self._locked():
@@ -138,10 +129,7 @@ class PageStore:
 
     def read(self, page_hash: bytes, content: Bytes) -> bool:
         """Fill `content` with a page; returns False if it does not exist, is incomplete, or is not what was written.
-
-        Raises:
-            OSError: the disk fails.
-        """
+        Raises OSError if the disk fails."""
         path = self._path(page_hash)
         try:
             file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _FLAGS)
@@ -183,11 +171,7 @@ class PageStore:
                     os.utime(path, ns=(now, now - number * 1000))
 
     def refresh(self) -> None:
-        """Read the folder again if another process has changed it.
-
-        Raises:
-            OSError: it cannot be listed.
-        """
+        """Read the folder again if another process has changed it. Raises OSError if it cannot be listed."""
         with self._mutex:
             if self._lock < 0:
                 return
@@ -215,11 +199,8 @@ class PageStore:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """A context for a change, in which no other thread or process makes one.
-
-        Raises:
-            OSError: the lock cannot be acquired.
-        """
+        """A context for a change, in which no other thread or process makes one. Raises OSError if the lock cannot be
+        acquired."""
         with self._mutex:
             self._take_lock()
             try:

@@ -44,11 +44,7 @@ _TURN = 16 * 2**20  # bytes that are copied into pages between two steps of othe
 
 
 class Content(Protocol):
-    """Pages as bytes on the host (`engine.execution.page_content`).
-
-    Attributes:
-        size: bytes of a page.
-    """
+    """Pages as bytes on the host (`engine.execution.page_content`). `size`: bytes of a page."""
 
     size: int
 
@@ -61,41 +57,28 @@ class Content(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class DiskCounts:
-    """Counters since the start.
+    """Counters since the start."""
 
-    Attributes:
-        written, read: numbers of pages.
-        dropped: evicted pages that were not written because the disk was too slow, or failed.
-        hits: number of requests for which pages were read.
-        errors: number of damaged files, and of failed reads and writes.
-    """
-
+    # written, read: numbers of pages
     written: int = 0
     read: int = 0
-    dropped: int = 0
-    hits: int = 0
-    errors: int = 0
+    dropped: int = 0  # evicted pages that were not written because the disk was too slow, or failed
+    hits: int = 0  # number of requests for which pages were read
+    errors: int = 0  # number of damaged files, and of failed reads and writes
 
 
 @dataclass(slots=True)
 class _Restore:
-    """A request that waits for pages.
-
-    Attributes:
-        hashes, seen: those of the beginning to find, as for `BlockPool.match`.
-        places: positions of the needed pages that are on the disk.
-        kept: number of pages in memory.
-        placed: number of pages that it has restored.
-        over: whether no more of its pages are wanted.
-    """
+    """A request that waits for pages."""
 
     group: SequenceGroup
+    # hashes, seen: those of the beginning to find, as for `BlockPool.match`
     hashes: list[PageHash]
-    places: list[int]
-    kept: int
+    places: list[int]  # positions of the needed pages that are on the disk
+    kept: int  # number of pages in memory
     seen: int | None
     placed: int = 0
-    over: bool = False
+    over: bool = False  # whether no more of its pages are wanted
 
 
 @dataclass(slots=True)
@@ -112,7 +95,6 @@ class DiskTier:
     """Moves pages between a pool and a store.
 
     Args:
-        store: the folder.
         content: the content of the pool's pages.
         scheduler: the scheduler of the waiting requests, with its pool.
     """
@@ -148,11 +130,7 @@ class DiskTier:
 
     def begin(self, group: SequenceGroup, hashes: Sequence[PageHash], seen: int | None) -> bool:
         """Whether a request waits from now on because pages of its prompt are on the disk and not in memory;
-        `Scheduler.restored` returns it.
-
-        Args:
-            hashes, seen: as for `BlockPool.match`.
-        """
+        `Scheduler.restored` returns it. `hashes`, `seen`: as for `BlockPool.match`."""
         store = self._store.known
         if not store or not hashes or self._hangs:
             return False

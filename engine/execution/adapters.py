@@ -26,22 +26,16 @@ class LoadedAdapters:
     Args:
         max_loras: number of slots; 0: the model does not support adapters.
         max_rank: the maximum rank of an adapter.
-
-    Attributes:
-        heads: adapters' own heads, by slot.
     """
 
     def __init__(self, model: Transformer, max_loras: int, max_rank: int):
         self._model, self._max_loras, self.max_rank = model, max_loras, max_rank
         self._filled: dict[int, list[Linear]] = {}
-        self.heads: dict[int, Head] = {}
+        self.heads: dict[int, Head] = {}  # adapters' own heads, by slot
 
     def load(self, name: str, source: Adapter | str, slot: int) -> AdapterInfo:
-        """Load an adapter, or the one in a folder or file, into an empty slot.
-
-        Raises:
-            AdapterError: the adapter does not fit the model; nothing was changed.
-        """
+        """Load an adapter, or the one in a folder or file, into an empty slot. Raises AdapterError if the adapter does
+        not fit the model; nothing was changed."""
         adapter = self._read(name, source) if isinstance(source, str) else replace(source, name=name)
         if not 1 <= slot <= self._max_loras:
             raise AdapterError(f"slot {slot} must be from 1 to {self._max_loras} (max_loras).")
@@ -63,7 +57,6 @@ class LoadedAdapters:
         )  # fmt: skip
 
     def unload(self, slot: int) -> None:
-        """Empty a slot."""
         self._empty(self._filled.pop(slot, []), slot)
         self.heads.pop(slot, None)
 
@@ -80,7 +73,6 @@ class LoadedAdapters:
             raise AdapterError(f"adapter {name!r} cannot be loaded: {error}") from error
 
     def _head(self, adapter: Adapter) -> Head | None:
-        """The head in an adapter, if it has one."""
         if not adapter.replaced:
             return None
         head, prefix = self._model.head, "head."

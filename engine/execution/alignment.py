@@ -53,11 +53,8 @@ class KeptQueries:
 
 
 class Aligner:
-    """Finds where the tokens of a plan's rows are spoken, from the encoder's output for their inputs.
-
-    Args:
-        model: an encoder-decoder model.
-    """
+    """Finds where the tokens of a plan's rows are spoken, from the encoder's output for their inputs. `model`: an
+    encoder-decoder model."""
 
     def __init__(self, model: Transformer):
         decoder = model.spec.decoder
@@ -65,11 +62,8 @@ class Aligner:
 
     def align(self, plan: StepPlan, kept: KeptQueries, cache: KVCache) -> tuple[PooledRow, ...]:
         """For each row that ends its tokens, their positions [tokens, 1], without those that began the answer; for
-        other rows, the queries so far, [tokens, heads * head_dim]. If weights are NaN, so are positions.
-
-        Args:
-            cache: holds the encoder's keys.
-        """
+        other rows, the queries so far, [tokens, heads * head_dim]. If weights are NaN, so are positions. `cache`: holds
+        the encoder's keys."""
         return tuple(self._row(plan, wanted, kept.of(number), cache) for number, wanted in enumerate(plan.pooling))
 
     def _row(self, plan: StepPlan, wanted: PoolingRow, queries: Tensor, cache: KVCache) -> PooledRow:

@@ -82,11 +82,8 @@ def _chosen(
 
 
 class BeamsOnDevice:
-    """Chooses the continuing beams with kernels of `engine.backends.triton`.
-
-    Args:
-        sampled: int32 memory that has the previous step's tokens and receives the chosen ones.
-    """
+    """Chooses the continuing beams with kernels of `engine.backends.triton`. `sampled`: int32 memory that has the
+    previous step's tokens and receives the chosen ones."""
 
     def __init__(self, sampled: Tensor):
         self._sampled = sampled
@@ -101,7 +98,6 @@ class BeamsOnDevice:
 
         Args:
             before: the samples of the previous step; the sampler was not used since.
-            cache: the cache in which pages are copied.
             width: number of columns of the plan's tables.
             tables: [rows, blocks] int32, contiguous, the plan's tables.
         """
@@ -143,11 +139,8 @@ class BeamsOnDevice:
 
 
 def _numbers(searches: Searches, columns: int) -> tuple[Int32, int, int]:
-    """The numbers for the kernel, the maximum number of candidates of a search, and the number of rows of all searches.
-
-    Args:
-        columns: the number of candidates of each beam.
-    """
+    """The numbers for the kernel, the maximum number of candidates of a search, and the number of rows of all
+    searches."""
     from engine.backends.triton import beams
 
     count, total = len(searches.rows), len(searches.pages)

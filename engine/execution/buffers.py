@@ -53,11 +53,8 @@ class Buffer:
 
 
 class SideBuffers:
-    """Memory for the sides of a step's tokens, allocated for each side when a plan first has it.
-
-    Args:
-        size: number of tokens of a typical step.
-    """
+    """Memory for the sides of a step's tokens, allocated for each side when a plan first has it. `size`: number of
+    tokens of a typical step."""
 
     def __init__(self, size: int, device: torch.device):
         self._size, self._device = size, device

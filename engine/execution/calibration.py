@@ -32,10 +32,8 @@ def mean_keys(model: Transformer, context_length: int | None = None) -> list[Ten
 
     The rows start at any position of the context, so that rotated features have no mean: one that holds only for some
     positions would do harm at the others. Tokens and positions depend only on the checkpoint, so neither a restart, nor
-    max_model_len, nor earlier requests change an answer.
-
-    Args:
-        context_length: tokens of context that the model was made for; None if that is not known.
+    max_model_len, nor earlier requests change an answer. `context_length`: tokens of context that the model was made
+    for; None if that is not known.
     """
     spec, device, random = model.spec, model.device, torch.Generator().manual_seed(0)
     # If long contexts are rotated differently, short ones count: the long ones are stretched to rotate as far.
@@ -69,7 +67,6 @@ def mean_keys(model: Transformer, context_length: int | None = None) -> list[Ten
 
 
 def _rows(table: RotaryTable, length: int, positions: Tensor) -> RotaryTable:
-    """A table like this one with rows for these positions."""
     own = RotaryTable(table.part, table.cos.shape[1], 0, table.cos.device, dtype=table.cos.dtype)
     own.extend(length, positions)
     return own

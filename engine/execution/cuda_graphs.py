@@ -51,12 +51,6 @@ class DecodeGraphs:
         record: makes a graph of a function.
         min_rows: minimum rows of a matrix product (`engine.execution.invariance`).
         seconds: measures a graph; None: nothing is timed (`OneRow`).
-
-    Attributes:
-        hidden: [maximum rows, features] memory for a step's hidden states.
-        sampling: the recorded sampling that follows, if there is one.
-        one_row: how one row was recorded.
-        num_replayed: number of steps that ran as a graph.
     """
 
     def __init__(
@@ -80,12 +74,13 @@ class DecodeGraphs:
         blocks = math.ceil(model.max_model_len / size)
         self.state = DecodeState(self._sizes[-1], blocks, memory_blocks, model.device, model.sides)
         features = model.spec.trunk.output_size
+        # [maximum rows, features] memory for a step's hidden states
         self.hidden = torch.zeros(self._sizes[-1], features, dtype=model.dtype, device=model.device)
         self._starts = torch.arange(self._sizes[-1] + 1, dtype=torch.int32, device=model.device)
         self._graphs: dict[int, Callable[[], None]] = {}
-        self.sampling: SamplingGraphs | None = None
-        self.one_row = OneRow(model, record, seconds)
-        self.num_replayed = 0
+        self.sampling: SamplingGraphs | None = None  # the recorded sampling that follows, if there is one
+        self.one_row = OneRow(model, record, seconds)  # how one row was recorded
+        self.num_replayed = 0  # number of steps that ran as a graph
         self._written = 0  # the slot of the recorded row
 
     @torch.inference_mode()
@@ -121,11 +116,8 @@ class DecodeGraphs:
         )
 
     def run(self, plan: StepPlan, search: Callable[[Tensor], None] | None = None) -> Tensor:
-        """Hidden states [R, features] of a plan that this serves; valid until the next step.
-
-        Args:
-            search: changes the block tables [rows, blocks] as the plan's searches have chosen.
-        """
+        """Hidden states [R, features] of a plan that this serves; valid until the next step. `search`: changes the
+        block tables [rows, blocks] as the plan's searches have chosen."""
         self.state.load(plan)
         if search is not None and plan.searches is not None:
             search(self.state.tables)

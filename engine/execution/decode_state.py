@@ -30,28 +30,18 @@ _TOKEN, _SOURCE, _POSITION, _CONTEXT, _ADVANCE, _MEMORY, _SIDES = range(7)
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """The inputs of a step's N rows, including padding: at the same addresses in every step of N rows.
+    """The inputs of a step's N rows, including padding: at the same addresses in every step of N rows."""
 
-    Attributes:
-        tokens: [N] int32 ids, if the host knows them.
-        sources: [N] int32 the sampled row of the previous step that has the token, otherwise; -1 for none.
-        positions, contexts: [N] int32.
-        moving: [N] int32, 1 for rows that advance, 0 for padding.
-        tables: [N, max blocks] int32.
-        sides: [N] or [N, width] int32, the sides that the model reads.
-        memory_lens: [N] int32 tokens of encoder inputs.
-        memories: [N, max encoder blocks] int32 pages of encoder inputs.
-    """
-
-    tokens: Tensor
-    sources: Tensor
+    tokens: Tensor  # [N] int32 ids, if the host knows them
+    sources: Tensor  # [N] int32 the sampled row of the previous step that has the token, otherwise; -1 for none
+    # positions, contexts: [N] int32
     positions: Tensor
     contexts: Tensor
-    moving: Tensor
-    tables: Tensor
-    sides: dict[str, Tensor]
-    memory_lens: Tensor
-    memories: Tensor
+    moving: Tensor  # [N] int32, 1 for rows that advance, 0 for padding
+    tables: Tensor  # [N, max blocks] int32
+    sides: dict[str, Tensor]  # [N] or [N, width] int32, the sides that the model reads
+    memory_lens: Tensor  # [N] int32 tokens of encoder inputs
+    memories: Tensor  # [N, max encoder blocks] int32 pages of encoder inputs
 
     def advance(self) -> None:
         """End the step: positions and contexts advance."""
@@ -211,11 +201,8 @@ class DecodeState:
 
 
 class _Sender:
-    """Writes single numbers to an array on the device, without waiting for it.
-
-    Attributes:
-        count: how many numbers were sent so far.
-    """
+    """Writes single numbers to an array on the device, without waiting for it. `count`: how many numbers were sent so
+    far."""
 
     def __init__(self, target: Tensor):
         self._target = target

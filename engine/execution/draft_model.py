@@ -42,23 +42,14 @@ _PRIOR, _COUNT, _MEMORY, _RETURN = 0.7, 4.0, 0.95, 0.002
 
 @dataclass(slots=True)
 class Shadow:
-    """The small model's view of a sequence.
+    """The small model's view of a sequence."""
 
-    Attributes:
-        group: of the request without an adapter and without log-probabilities.
-        sequence: the tokens, drafts included, with their pages of the small model.
-        num_known: tokens of the sequence that were no drafts, when it was last looked at.
-        proposal: the drafts after them.
-        num_releases: the sequence's, when the shadow was made.
-        rate: the share of drafts that were right.
-    """
-
-    group: SequenceGroup
-    sequence: Sequence
-    num_releases: int
-    num_known: int
+    group: SequenceGroup  # of the request without an adapter and without log-probabilities
+    sequence: Sequence  # the tokens, drafts included, with their pages of the small model
+    num_releases: int  # the sequence's, when the shadow was made
+    num_known: int  # tokens of the sequence that were no drafts, when it was last looked at
     proposal: list[int] = field(default_factory=list)
-    rate: float = _PRIOR
+    rate: float = _PRIOR  # the share of drafts that were right
     seen: float = _COUNT
 
     def follow(self, real: Sequence) -> None:
@@ -82,16 +73,9 @@ class Shadow:
 
 
 class DraftModel:
-    """Drafts from a small model with pages of its own, as many as the large one has.
-
-    Args:
-        config: of the large model.
-        settings: name the small one.
-        read: reads the config of a checkpoint folder.
-
-    Raises:
-        ModelLoadError, UnsupportedModelError, ConfigError: the small model cannot be loaded, or is of the wrong kind.
-    """
+    """Drafts from a small model with pages of its own, as many as the large one has. Raises ModelLoadError,
+    UnsupportedModelError, ConfigError if the small model cannot be loaded, or is of the wrong kind. `read`: reads the
+    config of a checkpoint folder."""
 
     def __init__(self, config: EngineConfig, settings: SpeculativeConfig, read: ConfigReader):
         assert settings.model is not None
@@ -128,17 +112,13 @@ class DraftModel:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page of the small model."""
         runner = self._executor.runner
         dtype = choose_cache_dtype(self._config.kv_cache_dtype, runner.model.dtype)
         return page_bytes(runner.model.kv_shapes(), self._config.block_size, dtype)
 
     def join(self, info: EngineInfo) -> None:
-        """Serve this large model from now on, with as many pages as it has.
-
-        Raises:
-            ConfigError: the vocabularies differ, or the large model is of the wrong kind.
-        """
+        """Serve this large model from now on, with as many pages as it has. Raises ConfigError if the vocabularies
+        differ, or the large model is of the wrong kind."""
         own = self._executor.facts.info
         if info.vocab_size != own.vocab_size:
             raise ConfigError(
@@ -161,11 +141,8 @@ class DraftModel:
         logger.info("Draft model: %s, with %d pages of its own", own.model, info.num_blocks)
 
     def check_tokens(self, info: EngineInfo, text: Callable[[int], str], own_text: Callable[[int], str]) -> None:
-        """Compare the texts of all tokens in the large model and in the small one.
-
-        Raises:
-            ConfigError: they differ.
-        """
+        """Compare the texts of all tokens in the large model and in the small one. Raises ConfigError if they
+        differ."""
         for token in range(info.vocab_size):
             one, other = text(token), own_text(token)
             if one != other:

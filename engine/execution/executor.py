@@ -41,11 +41,7 @@ class ModelFacts:
 
 
 class Executor(Protocol):
-    """Computes steps, in the order in which they are launched.
-
-    Attributes:
-        facts: the facts about its model.
-    """
+    """Computes steps, in the order in which they are launched."""
 
     facts: ModelFacts
 
@@ -56,11 +52,8 @@ class Executor(Protocol):
         """Copy pages [C, 2] (source, destination), without a step."""
 
     def load_adapter(self, name: str, source: Adapter | str, slot: int) -> AdapterInfo:
-        """Load an adapter, or the one in a folder or file, into an empty slot.
-
-        Raises:
-            AdapterError: the adapter does not fit the model; nothing was changed.
-        """
+        """Load an adapter, or the one in a folder or file, into an empty slot. Raises AdapterError if the adapter does
+        not fit the model; nothing was changed."""
 
     def unload_adapter(self, slot: int) -> None:
         """Empty a slot. No later step may have rows with its adapter."""

@@ -32,11 +32,7 @@ class GpuFacts:
 
 
 def look_at(device: torch.device, utilization: float) -> GpuFacts:
-    """The facts about a GPU before anything is loaded onto it.
-
-    Args:
-        utilization: share of its memory that may be used.
-    """
+    """The facts about a GPU before anything is loaded onto it. `utilization`: share of its memory that may be used."""
     device, count = _numbered(device), torch.cuda.device_count()
     name = torch.cuda.get_device_name(device)
     slice_of = ", a slice, whose memory alone counts" if " MIG " in name else ""

@@ -26,7 +26,6 @@ class SamplingGraphs:
         sampled: [maximum rows] int32 memory in which the next step looks for its tokens.
 
     Attributes:
-        num_replayed: number of steps that were sampled as a graph.
         num_sent: number of these steps that sent something to the device.
     """
 

@@ -40,16 +40,11 @@ def _positions(tower: Transformer) -> int:
 
 
 class ImageVectors:
-    """Makes and keeps the vectors of images.
-
-    Args:
-        model: with a part that makes them.
-        info: of its images.
-        min_rows: fewest rows of a matrix product (`engine.execution.invariance`).
+    """Makes and keeps the vectors of images. `min_rows`: fewest rows of a matrix product
+    (`engine.execution.invariance`).
 
     Attributes:
         num_made: how often vectors of an image were made.
-        num_bytes: of all kept vectors.
     """
 
     def __init__(self, model: Transformer, info: VisionInfo, min_rows: int, most_bytes: int = MOST_BYTES):

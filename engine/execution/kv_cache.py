@@ -51,10 +51,7 @@ class KVCache:
         """Allocate num_blocks pages and block 0 in a format of `engine.backends.attention.formats`.
 
         `key_centres`, for int8 and fp8 only: what is subtracted from each layer's keys (`Paged.key_centre`), None if
-        nothing is.
-
-        Raises:
-            ConfigError: there is not enough memory for them.
+        nothing is. Raises ConfigError if there is not enough memory for them.
         """
         self.block_size = block_size
         self.states: StateCache | None = None  # beside the pages, if the model's layers have states
@@ -200,12 +197,8 @@ def count_blocks(
     """The number of pages to allocate: what memory allows, and at most what max_num_seqs sequences of max_model_len
     tokens, each with an encoder's input of max_encoder_len, can use. `dtype` is the pages' format; `reserved` bytes of
     the memory that is free now are for other things; `available` are for pages, if that was measured
-    (`engine.execution.profiling`); `states` of the memory for pages are for state slots; `beside` bytes are
-    another model's for each page.
-
-    Raises:
-        ConfigError: there is no room for a single page.
-    """
+    (`engine.execution.profiling`); `states` of the memory for pages are for state slots; `beside` bytes are another
+    model's for each page. Raises ConfigError if there is no room for a single page."""
     size = page_bytes(shapes, config.block_size, dtype) + beside
     useful = config.most_seqs * sum(math.ceil(n / config.block_size) for n in (max_model_len, max_encoder_len or 0))
     if config.num_gpu_blocks_override is not None:

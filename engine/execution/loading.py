@@ -41,14 +41,12 @@ def check_weights_fit(
     """Refuse weights that exceed the free memory, before they are read.
 
     A CPU's operating system hands out memory that it does not have, and kills the process that uses it. If a control
-    group limits the memory, its limit counts (`engine.host.cgroups`).
+    group limits the memory, its limit counts (`engine.host.cgroups`). Raises ModelLoadError if the weights take more
+    than there is.
 
     Args:
         scheme: how quantised weights are stored.
         utilization: share of a GPU's memory that may be used.
-
-    Raises:
-        ModelLoadError: the weights take more than there is.
     """
     memory = device_memory(device)
     with Checkpoint(path, scheme) as checkpoint:
@@ -116,11 +114,8 @@ def _instead(
 
 
 def check_positions_fit(spec: ModelSpec, max_model_len: int) -> None:
-    """Refuse a context whose position tables exceed the free memory; they are made on the CPU.
-
-    Raises:
-        ModelLoadError: names --max-model-len.
-    """
+    """Refuse a context whose position tables exceed the free memory; they are made on the CPU. Raises ModelLoadError:
+    names --max-model-len."""
     parts = [part for stack in (spec.encoder, spec.decoder) if stack for part in stack.attentions]
     # Cosines, sines and angles of all features, in float32, or a bias for each head.
     widest = max((3 * part.turned if isinstance(part.position, Rotary) else part.heads for part in parts), default=0)
@@ -136,15 +131,11 @@ def find_quantization(
     config: EngineConfig, path: Path, device: torch.device, scheme: Scheme | None = None
 ) -> Wanted | None:
     """The format that matrices are converted to. A CPU with Octavo's own kernels serves quantised weights in their
-    stored format.
+    stored format. Raises ConfigError if this device does not support the format.
 
     Args:
-        path: the checkpoint's path.
         scheme: how the checkpoint stores quantised weights, which may name a format for serving; on a GPU without
             kernels for that, they become plain.
-
-    Raises:
-        ConfigError: this device does not support the format.
     """
     if config.quantization == "none":
         return None
@@ -171,11 +162,8 @@ def find_quantization(
 
 @contextmanager
 def explained(model: str) -> Iterator[None]:
-    """Turn missing memory and unreadable files into errors that say what to do.
-
-    Raises:
-        ModelLoadError: instead of MemoryError, PermissionError, and torch's errors for missing memory.
-    """
+    """Turn missing memory and unreadable files into errors that say what to do. Raises ModelLoadError: instead of
+    MemoryError, PermissionError, and torch's errors for missing memory."""
     try:
         yield
     except PermissionError as error:
@@ -193,14 +181,9 @@ def explained(model: str) -> Iterator[None]:
 
 
 def find_max_model_len(config: EngineConfig, hf_config: Any, spec: ModelSpec, own: int | None = None) -> int:
-    """The maximum length of prompt plus answer, in tokens: as set, else what the model was made for.
-
-    Args:
-        own: the longest input according to the model's own settings for embeddings, below its number of positions.
-
-    Raises:
-        ConfigError: neither is known.
-    """
+    """The maximum length of prompt plus answer, in tokens: as set, else what the model was made for. `own`: the longest
+    input according to the model's own settings for embeddings, below its number of positions. Raises ConfigError:
+    neither is known."""
     trained = context_length(hf_config, spec)
     encoder = spec.max_encoder_positions
     if config.max_model_len is None:
@@ -223,11 +206,7 @@ def find_max_model_len(config: EngineConfig, hf_config: Any, spec: ModelSpec, ow
 
 def find_max_encoder_len(config: EngineConfig, spec: ModelSpec, max_model_len: int) -> int:
     """The longest input of an encoder beside a decoder, in tokens: like `find_max_model_len`, but if the encoder has
-    more positions, as many as it has or as are set.
-
-    Args:
-        max_model_len: the result of `find_max_model_len`.
-    """
+    more positions, as many as it has or as are set. `max_model_len`: the result of `find_max_model_len`."""
     own = spec.max_encoder_positions
     if own is None:
         return max_model_len

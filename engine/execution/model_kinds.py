@@ -48,15 +48,10 @@ class Recorded(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A plan after its forward pass.
+    """A plan after its forward pass."""
 
-    Attributes:
-        hidden: [at least T, features]; None if rows have no common width, in which case nothing reads them.
-        pool: results of the plan's `pooling`.
-    """
-
-    hidden: Tensor | None
-    pool: Callable[[], tuple[PooledRow, ...]]
+    hidden: Tensor | None  # [at least T, features]; None if rows have no common width, in which case nothing reads them
+    pool: Callable[[], tuple[PooledRow, ...]]  # results of the plan's `pooling`
 
 
 class StepBuffers:
@@ -158,11 +153,8 @@ class Encoder(ModelKind):
 
 
 class Decoder(ModelKind):
-    """Models that continue their own tokens, whose keys and values are stored in pages.
-
-    Attributes:
-        images: makes vectors of images among the tokens; None: the model reads none.
-    """
+    """Models that continue their own tokens, whose keys and values are stored in pages. `images`: makes vectors of
+    images among the tokens; None: the model reads none."""
 
     images: ImageVectors | None = None
 
@@ -211,13 +203,9 @@ class Decoder(ModelKind):
 
 
 class Following(Decoder):
-    """Decoders that read another model's hidden states beside their tokens.
+    """Decoders that read another model's hidden states beside their tokens."""
 
-    Attributes:
-        given: [T, features] hidden states of the next step; None: zeros.
-    """
-
-    given: Tensor | None = None
+    given: Tensor | None = None  # [T, features] hidden states of the next step; None: zeros
 
     def prepare(self, plan: StepPlan, cache: KVCache, search: Search | None = None) -> Inputs:
         inputs = super().prepare(plan, cache, search)

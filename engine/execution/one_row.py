@@ -38,13 +38,11 @@ class OneRow:
     Args:
         record: makes a graph of a function.
         seconds: measures a graph. None: nothing is timed, and the library's products are used.
-
-    Attributes:
-        timed: the seconds of each form by name, by the name of the recorded function; kept: which form was kept.
     """
 
     def __init__(self, model: Transformer, record: Recorder, seconds: Callable[[Callable[[], None]], float] | None):
         self._model, self._record, self._seconds = model, record, seconds
+        # the seconds of each form by name, by the name of the recorded function; kept: which form was kept
         self.timed: dict[str, dict[str, float]] = {}
         self.kept: dict[str, str] = {}
 

@@ -18,10 +18,7 @@ Bytes = NDArray[np.uint8]
 class PageContent:
     """Reads and writes whole pages of a cache.
 
-    A page's bytes are those of all layers' tensors, one after the other.
-
-    Attributes:
-        size: bytes of a page.
+    A page's bytes are those of all layers' tensors, one after the other. `size`: bytes of a page.
     """
 
     def __init__(self, cache: KVCache):

@@ -58,21 +58,14 @@ class PromptScores:
 
 @dataclass(slots=True, kw_only=True)
 class PendingStep:
-    """The future answer of a launched step.
+    """The future answer of a launched step."""
 
-    Attributes:
-        candidates: the candidates of the sampled tokens; a `StepResult` if they are known already, as always on a CPU.
-        prompt_logprobs: as in `StepResult`, or an object that returns them.
-        pooled: as in `StepResult`.
-        sampling: the plan's sampling.
-        hidden: [at least T, features] hidden states of the step's tokens on the device, if the runner keeps them.
-    """
-
+    # the candidates of the sampled tokens; a `StepResult` if they are known already, as always on a CPU
     candidates: StepResult | LateResult
-    prompt_logprobs: TokenScores | LateScores | None = None
-    pooled: tuple[PooledRow, ...] = ()
-    sampling: SamplingBatch | None = None
-    hidden: Tensor | None = None
+    prompt_logprobs: TokenScores | LateScores | None = None  # as in `StepResult`, or an object that returns them
+    pooled: tuple[PooledRow, ...] = ()  # as in `StepResult`
+    sampling: SamplingBatch | None = None  # the plan's sampling
+    hidden: Tensor | None = None  # [at least T, features] of the step's tokens on the device, if the runner keeps them
 
     @property
     def ready(self) -> bool:

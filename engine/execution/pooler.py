@@ -25,19 +25,14 @@ _TINY = 1e-12  # as in torch.nn.functional.normalize
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParts:
-    """The parts of a checkpoint that compute vectors, beside the model and its head.
+    """The parts of a checkpoint that compute vectors, beside the model and its head."""
 
-    Attributes:
-        project: matrices after pooling, [N, modes * hidden] float32 to [N, features]; None if there are none.
-        sparse: how sparse vectors are computed; None: as in `VocabularyWeights`, if that is possible.
-        weigh: the layer of `InputWeights`, [N, hidden] to [N, 1].
-        tokens: layers that compute token vectors, [N, hidden] to [N, features]; None: the hidden states are the
-            vectors.
-    """
-
+    # matrices after pooling, [N, modes * hidden] float32 to [N, features]; None if there are none
     project: Callable[[Tensor], Tensor] | None = None
+    # how sparse vectors are computed; None: as in `VocabularyWeights`, if that is possible
     sparse: SparseVectors | None = None
-    weigh: Callable[[Tensor], Tensor] | None = None
+    weigh: Callable[[Tensor], Tensor] | None = None  # the layer of `InputWeights`, [N, hidden] to [N, 1]
+    # layers that compute token vectors, [N, hidden] to [N, features]; None: the hidden states are the vectors
     tokens: Callable[[Tensor], Tensor] | None = None
 
 
@@ -83,11 +78,7 @@ class Pooler:
         return made
 
     def pool(self, hidden: Tensor, plan: StepPlan) -> tuple[PooledRow, ...]:
-        """The results of the plan's pooling rows, in order.
-
-        Args:
-            hidden: [Tp, hidden] states of the plan's tokens.
-        """
+        """The results of the plan's pooling rows, in order. `hidden`: [Tp, hidden] states of the plan's tokens."""
         answers: dict[int, PooledRow] = {}
         starts = plan.query_start
         by_task: dict[str, list[PoolingRow]] = {}
@@ -271,7 +262,6 @@ class Pooler:
 
 
 def _finished(vector: NDArray[np.float32], pooling: Pooling) -> PooledRow:
-    """A vector in the requested form."""
     vector = vector[: pooling.dimensions]
     if pooling.normalize:
         vector = vector / max(float(np.linalg.norm(vector)), _TINY)

@@ -45,21 +45,13 @@ PARTS = 96 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """The uses of a GPU's memory besides pages, in bytes.
-
-    Attributes:
-        total: the GPU's memory.
-        used: memory of weights, libraries and other processes.
-        weights: memory of the weights only.
-        step: memory of the largest step while it runs.
-        graphs: memory reserved for recorded steps.
-    """
+    """The uses of a GPU's memory besides pages, in bytes."""
 
     total: int
-    used: int
+    used: int  # memory of weights, libraries and other processes
     weights: int
-    step: int
-    graphs: int = 0
+    step: int  # memory of the largest step while it runs
+    graphs: int = 0  # memory reserved for recorded steps
 
     def left(self, utilization: float) -> int:
         """The bytes left for pages, if this share of the memory may be used; negative if it does not suffice."""
@@ -78,17 +70,14 @@ def allocate_pages(
 ) -> int:
     """Give a runner its pages in place of its few initial ones; returns their number.
 
-    On a GPU their number depends on what the largest step leaves, unless it is set.
+    On a GPU their number depends on what the largest step leaves, unless it is set. Raises ConfigError if there is no
+    room for a single page, or less memory than is needed without pages.
 
     Args:
-        dtype: the pages' format.
         max_rows: maximum rows of a step.
         graphs: whether decoding steps will be recorded.
         beside: bytes that another model takes for each page.
         reserved: bytes of the memory that is free now, for other things than pages.
-
-    Raises:
-        ConfigError: there is no room for a single page, or less memory than is needed without pages.
     """
     model, few = runner.model, runner.cache
     device, longest, encoder = model.device, model.max_model_len, model.max_encoder_len
@@ -130,11 +119,7 @@ def allocate_pages(
 
 
 def measure_needs(runner: ModelRunner, memory: DeviceMemory, max_tokens: int, max_rows: int, *, graphs: bool) -> Needs:
-    """Run the largest step, and measure its memory.
-
-    Raises:
-        ConfigError: the step does not fit beside the weights.
-    """
+    """Run the largest step, and measure its memory. Raises ConfigError if the step does not fit beside the weights."""
     weights = runner.model.weight_bytes()
     try:
         step = _peak(runner, memory, largest_steps(runner, max_tokens, max_rows))
@@ -214,11 +199,7 @@ def largest_steps(runner: ModelRunner, max_tokens: int, max_rows: int) -> Iterat
 def _check_room(
     config: EngineConfig, needs: Needs, page: int, max_model_len: int, max_rows: int, device: torch.device
 ) -> None:
-    """Refuse a start without room for a page.
-
-    Raises:
-        ConfigError: says what is needed and what is free.
-    """
+    """Refuse a start without room for a page. Raises ConfigError: says what is needed and what is free."""
     share, tokens = config.gpu_memory_utilization, config.max_num_batched_tokens
     left = needs.left(share)
     if left >= 2 * page:  # block 0 is one, too

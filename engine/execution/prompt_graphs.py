@@ -56,9 +56,6 @@ class PromptGraphs:
         max_rows, max_tokens: the limits of a step; steps with more tokens than `LARGEST` are not served.
         record: makes a graph of a function.
         min_rows: minimum rows of a matrix product (`engine.execution.invariance`).
-
-    Attributes:
-        num_replayed: number of steps that ran as a graph.
     """
 
     def __init__(
@@ -91,7 +88,7 @@ class PromptGraphs:
         self._landing = Buffer(1024, torch.int32, device)
         self._hidden = torch.zeros(top, model.spec.trunk.output_size, dtype=model.dtype, device=device)
         self._graphs: dict[int, Callable[[], None]] = {}
-        self.num_replayed = 0
+        self.num_replayed = 0  # number of steps that ran as a graph
 
     @torch.inference_mode()
     def capture(self) -> None:

@@ -43,11 +43,8 @@ class TooLarge(Exception):
 
 
 class Recovery:
-    """Recovers from steps that fail, and remembers the limits that the last memory shortages showed.
-
-    Args:
-        scheduler: the scheduler of the steps in flight.
-        executor: computes them.
+    """Recovers from steps that fail, and remembers the limits that the last memory shortages showed. `scheduler`: the
+    scheduler of the steps in flight.
 
     Attributes:
         tokens: current maximum of a step with prompts (and encoder inputs).
@@ -90,9 +87,6 @@ class Recovery:
 
     def recover(self, error: Exception) -> list[RequestDelta]:
         """Divide the oldest step in flight, which could not be computed, or end the one request in it.
-
-        Args:
-            error: why it could not be computed.
 
         Returns:
             News of requests that ended.
@@ -137,11 +131,8 @@ class Recovery:
         return deltas + self._fail(error)
 
     def _fail(self, error: Exception, groups: list[SequenceGroup] | None = None) -> list[RequestDelta]:
-        """End these requests of the oldest step, or all of them, if the fault is theirs.
-
-        Raises:
-            EngineDeadError: the fault is not theirs; all requests of the step have ended.
-        """
+        """End these requests of the oldest step, or all of them, if the fault is theirs. Raises EngineDeadError if the
+        fault is not theirs; all requests of the step have ended."""
         if not self._works or isinstance(error, EngineDeadError):
             self._try_one_token(error)
             self._works = True
@@ -151,11 +142,8 @@ class Recovery:
         return self._scheduler.fail(f"the engine failed to compute a step: {_named(error)}", groups)
 
     def _try_one_token(self, error: Exception) -> None:
-        """Run a trial step of one token: if it succeeds, the fault is the requests'.
-
-        Raises:
-            EngineDeadError: the trial failed; the requests of all steps in flight have ended.
-        """
+        """Run a trial step of one token: if it succeeds, the fault is the requests'. Raises EngineDeadError if the
+        trial failed; the requests of all steps in flight have ended."""
         try:
             self._executor.trial()
         except Exception as second:
@@ -183,11 +171,8 @@ class Recovery:
 
     def _compute(self, rows: list[Row], encoder: EncoderBatch | None) -> StepResult:
         """The answer to rows of one request, which are sampled together. If they lack memory together, one half is
-        computed after the other, and the first one includes the encoder run.
-
-        Raises:
-            Exception: what the executor raises for a single row, or for a reason other than missing memory.
-        """
+        computed after the other, and the first one includes the encoder run. Raises Exception: what the executor raises
+        for a single row, or for a reason other than missing memory."""
         plan = replace(self._scheduler.in_flight.plan_rows(rows), encoder=encoder)
         if len(rows) == 1 or self._holds(plan):
             try:

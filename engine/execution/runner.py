@@ -46,13 +46,9 @@ class ModelRunner:
         activation: turns the numbers of a classification head into probabilities.
         parts: the parts that compute vectors beside the model.
         adapters: the model's adapters; None if it does not support them.
-
-    Attributes:
-        kind: how models like this one compute a plan.
-        keeps_hidden: whether steps keep their hidden states for a drafter (`PendingStep.hidden`).
     """
 
-    keeps_hidden = False
+    keeps_hidden = False  # whether steps keep their hidden states for a drafter (`PendingStep.hidden`)
 
     def __init__(
         self,
@@ -75,6 +71,7 @@ class ModelRunner:
         self._sampled = Buffer(-(-size // 8) * 8, torch.int32, device)
         self._candidates: StepResult | DeviceSamples | None = None  # of the last launched step, if it succeeded
         self._unfilled: Int32 | None = None  # the same, if the host knows them and no step has asked for them yet
+        # how models like this one compute a plan
         self.kind = kind_of(model, StepBuffers(size, self._sampled.data), min_rows, activation, parts)
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
@@ -92,7 +89,6 @@ class ModelRunner:
         self.kind.use_images(info)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Compute one step."""
         return self.launch(plan).result()
 
     @torch.inference_mode()
@@ -153,7 +149,6 @@ class ModelRunner:
         return plan, partial(self._beams.go_on, plan.searches, before, self.cache, plan.block_tables.shape[1])
 
     def _recorded(self, plan: StepPlan) -> DecodeGraphs | PromptGraphs | None:
-        """The recorded steps that serve a plan."""
         if plan.images:
             return None
         if self.graphs is not None and self.graphs.serves(plan):

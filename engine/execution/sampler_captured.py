@@ -70,15 +70,10 @@ class CapturedSampler:
         """Tell the device what the next launches sample, in one asynchronous copy.
 
         Nothing is sent if the batch has the same version as in the last call and the expected numbers: if they are
-        `counted`, positions that continue where the device is, else the same uniforms.
-
-        Args:
-            batch: S rows; rows after them are unused.
+        `counted`, positions that continue where the device is, else the same uniforms. `batch`: S rows; rows after them
+        are unused. Raises ValueError if the batch has more rows, or needs more than one token per row.
 
         Returns: Whether anything was sent.
-
-        Raises:
-            ValueError: the batch has more rows, or needs more than one token per row.
         """
         count, table, last = len(batch.table), batch.table, self._last
         if last is not None and last.version == batch.version:

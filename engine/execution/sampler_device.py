@@ -31,26 +31,21 @@ _NEGATIVE_INFINITY = float("-inf")
 
 @dataclass(slots=True, kw_only=True)
 class DeviceSamples:
-    """The sampled tokens on the device; valid until the sampler is used again, except for those that were fetched.
+    """The sampled tokens on the device; valid until the sampler is used again, except for those that were fetched."""
 
-    Attributes:
-        tokens, logprobs: [S, C] as in `StepResult`.
-        first: [S] int32 first column of the tokens, at an address that stays the same for up to the sampler's
-            `max_rows`.
-        scores, ranks: [S, C]; None if no row has any.
-        top_ids, top_logprobs: [S, L]; None if no row has any.
-        watched: [S, W]; None if no row has any.
-    """
-
+    # tokens, logprobs: [S, C] as in `StepResult`
     tokens: Tensor
     logprobs: Tensor
+    # [S] int32 first column of the tokens, at an address that stays the same for up to the sampler's `max_rows`
     first: Tensor
+    # scores, ranks: [S, C]; None if no row has any
     scores: Tensor | None
     ranks: Tensor | None
+    # top_ids, top_logprobs: [S, L]; None if no row has any
     top_ids: Tensor | None
     top_logprobs: Tensor | None
     _packed: Tensor
-    watched: Tensor | None = None
+    watched: Tensor | None = None  # [S, W]; None if no row has any
     _download: Download | None = None
     _watched: Download | None = None
 

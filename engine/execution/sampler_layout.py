@@ -23,25 +23,16 @@ from engine.scheduling.plan import Int32, SamplingBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The kinds of a batch's rows.
+    """The kinds of a batch's rows."""
 
-    Attributes:
-        width, number: the numbers of columns for tokens, and for the most probable ones that are reported.
-        touched: [N] rows whose logits are changed, or from which torch's sampler draws.
-        place: [S] a row's index among the touched rows.
-        by_torch: rows from which torch's sampler draws.
-        beams: whether there are beams.
-        arrays: what the device needs of it.
-        version: the version of these arrays.
-    """
-
+    # width, number: the numbers of columns for tokens, and for the most probable ones that are reported
     width: int
     number: int
-    touched: Int32
-    place: Int32
+    touched: Int32  # [N] rows whose logits are changed, or from which torch's sampler draws
+    place: Int32  # [S] a row's index among the touched rows
     by_torch: Int32
     beams: bool
-    arrays: dict[str, Array]
+    arrays: dict[str, Array]  # what the device needs of it
     version: int
 
 
@@ -98,11 +89,8 @@ def lay_out(batch: SamplingBatch, touched: Int32, vocabulary: int) -> Layout:
 
 def edit_arrays(edits: EditList, place: Int32, vocabulary: int) -> dict[str, Array]:
     """The description of edits for a device, by kind: positions in the touched rows' logits. Tokens outside the
-    vocabulary, which an encoder with a different vocabulary may have, are ignored.
-
-    Args:
-        place: [S] a row's index among the touched rows.
-    """
+    vocabulary, which an encoder with a different vocabulary may have, are ignored. `place`: [S] a row's index among the
+    touched rows."""
     arrays: dict[str, Array] = {}
     edits = edits[edits["token"] < vocabulary]
     for kind in Kind:

@@ -63,39 +63,23 @@ logger = logging.getLogger("octavo.execution")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """The decisions of a start before it reads a weight.
-
-    Attributes:
-        path: the checkpoint's folder.
-        file: the GGUF file that the folder stands for, if any.
-        hf_config: the model's config, as transformers reads it.
-        spec: the parts of the model.
-        pipeline: what the folder says about its embeddings.
-        dtype: the format of weights and activations.
-        cache_dtype: the pages' format.
-        quantization: what matrices are converted to; None: they keep the dtype.
-        max_model_len: maximum length of prompt plus answer, in tokens.
-        max_encoder_len: longest input of an encoder beside a decoder that reads token ids.
-        backend: the attention backend.
-        vision: the images that are read among tokens; None: none are read.
-        table: the names of the weights; None: the family's.
-    """
+    """The decisions of a start before it reads a weight."""
 
     config: EngineConfig
     device: torch.device
-    path: Path
-    file: Path | None
-    hf_config: Any
+    path: Path  # the checkpoint's folder
+    file: Path | None  # the GGUF file that the folder stands for, if any
+    hf_config: Any  # the model's config, as transformers reads it
     spec: ModelSpec
-    pipeline: Pipeline
-    dtype: torch.dtype
-    cache_dtype: torch.dtype
-    quantization: Wanted | None
-    max_model_len: int
-    max_encoder_len: int
+    pipeline: Pipeline  # what the folder says about its embeddings
+    dtype: torch.dtype  # the format of weights and activations
+    cache_dtype: torch.dtype  # the pages' format
+    quantization: Wanted | None  # what matrices are converted to; None: they keep the dtype
+    max_model_len: int  # maximum length of prompt plus answer, in tokens
+    max_encoder_len: int  # longest input of an encoder beside a decoder that reads token ids
     backend: AttentionBackend
-    vision: VisionInfo | None
-    table: WeightTable | None = None
+    vision: VisionInfo | None  # the images that are read among tokens; None: none are read
+    table: WeightTable | None = None  # the names of the weights; None: the family's
 
 
 class Beside(Protocol):
@@ -109,14 +93,12 @@ class Beside(Protocol):
 
 
 def start(config: EngineConfig, read: ConfigReader = read_config, *, beside: int | Beside = 0) -> LocalExecutor:
-    """Load a model in this process.
+    """Load a model in this process. Raises ModelLoadError, UnsupportedModelError, ConfigError: says what to do about
+    it.
 
     Args:
         beside: bytes that another model takes for each page of this one, or the other model.
         read: the same argument as in `engine.model.checkpoint.read_config`.
-
-    Raises:
-        ModelLoadError, UnsupportedModelError, ConfigError: says what to do about it.
     """
     device = choose_device(config.device)
     if config.device == "auto" and device.type == "cpu" and gpus.has_driver():
@@ -202,11 +184,8 @@ def find_vision(
 
 
 def _check_two_way(info: VisionInfo, config: EngineConfig, device: torch.device) -> None:
-    """Refuse images whose tokens see each other where one step cannot compute them.
-
-    Raises:
-        UnsupportedModelError: says why.
-    """
+    """Refuse images whose tokens see each other where one step cannot compute them. Raises UnsupportedModelError: says
+    why."""
     if device.type != "cpu":
         raise UnsupportedModelError("attention among the tokens of an image has no kernels for GPUs yet.")
     least = info.grid[0] * info.grid[1] + config.most_seqs
@@ -259,11 +238,8 @@ def load(resolved: Resolved) -> ModelRunner:
 
 
 def load_parts(pipeline: Pipeline, device: torch.device) -> PoolingParts:
-    """Load the parts that compute vectors beside the model.
-
-    Raises:
-        ModelLoadError: weights are missing, or their names or shapes do not match.
-    """
+    """Load the parts that compute vectors beside the model. Raises ModelLoadError if weights are missing, or their
+    names or shapes do not match."""
     weighing = (pipeline.sparse.layer,) if isinstance(pipeline.sparse, InputWeights) else ()
     return PoolingParts(
         project=load_projection(pipeline.layers, device),
@@ -340,11 +316,8 @@ def prepare(resolved: Resolved, runner: ModelRunner, *, beside: int = 0) -> Loca
 
 
 def choose_device(setting: str) -> torch.device:
-    """The device that a setting means; auto takes a GPU if there is one.
-
-    Raises:
-        ConfigError: a GPU was requested, but torch sees none.
-    """
+    """The device that a setting means; auto takes a GPU if there is one. Raises ConfigError if a GPU was requested, but
+    torch sees none."""
     if setting == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(setting)

@@ -20,11 +20,8 @@ FEWEST = 3
 
 
 class StateCache:
-    """The states of each layer that has some, [slots + 1, numbers] float32.
-
-    Args:
-        sizes: number of values in each layer's state.
-    """
+    """The states of each layer that has some, [slots + 1, numbers] float32. `sizes`: number of values in each layer's
+    state."""
 
     def __init__(self, sizes: Sequence[int], slots: int, device: torch.device):
         self.slots = slots
@@ -49,15 +46,8 @@ def slot_bytes(sizes: Sequence[int]) -> int:
 
 def count_slots(config: EngineConfig, sizes: Sequence[int], room: int, setting: str) -> int:
     """The number of slots to allocate: two for each sequence of a step and two for snapshots, as far as there is
-    memory; 0 for models without states.
-
-    Args:
-        room: bytes for pages and slots.
-        setting: the setting that would raise the memory.
-
-    Raises:
-        ConfigError: there is no room for a single sequence.
-    """
+    memory; 0 for models without states. Raises ConfigError if there is no room for a single sequence. `room`: bytes for
+    pages and slots."""
     if not sizes:
         return 0
     wanted, size = 4 * config.most_seqs, slot_bytes(sizes)

@@ -34,19 +34,13 @@ _MANY = 32
 
 @dataclass(slots=True)
 class _HeadShadow(Shadow):
-    """The head's view of a sequence. Its tokens begin with the second one.
+    """The head's view of a sequence. Its tokens begin with the second one."""
 
-    Attributes:
-        settled: positions whose keys come from the model's hidden states, or from zeros where these are unknown.
-        hidden: the model's hidden states from there on, in parts.
-        is_whole: whether no hidden state was unknown.
-        state: [1, features] the head's own hidden state at the last position, which the next draft reads.
-    """
-
+    # Positions whose keys come from the model's hidden states, or from zeros where these are unknown.
     settled: int = 0
-    hidden: list[Tensor] = field(default_factory=list)
-    is_whole: bool = True
-    state: Tensor | None = None
+    hidden: list[Tensor] = field(default_factory=list)  # the model's hidden states from there on, in parts
+    is_whole: bool = True  # whether no hidden state was unknown
+    state: Tensor | None = None  # [1, features] the head's own at the last position, which the next draft reads
 
     @property
     def reached(self) -> int:

@@ -36,11 +36,8 @@ class Uploads:
     def put(self, arrays: Mapping[str, Array], versions: Mapping[str, int] | None = None) -> dict[str, Tensor]:
         """Copy arrays to the device, in their shapes. All new arrays are sent in one asynchronous copy.
 
-        `sent` counts its bytes.
-
-        Args:
-            versions: numbers above 0; an array with the same number as in the last call is the same. Others are
-                compared by value.
+        `sent` counts its bytes. `versions`: numbers above 0; an array with the same number as in the last call is the
+        same. Others are compared by value.
         """
         known, versions = self._known, versions or {}
         new = []

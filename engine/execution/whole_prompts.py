@@ -92,7 +92,6 @@ def look_at_flash(
         model: may consist of shapes only, without memory.
         cache_dtype, block_size: the pages' format and size.
         max_tokens: maximum tokens of a step.
-        device: the device on which to try it.
     """
     attentions = _own_attentions(model)
     if not isinstance(backend, TritonAttention):
@@ -203,7 +202,6 @@ def _random_rows(shape: HeadShape, block_size: int, device: torch.device) -> tup
 
 
 def _attend(backend: TritonAttention, q: Tensor, kv: Paged, rows: Iterable[int], scale: float) -> Tensor:
-    """Attention of some of the rows, whose queries are q."""
     chosen = list(rows)
     lengths = [_LENGTHS[row] for row in chosen]
     own = Paged(kv.keys, kv.values, kv.block_tables[chosen])

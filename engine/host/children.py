@@ -50,11 +50,8 @@ _Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 def _put_back(handlers: Mapping[signal.Signals, _Handler], instead: _Handler) -> BaseException | None:
-    """Restore the signals' handlers. Returns the exception that a handler raised meanwhile, if any.
-
-    Args:
-        instead: the handlers in place until then.
-    """
+    """Restore the signals' handlers. Returns the exception that a handler raised meanwhile, if any. `instead`: the
+    handlers in place until then."""
     raised: BaseException | None = None
     while left := [signum for signum in handlers if signal.getsignal(signum) is instead]:
         try:

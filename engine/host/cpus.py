@@ -20,11 +20,8 @@ _NAME = "OMP_NUM_THREADS"
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """The number of computing threads, and the setting or limit that determines it.
-
-    Attributes:
-        cpus: CPUs that this process may use, within the container's limit.
-    """
+    """The number of computing threads, and the setting or limit that determines it. `cpus`: CPUs that this process may
+    use, within the container's limit."""
 
     count: int
     reason: str

@@ -10,31 +10,21 @@ from pathlib import Path
 
 
 def cache_folder(name: str) -> Path:
-    """$XDG_CACHE_HOME/octavo/NAME, or ~/.cache/octavo/NAME; it need not exist.
-
-    Raises:
-        RuntimeError: there is no home folder.
-    """
+    """$XDG_CACHE_HOME/octavo/NAME, or ~/.cache/octavo/NAME; it need not exist. Raises RuntimeError if there is no home
+    folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo" / name
 
 
 def make_private(folder: Path) -> None:
-    """Create the folder, for this user only, if it does not exist.
-
-    Raises:
-        OSError: it cannot be created, belongs to a user other than this one or root, or is writable for others.
-    """
+    """Create the folder, for this user only, if it does not exist. Raises OSError if it cannot be created, belongs to a
+    user other than this one or root, or is writable for others."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_private(folder)
 
 
 def make_spare(name: str) -> Path:
     """Create $TMPDIR/octavo-UID/NAME, for this user only, if the cache is not writable. Its files may be gone after a
-    reboot.
-
-    Raises:
-        OSError: it cannot be created, or others could have created or could replace it.
-    """
+    reboot. Raises OSError if it cannot be created, or others could have created or could replace it."""
     place = Path(tempfile.gettempdir())
     mode = place.stat().st_mode
     if mode & 0o022 and not mode & stat.S_ISVTX:
@@ -50,11 +40,8 @@ def make_spare(name: str) -> Path:
 
 
 def check_private(folder: Path) -> None:
-    """Refuse a folder that others may have written to.
-
-    Raises:
-        OSError: it does not exist, belongs to a user other than this one or root, or is writable for others.
-    """
+    """Refuse a folder that others may have written to. Raises OSError if it does not exist, belongs to a user other
+    than this one or root, or is writable for others."""
     status = folder.stat()
     if status.st_uid not in (os.geteuid(), 0):
         raise PermissionError(f"{folder} belongs to another user (uid {status.st_uid})")

@@ -33,11 +33,8 @@ def driver_version() -> str | None:
 
 
 def obstacle(cuda: str | None, rocm: str | None) -> tuple[str, str]:
-    """The reason why torch sees no GPU, and how to fix it.
-
-    Args:
-        cuda, rocm: the version that torch was built for; None if it was not. Without either it is a CPU build.
-    """
+    """The reason why torch sees no GPU, and how to fix it. `cuda`, `rocm`: the version that torch was built for; None
+    if it was not. Without either it is a CPU build."""
     if rocm is not None:
         fix = "An NVIDIA GPU needs a CUDA build of torch, as listed on pytorch.org."
         return f"torch is built for ROCm {rocm} but sees no AMD GPU", fix
@@ -103,7 +100,6 @@ def wrong_entry(listed: str, gpus: list[ListedGpu]) -> str | None:
 
 
 def _listed(gpus: list[ListedGpu]) -> str:
-    """The existing GPUs, or their slices."""
     names = []
     for number, gpu in enumerate(gpus):
         names.append(f"{number} or {gpu.uuid} ({gpu.name})" + "".join(f", its slice {part}" for part in gpu.slices))

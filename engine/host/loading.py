@@ -9,11 +9,8 @@ Tell = Callable[[int], None]  # called with the percentage of the loaded weights
 
 
 class LoadingProgress:
-    """Counts loaded bytes and reports each new percentage once; several threads may count.
-
-    Attributes:
-        listener: called with each new percentage; None for no reports.
-    """
+    """Counts loaded bytes and reports each new percentage once; several threads may count. `listener`: called with each
+    new percentage; None for no reports."""
 
     def __init__(self) -> None:
         self.listener: Tell | None = None
@@ -21,11 +18,7 @@ class LoadingProgress:
         self._done = self._total = self._told = 0
 
     def begin(self, total: int) -> None:
-        """Start to count from zero.
-
-        Args:
-            total: bytes to load.
-        """
+        """Start to count from zero. `total`: bytes to load."""
         with self._lock:
             self._done, self._total, self._told = 0, total, -1
 

@@ -16,12 +16,7 @@ _SLICE = re.compile(r"\s+MIG \S+\s+Device\s+\d+: \(UUID: (\S+)\)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedGpu:
-    """A GPU that the driver shows.
-
-    Attributes:
-        uuid: "GPU-" and an identifier.
-        slices: UUIDs of its MIG slices.
-    """
+    """A GPU that the driver shows."""
 
     name: str
     uuid: str
@@ -33,11 +28,8 @@ class NoAnswerError(Exception):
 
 
 def list_gpus() -> list[ListedGpu]:
-    """All GPUs, in the tool's order, which is the order on the PCI bus.
-
-    Raises:
-        NoAnswerError: the tool is missing or fails.
-    """
+    """All GPUs, in the tool's order, which is the order on the PCI bus. Raises NoAnswerError if the tool is missing or
+    fails."""
     gpus: list[ListedGpu] = []
     for line in _said("-L"):
         if (one := _GPU.match(line)) is not None:
@@ -49,31 +41,20 @@ def list_gpus() -> list[ListedGpu]:
 
 
 def divided_gpus() -> list[str]:
-    """UUIDs of the GPUs in MIG mode, even if they have no slice yet.
-
-    Raises:
-        NoAnswerError: the tool is missing or fails.
-    """
+    """UUIDs of the GPUs in MIG mode, even if they have no slice yet. Raises NoAnswerError if the tool is missing or
+    fails."""
     rows = _rows("--query-gpu=uuid,mig.mode.current")
     return [uuid for uuid, mode in rows if mode == "Enabled"]
 
 
 def free_memory() -> dict[str, int]:
-    """Free bytes of each GPU by UUID, for GPUs that report it.
-
-    Raises:
-        NoAnswerError: the tool is missing or fails.
-    """
+    """Free bytes of each GPU by UUID, for GPUs that report it. Raises NoAnswerError if the tool is missing or fails."""
     return {uuid: int(free) << 20 for uuid, free in _rows("--query-gpu=uuid,memory.free") if free.isdigit()}
 
 
 def memory_holders(uuid: str) -> dict[int, int]:
     """Bytes of a GPU that each computing process uses, by process id, largest first. Processes of other containers may
-    be missing.
-
-    Raises:
-        NoAnswerError: the tool is missing or fails.
-    """
+    be missing. Raises NoAnswerError if the tool is missing or fails."""
     rows = _rows("--query-compute-apps=gpu_uuid,pid,used_memory")
     held = {int(pid): int(size) << 20 for gpu, pid, size in rows if gpu == uuid and pid.isdigit() and size.isdigit()}
     return dict(sorted(held.items(), key=lambda item: -item[1]))
@@ -86,11 +67,7 @@ def _rows(query: str) -> list[list[str]]:
 
 
 def _said(*arguments: str) -> list[str]:
-    """The tool's output lines.
-
-    Raises:
-        NoAnswerError: the tool is missing or fails.
-    """
+    """The tool's output lines. Raises NoAnswerError if the tool is missing or fails."""
     try:
         done = subprocess.run(
             ["nvidia-smi", *arguments], capture_output=True, text=True, errors="replace", timeout=_PATIENCE, check=False

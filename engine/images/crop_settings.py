@@ -56,13 +56,8 @@ _NAME = re.compile(rf"({'|'.join(sorted(_CLASSES, reverse=True))})ImageProcessor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PanAndScan:
-    """A long image gets crops of its parts, side by side, after the one that shows the whole (Gemma 3).
-
-    Attributes:
-        least: pixels of a part's shorter side.
-        most: parts.
-        ratio: of the sides of an image, from which on it gets them.
-    """
+    """A long image gets crops of its parts, side by side, after the one that shows the whole (Gemma 3). `least`: pixels
+    of a part's shorter side."""
 
     least: int
     most: int
@@ -71,28 +66,22 @@ class PanAndScan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cropping:
-    """The steps from an image to crops.
+    """The steps from an image to crops."""
 
-    Attributes:
-        steps: of each crop; they end before its numbers are rescaled (`engine.interface.vision.normalised`).
-        square: the colour of the bars that make an image a square first; None: it keeps its shape.
-        sizes: heights and widths that an image may be fitted into and then cut into tiles; (): it is one crop.
-        tile: height and width of a tile.
-        tiles: which images become tiles: all, or one that is the only one of its prompt; others become squares then.
-        longest: the longer side that an image is resized to before it is cut into squares of `tile`, the last of which
-            shows the whole image; 0: the sizes say how it is cut. -1: it is not resized first.
-        splits: an image that is larger than a square is cut; else it becomes one.
-        scans: long images get crops of their parts; None: they get none.
-    """
-
+    # of each crop; they end before its numbers are rescaled (`engine.interface.vision.normalised`)
     steps: Preprocessing
+    # the colour of the bars that make an image a square first; None: it keeps its shape
     square: tuple[int, ...] | None = None
+    # heights and widths that an image may be fitted into and then cut into tiles; (): it is one crop
     sizes: tuple[Size, ...] = ()
-    tile: int = 0
+    tile: int = 0  # height and width of a tile
+    # which images become tiles: all, or one that is the only one of its prompt; others become squares then
     tiles: Literal["all", "alone"] = "all"
+    # the longer side that an image is resized to before it is cut into squares of `tile`, the last of which shows the
+    # whole image; 0: the sizes say how it is cut. -1: it is not resized first.
     longest: int = 0
-    splits: bool = True
-    scans: PanAndScan | None = None
+    splits: bool = True  # an image that is larger than a square is cut; else it becomes one
+    scans: PanAndScan | None = None  # long images get crops of their parts; None: they get none
 
     @property
     def most_crops(self) -> int:
@@ -106,11 +95,8 @@ class Cropping:
 
 
 def read_cropping(folder: Path) -> Cropping | None:
-    """Read the settings from a checkpoint's folder; None if it has none.
-
-    Raises:
-        UnsupportedModelError: a setting that is not implemented; names it.
-    """
+    """Read the settings from a checkpoint's folder; None if it has none. Raises UnsupportedModelError if a setting that
+    is not implemented; names it."""
     for name in FILES:
         file = folder / name
         if file.is_file():

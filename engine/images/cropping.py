@@ -26,29 +26,17 @@ _LONGEST = 4096  # pixels of a side
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CroppedImage:
-    """An image that has no place in a prompt yet.
+    """An image that has no place in a prompt yet."""
 
-    Attributes:
-        pixels: uint8 [crops, 3, height, width].
-        size: height and width of the image as it was sent.
-        tiles: rows and columns of crops beside the one that shows the whole image, where crops have texts around them.
-    """
-
-    pixels: Any
-    size: Size
+    pixels: Any  # uint8 [crops, 3, height, width]
+    size: Size  # height and width of the image as it was sent
+    # rows and columns of crops beside the one that shows the whole image, where crops have texts around them
     tiles: Size = (0, 0)
 
 
 def crop(image: Image, cropping: Cropping, *, alone: bool, max_pixels: int = MAX_PIXELS) -> CroppedImage:
-    """The crops of an image in RGB.
-
-    Args:
-        alone: it is the only image of its prompt.
-        max_pixels: that it may have after it is resized.
-
-    Raises:
-        InvalidRequestError: it would have more.
-    """
+    """The crops of an image in RGB. `max_pixels`: that it may have after it is resized. Raises InvalidRequestError if
+    it would have more."""
     size, steps = (image.height, image.width), cropping.steps
     if cropping.longest:
         return _cut(image, cropping, max_pixels)
@@ -143,15 +131,9 @@ def _in_tiles(size: Size, tile: int) -> Size:
 
 
 def expand(text: str, token: str, images: Sequence[CroppedImage], info: VisionInfo) -> str:
-    """A prompt's text with an image token for each crop of its images, where each has a text around it.
-
-    Args:
-        text: with one mark (`VisionInfo.mark`) for each image.
-        token: the image token.
-
-    Raises:
-        InvalidRequestError: as `place`. Image tokens of the text do not count as those of crops.
-    """
+    """A prompt's text with an image token for each crop of its images, where each has a text around it. `text`: with
+    one mark (`VisionInfo.mark`) for each image. Raises InvalidRequestError: as `place`. Image tokens of the text do not
+    count as those of crops."""
     mark = info.mark(token)
     if info.texts is None:
         return text
@@ -163,14 +145,8 @@ def expand(text: str, token: str, images: Sequence[CroppedImage], info: VisionIn
 
 
 def place(ids: Sequence[int], images: Sequence[CroppedImage], info: VisionInfo) -> tuple[list[int], list[PlacedImage]]:
-    """A prompt's tokens with as many image tokens for each image as it has vectors, and where these are.
-
-    Args:
-        ids: with one image token for each image.
-
-    Raises:
-        InvalidRequestError: there are more or fewer image tokens than images.
-    """
+    """A prompt's tokens with as many image tokens for each image as it has vectors, and where these are. Raises
+    InvalidRequestError if there are more or fewer image tokens than images."""
     if info.texts is not None:
         images = [CroppedImage(one[None], info.crop) for image in images for one in image.pixels]
     marks = [index for index, token in enumerate(ids) if token == info.token_id]
@@ -221,7 +197,6 @@ def _squared(image: Image, colour: tuple[int, ...], max_pixels: int) -> Image:
 
 
 def _canvas(image: Image, size: Size, colour: tuple[int, ...]) -> Image:
-    """An image in the middle of a larger one of a colour."""
     import PIL.Image
 
     canvas = PIL.Image.new("RGB", size[::-1], colour)

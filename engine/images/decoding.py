@@ -31,11 +31,8 @@ _ADDRESS = re.compile(r"\s*([a-z][a-z0-9+.-]*):", re.IGNORECASE)
 
 
 def read_text(text: str, *, max_bytes: int = MAX_BYTES) -> bytes:
-    """The file in a `data:` URL or in base64.
-
-    Raises:
-        InvalidRequestError: another kind of address, invalid base64, or more than `max_bytes`.
-    """
+    """The file in a `data:` URL or in base64. Raises InvalidRequestError if another kind of address, invalid base64, or
+    more than `max_bytes`."""
     found = _DATA_URL.match(text[:256])
     if found is not None:
         if found[3] is None:
@@ -62,12 +59,9 @@ def read_text(text: str, *, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def decode(data: bytes, *, max_bytes: int = MAX_BYTES, max_pixels: int = MAX_PIXELS) -> Image:
-    """The first image of a file, in RGB, rotated as its EXIF data says. As `transformers` loads it.
-
-    Raises:
-        InvalidRequestError: the image exceeds a limit, has an unsupported format, is damaged, or has more than 8 bits
-            per channel.
-    """
+    """The first image of a file, in RGB, rotated as its EXIF data says. As `transformers` loads it. Raises
+    InvalidRequestError if the image exceeds a limit, has an unsupported format, is damaged, or has more than 8 bits per
+    channel."""
     import PIL.Image
     import PIL.ImageOps
 
@@ -102,11 +96,8 @@ def decode(data: bytes, *, max_bytes: int = MAX_BYTES, max_pixels: int = MAX_PIX
 
 
 def rgb(image: Image) -> Image:
-    """A PIL image in RGB, rotated as its EXIF data says.
-
-    Raises:
-        InvalidRequestError: it has more than 8 bits per channel.
-    """
+    """A PIL image in RGB, rotated as its EXIF data says. Raises InvalidRequestError if it has more than 8 bits per
+    channel."""
     import PIL.ImageOps
 
     _check_depth(image)
@@ -114,11 +105,7 @@ def rgb(image: Image) -> Image:
 
 
 def check_pixels(image: Image, max_pixels: int = MAX_PIXELS) -> None:
-    """Refuse an image with too many pixels before they are decoded.
-
-    Raises:
-        InvalidRequestError: it has too many.
-    """
+    """Refuse an image with too many pixels before they are decoded. Raises InvalidRequestError if it has too many."""
     _check_size(image.width, image.height, max_pixels)
 
 

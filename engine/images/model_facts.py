@@ -12,11 +12,8 @@ from engine.model.spec import Patches, Pooled, Shuffled, Vision
 
 
 def vision_info(vision: Vision, cropping: Cropping, folder: Path) -> VisionInfo:
-    """The images that a model reads among its tokens.
-
-    Raises:
-        UnsupportedModelError: the processor makes crops of another size, or other tiles, than the model reads.
-    """
+    """The images that a model reads among its tokens. Raises UnsupportedModelError if the processor makes crops of
+    another size, or other tiles, than the model reads."""
     embedding, steps = vision.tower.embedding, cropping.steps
     assert isinstance(embedding, Patches)
     output = steps.output or ((steps.size, steps.size) if cropping.square and isinstance(steps.size, int) else None)

@@ -22,11 +22,7 @@ _KEYS = {"image_url": "image_url", "image": "image", "image_pil": "image_pil", "
 
 
 class ImagePlacer:
-    """Reads images and puts them into prompts of one model.
-
-    Args:
-        cropping: the steps of its processor.
-    """
+    """Reads images and puts them into prompts of one model. `cropping`: the steps of its processor."""
 
     def __init__(self, info: VisionInfo, cropping: Cropping):
         self._info, self._cropping = info, cropping
@@ -46,16 +42,12 @@ class ImagePlacer:
     def input(
         self, ids: Sequence[int], images: Sequence[Any], text: str | None, tokenizer: Tokenizer | None, *, special: bool
     ) -> TokenInput:
-        """A prompt with images.
+        """A prompt with images. Raises InvalidRequestError if an image cannot be read, or there are more or fewer image
+        tokens than images.
 
         Args:
-            ids: with one image token for each image.
             text: that the ids are of, if they are.
-            special: the tokenizer added special tokens to the text.
             images: paths, bytes of files, `data:` URLs, images of PIL's, or arrays [height, width, 3] of uint8.
-
-        Raises:
-            InvalidRequestError: an image cannot be read, or there are more or fewer image tokens than images.
         """
         crops = [crop(read_image(image), self._cropping, alone=len(images) == 1) for image in images]
         if self._info.texts is not None:
@@ -82,11 +74,8 @@ def image_part(part: Any) -> Any:
 
 
 def read_image(image: Any) -> Any:
-    """An image of PIL's in RGB, of a path, bytes of a file, a `data:` URL, an image of PIL's, or an array.
-
-    Raises:
-        InvalidRequestError: it is none of these, or cannot be read.
-    """
+    """An image of PIL's in RGB, of a path, bytes of a file, a `data:` URL, an image of PIL's, or an array. Raises
+    InvalidRequestError if it is none of these, or cannot be read."""
     import PIL.Image
 
     if isinstance(image, str) and image.startswith(("data:", "http:", "https:", "file:")):

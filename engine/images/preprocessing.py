@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 
 def preprocess(image: Image, steps: Preprocessing, *, max_pixels: int = MAX_PIXELS) -> NDArray[np.float32]:
-    """float32 [3, height, width] of an image in RGB.
-
-    Raises:
-        InvalidRequestError: as `shaped`.
-    """
+    """float32 [3, height, width] of an image in RGB. Raises InvalidRequestError: as `shaped`."""
     pixels: NDArray[Any] = shaped(image, steps, max_pixels=max_pixels)
     if steps.rescale is not None:
         pixels = (pixels.astype(np.float64) * steps.rescale).astype(np.float32)
@@ -33,14 +29,8 @@ def preprocess(image: Image, steps: Preprocessing, *, max_pixels: int = MAX_PIXE
 
 
 def shaped(image: Image, steps: Preprocessing, *, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]:
-    """uint8 [3, height, width] of an image in RGB, resized and cropped.
-
-    Args:
-        max_pixels: maximum pixels after resizing, because a very narrow image becomes very long.
-
-    Raises:
-        InvalidRequestError: the resized image exceeds it.
-    """
+    """uint8 [3, height, width] of an image in RGB, resized and cropped. `max_pixels`: maximum pixels after resizing,
+    because a very narrow image becomes very long. Raises InvalidRequestError if the resized image exceeds it."""
     if steps.size is not None:
         height, width = _resized(image.height, image.width, steps.size)
         if height * width > max(max_pixels, 1 << 20):

@@ -17,15 +17,9 @@ from engine.interface.values import brief
 
 
 def steps_for(signal: SignalInfo | None, folder: Path) -> Preprocessing | None:
-    """The preprocessing of images for a model; None if it takes no images, or its folder does not describe it.
-
-    Args:
-        signal: the model's input other than token ids.
-        folder: the checkpoint's folder.
-
-    Raises:
-        UnsupportedModelError: a setting is not implemented, or the image size differs from the model's.
-    """
+    """The preprocessing of images for a model; None if it takes no images, or its folder does not describe it. Raises
+    UnsupportedModelError if a setting is not implemented, or the image size differs from the model's. `signal`: the
+    model's input other than token ids."""
     if signal is None or signal.kind != "image" or signal.shape[0] != 3:
         return None
     steps = read_preprocessing(folder)
@@ -39,11 +33,8 @@ def steps_for(signal: SignalInfo | None, folder: Path) -> Preprocessing | None:
 
 
 def need_steps(steps: Preprocessing | None, info: EngineInfo) -> Preprocessing:
-    """The preprocessing of images.
-
-    Raises:
-        InvalidRequestError: the model takes no images, or its folder does not describe it.
-    """
+    """The preprocessing of images. Raises InvalidRequestError if the model takes no images, or its folder does not
+    describe it."""
     if steps is not None:
         return steps
     if info.signal is None or info.signal.kind != "image":
@@ -61,22 +52,15 @@ def pixels_of(data: bytes, shape: tuple[int, ...]) -> PixelInput:
 
 
 class ImageReader:
-    """Turns callers' images into inputs of the engine.
-
-    Raises:
-        UnsupportedModelError: see `steps_for`.
-    """
+    """Turns callers' images into inputs of the engine. Raises UnsupportedModelError: see `steps_for`."""
 
     def __init__(self, info: EngineInfo):
         self._info = info
         self._steps = steps_for(info.signal, Path(info.model_path))
 
     def read(self, image: Any) -> PixelInput:
-        """Read a PIL image, an array [height, width, 3] of uint8, or a `PixelInput`, which is used unchanged.
-
-        Raises:
-            InvalidRequestError: another kind of array, or an image that is too large or that this model cannot read.
-        """
+        """Read a PIL image, an array [height, width, 3] of uint8, or a `PixelInput`, which is used unchanged. Raises
+        InvalidRequestError if another kind of array, or an image that is too large or that this model cannot read."""
         if isinstance(image, PixelInput):
             return image
         steps = need_steps(self._steps, self._info)

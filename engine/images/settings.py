@@ -46,20 +46,13 @@ MEANT = {"do_resize": True, "do_center_crop": False, "do_rescale": True, "do_nor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preprocessing:
-    """The steps, in order; None for a step that is left out.
+    """The steps, in order; None for a step that is left out."""
 
-    Attributes:
-        size: height and width to resize to, or a number for the shorter side.
-        resample: Pillow's number of the filter.
-        crop: height and width of the middle part to keep; a smaller image is surrounded by zeros.
-        rescale: factor of the numbers, which are from 0 to 255.
-        mean, std: for each channel, the number to subtract and the number to divide by.
-    """
-
-    size: tuple[int, int] | int | None
-    resample: int
-    crop: tuple[int, int] | None
-    rescale: float | None
+    size: tuple[int, int] | int | None  # height and width to resize to, or a number for the shorter side
+    resample: int  # Pillow's number of the filter
+    crop: tuple[int, int] | None  # height and width of the middle part to keep; a smaller image is surrounded by zeros
+    rescale: float | None  # factor of the numbers, which are from 0 to 255
+    # mean, std: for each channel, the number to subtract and the number to divide by
     mean: tuple[float, ...] | None
     std: tuple[float, ...] | None
 
@@ -70,11 +63,8 @@ class Preprocessing:
 
 
 def read_preprocessing(folder: Path) -> Preprocessing | None:
-    """Read the settings from a checkpoint's folder; None if there are none.
-
-    Raises:
-        UnsupportedModelError: a setting is not implemented, or has an invalid value; names it.
-    """
+    """Read the settings from a checkpoint's folder; None if there are none. Raises UnsupportedModelError if a setting
+    is not implemented, or has an invalid value; names it."""
     for name in FILES:
         file = folder / name
         if file.is_file():
@@ -92,14 +82,12 @@ def _parse(values: Mapping[str, Any], file: Path) -> Preprocessing:
 def preprocessing_of(
     values: Mapping[str, Any], file: Path, known: str | None, *, shortest: bool = False
 ) -> Preprocessing:
-    """The steps that settings of a file say.
+    """The steps that settings of a file say. Raises UnsupportedModelError if a setting that is not implemented, or not
+    right; names it.
 
     Args:
         known: the class whose defaults complete them; None: they are complete.
         shortest: one number as a size means the shorter side, as in some classes.
-
-    Raises:
-        UnsupportedModelError: a setting that is not implemented, or not right; names it.
     """
     if known is None:
         settings = Settings(values, file)
@@ -145,11 +133,7 @@ def preprocessor_class(values: Mapping[str, Any], file: Path) -> str:
 
 
 class Settings:
-    """Values of a file, each checked when it is read.
-
-    Args:
-        values: the file's values, with the defaults of a class.
-    """
+    """Values of a file, each checked when it is read. `values`: the file's values, with the defaults of a class."""
 
     def __init__(self, values: Mapping[str, Any], file: Path):
         self.values = values
@@ -222,11 +206,7 @@ def _is_number(value: Any) -> bool:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The settings of a file.
-
-    Raises:
-        UnsupportedModelError: it cannot be read.
-    """
+    """The settings of a file. Raises UnsupportedModelError if it cannot be read."""
     try:
         if file.stat().st_size > _MOST_BYTES:
             raise UnsupportedModelError(f"{file} cannot be read: it has more than {_MOST_BYTES} bytes.")

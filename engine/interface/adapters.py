@@ -31,11 +31,7 @@ class AdapterInfo:
 
 
 class AdapterRegistry:
-    """The adapters of an engine.
-
-    Args:
-        max_loras: slots.
-    """
+    """The adapters of an engine."""
 
     def __init__(self, max_loras: int):
         self._max = max_loras
@@ -45,11 +41,7 @@ class AdapterRegistry:
         return iter(self._loaded.values())
 
     def free_slot(self, name: str) -> int:
-        """A free slot for a new adapter.
-
-        Raises:
-            AdapterError: there is none, or the name is taken.
-        """
+        """A free slot for a new adapter. Raises AdapterError if there is none, or the name is taken."""
         if not isinstance(name, str) or not name:
             raise AdapterError(f"an adapter's name must be a text of at least one character, got {brief(name)}.")
         if name in self._loaded:
@@ -72,21 +64,14 @@ class AdapterRegistry:
         self._loaded[info.name] = info
 
     def pop(self, name: str) -> AdapterInfo:
-        """Forget an adapter.
-
-        Raises:
-            AdapterError: no adapter has this name.
-        """
+        """Forget an adapter. Raises AdapterError if no adapter has this name."""
         if name not in self._loaded:
             raise AdapterError(f"no adapter named {brief(name)} is loaded. {self._names()}")
         return self._loaded.pop(name)
 
     def find(self, name: str | None) -> AdapterInfo | None:
-        """The adapter that a request names; None for the base model.
-
-        Raises:
-            InvalidRequestError: no adapter has this name.
-        """
+        """The adapter that a request names; None for the base model. Raises InvalidRequestError if no adapter has this
+        name."""
         if name is None:
             return None
         if not isinstance(name, str) or name not in self._loaded:

@@ -32,22 +32,17 @@ class LiveRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellKinds:
-    """The distinct cells of a map, one list entry per kind.
+    """The distinct cells of a map, one list entry per kind."""
 
-    Attributes:
-        held, cached: the number of the cell's pages in this state; the others are free.
-        tables: the maximum number of tables that hold one of its pages; above 1, the page is shared.
-        found: the number of its pages that a running request found in the cache.
-        holders: the first few running requests that hold them, as indices in the map's list.
-        others: the number of further requests.
-    """
-
+    # held, cached: the number of the cell's pages in this state; the others are free
     held: list[int] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)
+    # the maximum number of tables that hold one of its pages; above 1, the page is shared
     tables: list[int] = field(default_factory=list)
-    found: list[int] = field(default_factory=list)
+    found: list[int] = field(default_factory=list)  # the number of its pages that a running request found in the cache
+    # the first few running requests that hold them, as indices in the map's list
     holders: list[list[int]] = field(default_factory=list)
-    others: list[int] = field(default_factory=list)
+    others: list[int] = field(default_factory=list)  # the number of further requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,23 +60,16 @@ class Forcing(Protocol):
 
 @runtime_checkable
 class Weighing(Protocol):
-    """A constraint that also depends on the probabilities of tokens.
+    """A constraint that also depends on the probabilities of tokens."""
 
-    Attributes:
-        outweighed_from: if the allowed tokens from this one on are together likelier than each single allowed token
-            below it, only they may come.
-    """
-
+    # if the allowed tokens from this one on are together likelier than each single allowed token below it, only they
+    # may come
     outweighed_from: int
 
 
 @runtime_checkable
 class Lifting(Protocol):
-    """A constraint that often allows every token.
-
-    Attributes:
-        is_free: whether it does now, so that `fill` need not be called.
-    """
+    """A constraint that often allows every token. `is_free`: whether it does now, so that `fill` need not be called."""
 
     is_free: bool
 
@@ -86,21 +79,15 @@ class Lifting(Protocol):
 
 @runtime_checkable
 class Failing(Protocol):
-    """A constraint that may turn out to be too expensive.
-
-    Attributes:
-        problem: the reason why it cannot continue, None while it can; it then allows no token.
-    """
+    """A constraint that may turn out to be too expensive. `problem`: the reason why it cannot continue, None while it
+    can; it then allows no token."""
 
     problem: str | None
 
 
 class AllowedTokens:
-    """A fixed set of tokens. An answer ends with one of them, by its length or by a stop string.
-
-    Args:
-        ids: ids within the vocabulary, in any order.
-    """
+    """A fixed set of tokens. An answer ends with one of them, by its length or by a stop string. `ids`: ids within the
+    vocabulary, in any order."""
 
     is_complete = False
 

@@ -19,25 +19,18 @@ DEFAULT_ALLOWED_LENGTH = 2
 
 @dataclass(frozen=True, slots=True)
 class Breakers:
-    """The token sequences at which repetitions end.
+    """The token sequences at which repetitions end."""
 
-    Attributes:
-        tails: for each token in which a breaker begins, the tokens that must follow; () for a token that contains a
-            whole breaker.
-        longest: maximum tokens of a tail.
-    """
-
+    # for each token in which a breaker begins, the tokens that must follow; () for a token that contains a whole
+    # breaker
     tails: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
-    longest: int = 0
+    longest: int = 0  # maximum tokens of a tail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dry:
-    """`SamplingParams.dry_*` with all defaults filled in.
-
-    Attributes:
-        last_n: number of latest tokens that are examined; -1: all of prompt and output.
-    """
+    """`SamplingParams.dry_*` with all defaults filled in. `last_n`: number of latest tokens that are examined; -1: all
+    of prompt and output."""
 
     multiplier: float
     base: float = DEFAULT_BASE

@@ -79,23 +79,16 @@ FALLBACK = "sampling_fallback"
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """A checkpoint's defaults for decoding.
+    """A checkpoint's defaults for decoding."""
 
-    Attributes:
-        values: the supported fields of `generation_config.json` that are set.
-        fallback: values of further fields, for requests without a temperature.
-        eos_ids: token ids that end a sequence.
-        ignored: unsupported fields that would change the answer.
-        decoder_start_token_id: the first token of an encoder-decoder model's decoder.
-        speech: the special tokens of a speech model.
-    """
-
+    # the supported fields of `generation_config.json` that are set
     values: Mapping[str, Any] = field(default_factory=dict)
+    # values of further fields, for requests without a temperature
     fallback: Mapping[str, Any] = field(default_factory=dict)
-    eos_ids: frozenset[int] = frozenset()
-    ignored: tuple[str, ...] = ()
-    decoder_start_token_id: int | None = None
-    speech: SpeechInfo | None = None
+    eos_ids: frozenset[int] = frozenset()  # token ids that end a sequence
+    ignored: tuple[str, ...] = ()  # unsupported fields that would change the answer
+    decoder_start_token_id: int | None = None  # the first token of an encoder-decoder model's decoder
+    speech: SpeechInfo | None = None  # the special tokens of a speech model
 
     def as_params(self) -> SamplingParams:
         """The parameters of a request that asks for these defaults."""
@@ -119,15 +112,13 @@ def load_defaults(
     load_vocabulary: Callable[[], Vocabulary | None] = lambda: None,
 ) -> GenerationDefaults:
     """Defaults from a checkpoint folder: `generation_config.json`, or without that file the same fields of
-    `config.json`, as in `transformers`.
+    `config.json`, as in `transformers`. Raises ModelLoadError if the file is not a JSON object, or contains an invalid
+    value.
 
     Args:
         vocab_size: ids outside the vocabulary are dropped with a warning.
         honour: False keeps only the EOS ids and a speech model's special tokens.
         load_vocabulary: see `read_speech`.
-
-    Raises:
-        ModelLoadError: the file is not a JSON object, or contains an invalid value.
     """
     source = path / "generation_config.json"
     if not source.exists():
@@ -255,17 +246,13 @@ def resolve(
     constraint: Constraint | None = None,
     breakers: Breakers | None = None,
 ) -> Decoding:
-    """Complete a request's parameters with the model's defaults and check them against its limits.
+    """Complete a request's parameters with the model's defaults and check them against its limits. Raises
+    InvalidRequestError: prompt and answer do not fit, an id is outside the vocabulary, or values contradict each other.
 
     Args:
         constraint: the constraint for `structured_outputs`.
         breakers: `dry_sequence_breakers` as tokens; None for none.
         prompt_len: tokens before the answer; for an encoder-decoder model, the decoder's.
-        prompt_name: the request's name for the prompt.
-
-    Raises:
-        InvalidRequestError: prompt and answer do not fit, an id is outside the vocabulary, or values contradict each
-            other.
     """
     for name, instead in (("bad_words", "bad_words_ids"), ("truncate_prompt_tokens", "a prompt that is short enough")):
         if getattr(params, name):
@@ -413,11 +400,7 @@ def _dry(params: SamplingParams, breakers: Breakers) -> Dry:
 
 
 def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
-    """Refuse ids outside [0, vocab_size).
-
-    Raises:
-        InvalidRequestError: names the first one.
-    """
+    """Refuse ids outside [0, vocab_size). Raises InvalidRequestError: names the first one."""
     for token in ids:
         if not 0 <= token < vocab_size:
             raise InvalidRequestError(

@@ -25,34 +25,20 @@ _KINDS: dict[SignalKind, str] = {"image": "images", "audio": "sound"}
 
 @dataclass(frozen=True, slots=True)
 class ReadInput:
-    """A request's input after all checks.
+    """A request's input after all checks."""
 
-    Attributes:
-        token_ids: the first tokens of the decoder, or the input of a lone encoder.
-        encoder_token_ids: the encoder's input in an encoder-decoder model; () for other models.
-        sides: further values of each token, besides its id.
-        signal: float32 values that an encoder reads instead of tokens. The tokens are then zeros, one for each
-            position.
-        images: those among the tokens.
-    """
-
-    token_ids: tuple[int, ...]
-    encoder_token_ids: tuple[int, ...] = ()
-    sides: Sides = field(default_factory=dict)
+    token_ids: tuple[int, ...]  # the first tokens of the decoder, or the input of a lone encoder
+    encoder_token_ids: tuple[int, ...] = ()  # the encoder's input in an encoder-decoder model; () for other models
+    sides: Sides = field(default_factory=dict)  # further values of each token, besides its id
+    # float32 values that an encoder reads instead of tokens. The tokens are then zeros, one for each position.
     signal: NDArray[np.float32] | None = None
-    images: tuple[SeenImage, ...] = ()
+    images: tuple[SeenImage, ...] = ()  # those among the tokens
 
 
 def read_input(input: EngineInput, info: EngineInfo, *, start: int | None) -> ReadInput:
-    """The checked input of a request that generates.
-
-    Args:
-        start: the first token of this encoder-decoder model's decoder; None if the model sets none.
-
-    Raises:
-        InvalidRequestError: the input is of a kind that the model does not take, empty, too long, or outside the
-            vocabulary.
-    """
+    """The checked input of a request that generates. `start`: the first token of this encoder-decoder model's decoder;
+    None if the model sets none. Raises InvalidRequestError if the input is of a kind that the model does not take,
+    empty, too long, or outside the vocabulary."""
     if info.max_encoder_len is None:
         if isinstance(input, Seq2SeqInput | PixelInput | AudioInput):
             raise _wrong_kind(input, info, "prompt")
@@ -88,12 +74,8 @@ def read_input(input: EngineInput, info: EngineInfo, *, start: int | None) -> Re
 
 
 def read_pooling_input(input: EngineInput, info: EngineInfo) -> ReadInput:
-    """The checked input of a pooling request.
-
-    Raises:
-        InvalidRequestError: the input is of a kind that the model does not take, empty, too long, or outside the
-            vocabulary.
-    """
+    """The checked input of a pooling request. Raises InvalidRequestError if the input is of a kind that the model does
+    not take, empty, too long, or outside the vocabulary."""
     if isinstance(input, PixelInput | AudioInput):
         signal, positions = _read_signal(input, info, "input")
         return ReadInput((0,) * positions, signal=signal)
@@ -117,12 +99,8 @@ def read_pooling_input(input: EngineInput, info: EngineInfo) -> ReadInput:
 
 
 def read_aligned_input(input: EngineInput, info: EngineInfo) -> ReadInput:
-    """A checked input for alignment: sound, and all tokens to locate in it.
-
-    Raises:
-        InvalidRequestError: the input is of a kind that the model does not take, has no tokens, or is outside the
-            vocabulary.
-    """
+    """A checked input for alignment: sound, and all tokens to locate in it. Raises InvalidRequestError if the input is
+    of a kind that the model does not take, has no tokens, or is outside the vocabulary."""
     if isinstance(input, AudioInput) and not input.decoder_token_ids:
         raise InvalidRequestError(
             "the task align needs decoder_token_ids: the decoder's first tokens and its output.", param="decoder_prompt"
@@ -131,11 +109,8 @@ def read_aligned_input(input: EngineInput, info: EngineInfo) -> ReadInput:
 
 
 def as_signal(values: Any) -> NDArray[np.float32]:
-    """An array of numbers as float32 in C order.
-
-    Raises:
-        InvalidRequestError: it is not such an array, or is larger than `MOST_SIGNAL_BYTES`.
-    """
+    """An array of numbers as float32 in C order. Raises InvalidRequestError if it is not such an array, or is larger
+    than `MOST_SIGNAL_BYTES`."""
     try:
         found = np.asarray(values)
     except (TypeError, ValueError) as error:
@@ -175,11 +150,8 @@ def _read_signal(
 
 
 def repeated(tokens: tuple[int, ...], repeats: RepeatedInput) -> tuple[int, ...]:
-    """The decoder's input of a model that classifies by repeating the encoder's input.
-
-    Raises:
-        InvalidRequestError: the input lacks the end token at which the class is computed.
-    """
+    """The decoder's input of a model that classifies by repeating the encoder's input. Raises InvalidRequestError if
+    the input lacks the end token at which the class is computed."""
     if repeats.end not in tokens:
         raise InvalidRequestError(
             f"the input has no token {repeats.end} (EOS), which this model needs to classify. The tokenizer adds it "
@@ -211,11 +183,8 @@ def _decoder_begin(ids: Sequence[int], info: EngineInfo, start: int | None) -> t
 
 
 def decoder_start(params: SamplingParams, info: EngineInfo) -> int | None:
-    """The decoder's first token: the request's own start token, or the model's; None if neither sets one.
-
-    Raises:
-        InvalidRequestError: a start token for a decoder-only model, or outside the vocabulary.
-    """
+    """The decoder's first token: the request's own start token, or the model's; None if neither sets one. Raises
+    InvalidRequestError if a start token for a decoder-only model, or outside the vocabulary."""
     start = params.decoder_start_token_id
     if start is None:
         return info.decoder_start_token_id

@@ -16,11 +16,7 @@ def as_json(given: Any) -> Any:
 
 
 def decoded(name: str, given: Any) -> dict[str, Any]:
-    """The values of a setting that is a mapping, or a JSON object as text.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """The values of a setting that is a mapping, or a JSON object as text. Raises ConfigError if it is neither."""
     if isinstance(given, Mapping):
         return dict(given)
     try:

@@ -19,30 +19,20 @@ _LARGEST = 2**31 - 1  # range of a ZeroMQ socket option
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVEventsConfig:
-    """The settings for publishing the contents of the prefix cache.
-
-    Attributes:
-        enable_kv_cache_events: whether events are published.
-        publisher: zmq, or null to publish nothing (default: zmq if events are enabled).
-        endpoint: ZeroMQ address of the PUB socket.
-        bind: bind the PUB socket, or connect it to a subscriber (default: as in vLLM, bind addresses with *, ::, ipc://
-            or inproc://; also bind `DEFAULT_ENDPOINT`).
-        replay_endpoint: address of a ROUTER socket that sends missed events again.
-        buffer_steps: number of messages kept for replay.
-        hwm: maximum messages that wait for a slow subscriber; it loses more until it asks for a replay.
-        max_queue_size: maximum messages that wait to be sent; more are left to replay.
-        topic: the first part of each message (default: `default_topic`).
-    """
+    """The settings for publishing the contents of the prefix cache."""
 
     enable_kv_cache_events: bool = False
+    # zmq, or null to publish nothing (default: zmq if events are enabled)
     publisher: Literal["zmq", "null"] | None = None
-    endpoint: str = DEFAULT_ENDPOINT
+    endpoint: str = DEFAULT_ENDPOINT  # ZeroMQ address of the PUB socket
+    # bind the PUB socket, or connect it to a subscriber (default: as in vLLM, bind addresses with *, ::, ipc:// or
+    # inproc://; also bind `DEFAULT_ENDPOINT`)
     bind: bool | None = None
-    replay_endpoint: str | None = None
-    buffer_steps: int = 10_000
-    hwm: int = 100_000
-    max_queue_size: int = 100_000
-    topic: str = ""
+    replay_endpoint: str | None = None  # address of a ROUTER socket that sends missed events again
+    buffer_steps: int = 10_000  # number of messages kept for replay
+    hwm: int = 100_000  # maximum messages that wait for a slow subscriber; it loses more until it asks for a replay
+    max_queue_size: int = 100_000  # maximum messages that wait to be sent; more are left to replay
+    topic: str = ""  # the first part of each message (default: `default_topic`)
 
     def __post_init__(self) -> None:
         if not isinstance(self.enable_kv_cache_events, bool):
@@ -79,11 +69,8 @@ class KVEventsConfig:
 
 
 def parse_kv_events(given: Any) -> KVEventsConfig:
-    """The settings in a mapping, or in a JSON object as text.
-
-    Raises:
-        ConfigError: it is neither, or a setting in it is unknown or out of range.
-    """
+    """The settings in a mapping, or in a JSON object as text. Raises ConfigError if it is neither, or a setting in it
+    is unknown or out of range."""
     values = decoded(NAME, given)
     known = [field.name for field in fields(KVEventsConfig)]
     for name in values:

@@ -49,20 +49,13 @@ class BeamSearchParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchSequence:
-    """An answer.
+    """An answer."""
 
-    Attributes:
-        tokens: the tokens of prompt and answer.
-        text: the text of all tokens; None if the model has no tokenizer.
-        cum_logprob: sum of the log-probabilities of the answer's tokens.
-        score: the score that ranks answers.
-        finish_reason, stop_reason: as in `CompletionOutput`.
-    """
-
-    tokens: list[int]
-    text: str | None
-    cum_logprob: float | None
-    score: float | None
+    tokens: list[int]  # the tokens of prompt and answer
+    text: str | None  # the text of all tokens; None if the model has no tokenizer
+    cum_logprob: float | None  # sum of the log-probabilities of the answer's tokens
+    score: float | None  # the score that ranks answers
+    # finish_reason, stop_reason: as in `CompletionOutput`
     finish_reason: str | None
     stop_reason: int | str | None
 

@@ -64,16 +64,11 @@ def with_images(prompts: Sequence[Any], images: Any) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class PromptReader:
-    """Converts prompts to the engine's form.
+    """Converts prompts to the engine's form."""
 
-    Attributes:
-        tokenizer: None if the model has none; prompts must then be token ids.
-        kept: maximum tokens of a prompt; longer ones are cut. None: all.
-    """
-
-    tokenizer: Tokenizer | None
+    tokenizer: Tokenizer | None  # None if the model has none; prompts must then be token ids
     info: EngineInfo
-    kept: int | None = None
+    kept: int | None = None  # maximum tokens of a prompt; longer ones are cut. None: all.
     placer: ImagePlacer | None = None
 
     @classmethod

@@ -78,12 +78,8 @@ class ChoiceDelta:
 @dataclass(frozen=True, slots=True)
 class RepeatedInput:
     """The decoder's input in a model that classifies its encoder's input: one token, then the input up to its last
-    `end`. The classifier reads the hidden state before the last `end` (BART, arXiv:1910.13461, 3.1).
-
-    Attributes:
-        start: the first token; None for the input's last one.
-        end: EOS.
-    """
+    `end`. The classifier reads the hidden state before the last `end` (BART, arXiv:1910.13461, 3.1). `start`: the first
+    token; None for the input's last one."""
 
     start: int | None
     end: int
@@ -125,16 +121,11 @@ class Pooled:
 
 
 class BeamMove(NamedTuple):
-    """A beam continues with a token or ends with it.
+    """A beam continues with a token or ends with it."""
 
-    Attributes:
-        parent: its index among the live beams of the previous step.
-        token_id: the token.
-        score: its accumulated log-probability; for a beam that ends, the score that ranks it (see `ChoiceDelta.score`).
-    """
-
-    parent: int
+    parent: int  # its index among the live beams of the previous step
     token_id: int
+    # its accumulated log-probability; for a beam that ends, the score that ranks it (see `ChoiceDelta.score`)
     score: float
 
 
@@ -310,12 +301,7 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class CatalogueInfo:
-    """Titles to which answers can be limited.
-
-    Attributes:
-        titles: number of different titles.
-        longest: tokens of the longest one.
-    """
+    """Titles to which answers can be limited. `titles`: number of different titles."""
 
     name: str
     titles: int
@@ -329,84 +315,55 @@ class CatalogueInfo:
 
 @dataclass(frozen=True, slots=True)
 class SignalInfo:
-    """The form of an encoder's input that is numbers instead of token ids.
-
-    Attributes:
-        kind: the kind of input.
-        shape: shape of the array: channels, height and width; or mel bins and frames.
-        positions: number of encoder positions that it becomes, which count as its tokens.
-    """
+    """The form of an encoder's input that is numbers instead of token ids."""
 
     kind: SignalKind
-    shape: tuple[int, ...]
-    positions: int
+    shape: tuple[int, ...]  # shape of the array: channels, height and width; or mel bins and frames
+    positions: int  # number of encoder positions that it becomes, which count as its tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideInfo:
-    """The rules for reading a query or a document for token vectors (ColBERT, arXiv:2004.12832, 3.2).
+    """The rules for reading a query or a document for token vectors (ColBERT, arXiv:2004.12832, 3.2)."""
 
-    Attributes:
-        marker: the vocabulary token after an input's first token; None for none.
-        length: the number of tokens that inputs are cut to, including special ones.
-        filled: whether mask tokens fill inputs up to that length.
-        attended: whether other tokens attend to the masks; otherwise masks have vectors, but no token attends to them.
-        ignored: tokens without a vector. A marker that the vocabulary lacks becomes the unknown token.
-        punctuation: whether the first token of each ASCII punctuation mark also has no vector.
-    """
-
-    marker: str | None
-    length: int
-    filled: bool = False
+    marker: str | None  # the vocabulary token after an input's first token; None for none
+    length: int  # the number of tokens that inputs are cut to, including special ones
+    filled: bool = False  # whether mask tokens fill inputs up to that length
+    # whether other tokens attend to the masks; otherwise masks have vectors, but no token attends to them
     attended: bool = False
+    # tokens without a vector. A marker that the vocabulary lacks becomes the unknown token.
     ignored: tuple[str, ...] = ()
-    punctuation: bool = False
+    punctuation: bool = False  # whether the first token of each ASCII punctuation mark also has no vector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenVectorsInfo:
-    """The token vectors of a model.
+    """The token vectors of a model."""
 
-    Attributes:
-        size: features per vector.
-        first: tokens at the beginning of an input without a vector.
-        sides: the rules for a "query" and a "document"; {} if they are read like any text.
-    """
-
-    size: int
-    first: int = 0
+    size: int  # features per vector
+    first: int = 0  # tokens at the beginning of an input without a vector
+    # the rules for a "query" and a "document"; {} if they are read like any text
     sides: dict[str, SideInfo] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alignment:
-    """The attention heads that show where in an encoder's input a decoder's tokens are spoken.
+    """The attention heads that show where in an encoder's input a decoder's tokens are spoken."""
 
-    Attributes:
-        heads: (layer, head) pairs, at least one.
-        filter_width: positions of the median filter over each head's weights; odd.
-    """
-
-    heads: tuple[tuple[int, int], ...]
-    filter_width: int
+    heads: tuple[tuple[int, int], ...]  # (layer, head) pairs, at least one
+    filter_width: int  # positions of the median filter over each head's weights; odd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntitiesInfo:
-    """The rules for reading labels and texts in a model that finds entities.
+    """The rules for reading labels and texts in a model that finds entities."""
 
-    Attributes:
-        label_mark, text_mark: the tokens before each label, and before the text's words.
-        label_token_id: the id of `label_mark`.
-        max_words: maximum words of a text that is read at once.
-        max_width: maximum words of an entity.
-    """
-
+    # label_mark, text_mark: the tokens before each label, and before the text's words
     label_mark: str
     text_mark: str
-    label_token_id: int
-    max_words: int
-    max_width: int
+    label_token_id: int  # the id of `label_mark`
+    max_words: int  # maximum words of a text that is read at once
+    max_width: int  # maximum words of an entity
 
 
 SpeechTask = Literal["transcribe", "translate"]
@@ -414,33 +371,22 @@ SpeechTask = Literal["transcribe", "translate"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeechInfo:
-    """The special tokens of a speech model.
+    """The special tokens of a speech model."""
 
-    Attributes:
-        no_timestamps_id: comes before an answer without timestamps; the token ids above it are timestamps, one for each
-            `SECONDS_PER_TIMESTAMP` from 0 on.
-        max_initial_timestamp: the largest index of the first timestamp; None for no limit.
-        languages: the token of each language, by code; {} for a model with one language.
-        tasks: the tokens of "transcribe" and "translate"; {} for a model that only transcribes.
-        prompt_id: the token before a preceding text; None if the model has none.
-        language: the code of the default language; None: it is detected.
-        task: the default task.
-        defaults_are_forced: whether these two defaults come from the older `forced_decoder_ids`, which apply only if a
-            request sets neither.
-        alignment: the heads for token times; None if the model lists none.
-        no_alignment: the reason if it is None.
-    """
-
+    # comes before an answer without timestamps; the token ids above it are timestamps, one for each
+    # `SECONDS_PER_TIMESTAMP` from 0 on
     no_timestamps_id: int
-    max_initial_timestamp: int | None = None
+    max_initial_timestamp: int | None = None  # the largest index of the first timestamp; None for no limit
     languages: dict[str, int] = field(default_factory=dict)
+    # the tokens of "transcribe" and "translate"; {} for a model that only transcribes
     tasks: dict[str, int] = field(default_factory=dict)
-    prompt_id: int | None = None
-    language: str | None = None
+    prompt_id: int | None = None  # the token before a preceding text; None if the model has none
+    language: str | None = None  # the code of the default language; None: it is detected
     task: SpeechTask = "transcribe"
+    # whether these two defaults come from the older `forced_decoder_ids`, which apply only if a request sets neither
     defaults_are_forced: bool = False
-    alignment: Alignment | None = None
-    no_alignment: str = NO_ALIGNMENT
+    alignment: Alignment | None = None  # the heads for token times; None if the model lists none
+    no_alignment: str = NO_ALIGNMENT  # the reason if it is None
 
     @property
     def first_timestamp_id(self) -> int:

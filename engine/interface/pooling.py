@@ -131,11 +131,8 @@ class Pooling:
 
 
 def resolve_pooling(params: PoolingParams, info: EngineInfo, *, prompt_len: int) -> Pooling:
-    """The complete settings of a pooling request, for this model and an input with this many tokens.
-
-    Raises:
-        InvalidRequestError: the model does not support it, or a parameter is invalid.
-    """
+    """The complete settings of a pooling request, for this model and an input with this many tokens. Raises
+    InvalidRequestError if the model does not support it, or a parameter is invalid."""
     check_task(info, params.task)
     if params.task == "align":
         return _resolve_alignment(params, info, prompt_len)
@@ -243,14 +240,8 @@ def _check_places(name: str, places: Any) -> None:
 
 
 def check_task(info: EngineInfo, task: Task, called: str = "") -> None:
-    """Refuse a task that the model does not support.
-
-    Args:
-        called: the caller's name for the task.
-
-    Raises:
-        InvalidRequestError: gives the reason, and the supported tasks.
-    """
+    """Refuse a task that the model does not support. `called`: the caller's name for the task. Raises
+    InvalidRequestError: gives the reason, and the supported tasks."""
     if task not in info.tasks:
         if task == "align":
             lacks = "it is not a speech model" if info.speech is None else info.speech.no_alignment

@@ -46,24 +46,15 @@ class ReasoningBudget:
 
 
 def check_no_beams(num_beams: int | None) -> None:
-    """Refuse a limit for beams, whose scores would include words that were forced.
-
-    Raises:
-        InvalidRequestError: there are several beams.
-    """
+    """Refuse a limit for beams, whose scores would include words that were forced. Raises InvalidRequestError if there
+    are several beams."""
     if num_beams is not None and num_beams > 1:
         message = f"reasoning_budget cannot be used with beam search (num_beams is {num_beams}); leave one of them out."
         fail("reasoning_budget", message)
 
 
 class LimitedReasoning:
-    """The constraint. Other constraints of the answer apply beside it.
-
-    Args:
-        budget: the limit.
-        vocab_size: the number of tokens.
-        inner: the other constraints of the answer.
-    """
+    """The constraint. Other constraints of the answer apply beside it. `vocab_size`: the number of tokens."""
 
     __slots__ = ("_budget", "_forced", "_inside", "_left", "_tail", "inner", "vocab_size")
 
@@ -133,7 +124,6 @@ class LimitedReasoning:
         return fork
 
     def _limit(self) -> None:
-        """End the reasoning if it may have no more tokens."""
         if self._inside and self._left <= 0:
             # Reasoning that begins again, or may not begin at all, ends without the last words.
             words = self._budget.last_words if self._left == 0 and self._budget.tokens else ()

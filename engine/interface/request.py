@@ -526,38 +526,24 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """An accepted request; do not modify it.
+    """An accepted request; do not modify it."""
 
-    Attributes:
-        request_id: the caller's id, unique among unfinished requests.
-        prompt_token_ids: the prompt; for an encoder-decoder model, the beginning of the decoder's tokens.
-        encoder_token_ids: the encoder's input, for an encoder-decoder model.
-        signal: float32 encoder input instead of token ids; the token ids are then zeros, one for each position of the
-            signal.
-        decoding: the decoding parameters, with all defaults filled in.
-        pooling: the wanted results of the prompt's hidden states, instead of an answer; None for an answer.
-        sides: further values of each token of the prompt, besides its id.
-        adapter: the request's adapter; None for the base model alone.
-        images: those among the tokens of the prompt.
-        priority: lower runs earlier (as in vLLM); ties by arrival. Between named tenants it has no effect.
-        cache_salt: requests share cached pages only with requests with the same salt.
-        deadline: `time.monotonic()` seconds after which the request is aborted, or None.
-        tenant: the request's tenant; waiting tenants are served in turn. None counts as a tenant too.
-    """
-
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    decoding: Decoding
-    priority: int = 0
-    cache_salt: str | None = None
-    deadline: float | None = None
-    tenant: str | None = None
-    encoder_token_ids: tuple[int, ...] = ()
+    request_id: str  # the caller's id, unique among unfinished requests
+    prompt_token_ids: tuple[int, ...]  # the prompt; for an encoder-decoder model, the beginning of the decoder's tokens
+    decoding: Decoding  # the decoding parameters, with all defaults filled in
+    priority: int = 0  # lower runs earlier (as in vLLM); ties by arrival. Between named tenants it has no effect.
+    cache_salt: str | None = None  # requests share cached pages only with requests with the same salt
+    deadline: float | None = None  # `time.monotonic()` seconds after which the request is aborted, or None
+    tenant: str | None = None  # the request's tenant; waiting tenants are served in turn. None counts as a tenant too.
+    encoder_token_ids: tuple[int, ...] = ()  # the encoder's input, for an encoder-decoder model
+    # the wanted results of the prompt's hidden states, instead of an answer; None for an answer
     pooling: Pooling | None = None
+    # further values of each token of the prompt, besides its id
     sides: Sides = field(default_factory=dict, compare=False)
+    # float32 encoder input instead of token ids; the token ids are then zeros, one for each position of the signal
     signal: NDArray[np.float32] | None = field(default=None, compare=False)
-    adapter: AdapterInfo | None = None
-    images: tuple[SeenImage, ...] = field(default=(), compare=False)
+    adapter: AdapterInfo | None = None  # the request's adapter; None for the base model alone
+    images: tuple[SeenImage, ...] = field(default=(), compare=False)  # those among the tokens of the prompt
 
     @property
     def reach(self) -> int:

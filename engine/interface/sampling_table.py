@@ -30,25 +30,17 @@ Use = Literal["filter", "condition", "penalty", "search", "draw"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A number for each sampled row.
+    """A number for each sampled row."""
 
-    Attributes:
-        name: the name of the column and of the request's field.
-        kind: its type in the table.
-        neutral: the value without effect, which is used if neither request nor model sets one.
-        use: filter: selects the tokens to sample from, in rows that sample; condition: a parameter of a filter, without
-            effect alone; penalty: on tokens that occurred; search, draw: the wanted results of a row and its random
-            numbers, which requests do not set directly.
-        allowed: the range of a request's values; None if requests do not set it.
-        nothing: for a filter, a value that requests for beams, which do not sample, may send.
-    """
-
-    name: str
+    name: str  # the name of the column and of the request's field
     kind: type[np.generic]
-    neutral: float
+    neutral: float  # the value without effect, which is used if neither request nor model sets one
+    # filter: selects the tokens to sample from, in rows that sample; condition: a parameter of a filter, without effect
+    # alone; penalty: on tokens that occurred; search, draw: the wanted results of a row and its random numbers, which
+    # requests do not set directly
     use: Use
-    allowed: NumberRange | None = None
-    nothing: tuple[float, ...] = ()
+    allowed: NumberRange | None = None  # the range of a request's values; None if requests do not set it
+    nothing: tuple[float, ...] = ()  # for a filter, a value that requests for beams, which do not sample, may send
 
 
 COLUMNS = (
@@ -140,25 +132,16 @@ WORDS = TABLE.itemsize // 4
 
 class Kind(IntEnum):
     """The effect of an edit on a token's logit (for a beam: its log-probability), in the order in which edits are
-    applied.
+    applied."""
 
-    Attributes:
-        BIAS: `value` is added.
-        SOURCE: the token becomes more probable by the factor `value`, the reciprocal of a penalty; at most once per
-            row.
-        HISTORY: the token occurred, so the row's penalties apply once per occurrence; `value` is 1 for occurrences in
-            the output.
-        DRY: the token would continue a repetition: `value` is subtracted; at most once per token of a row.
-        BAN: impossible.
-        FORCE: only these tokens of the row are possible, all equally, whatever a mask says.
-    """
-
-    BIAS = 0
+    BIAS = 0  # `value` is added
+    # the token becomes more probable by the factor `value`, the reciprocal of a penalty; at most once per row
     SOURCE = 1
+    # the token occurred, so the row's penalties apply once per occurrence; `value` is 1 for occurrences in the output
     HISTORY = 2
-    DRY = 3
+    DRY = 3  # the token would continue a repetition: `value` is subtracted; at most once per token of a row
     BAN = 4
-    FORCE = 5
+    FORCE = 5  # only these tokens of the row are possible, all equally, whatever a mask says
 
 
 # Below this temperature, a softmax in float32 is one-hot for any two different logits.

@@ -15,22 +15,16 @@ MOST_DRAFTS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """How tokens are drafted.
+    """How tokens are drafted."""
 
-    Attributes:
-        method: ngram: the tokens that followed the longest earlier occurrence of the last tokens, in the prompt or the
-            answer. suffix: also in earlier answers to requests of the same API key, cache salt and adapter; equally
-            long occurrences vote on each token. draft_model: the tokens of a small model. mtp: those of the model's
-            own layer for multi-token prediction. off: none.
-        model: the folder, file or hub id of the small model.
-        num_speculative_tokens: maximum drafts of a sequence in a step.
-        suffix_decoding_max_cached_requests: 0: earlier answers are not kept. Otherwise as many are kept as there is
-            room for.
-    """
-
+    # ngram: the tokens that followed the longest earlier occurrence of the last tokens, in the prompt or the answer.
+    # suffix: also in earlier answers to requests of the same API key, cache salt and adapter; equally long occurrences
+    # vote on each token. draft_model: the tokens of a small model. mtp: those of the model's own layer for multi-token
+    # prediction. off: none.
     method: Literal["ngram", "suffix", "draft_model", "mtp", "off"] = "ngram"
-    model: str | None = None
-    num_speculative_tokens: int = 8
+    model: str | None = None  # the folder, file or hub id of the small model
+    num_speculative_tokens: int = 8  # maximum drafts of a sequence in a step
+    # 0: earlier answers are not kept. Otherwise as many are kept as there is room for.
     suffix_decoding_max_cached_requests: int = -1
 
     @property
@@ -66,11 +60,8 @@ _WITHOUT_EFFECT = (
 
 
 def parse_speculative(given: Any) -> SpeculativeConfig:
-    """The settings in a mapping, in a JSON object as text, or the method alone.
-
-    Raises:
-        ConfigError: it is none of these, or a setting in it is unknown or out of range.
-    """
+    """The settings in a mapping, in a JSON object as text, or the method alone. Raises ConfigError if it is none of
+    these, or a setting in it is unknown or out of range."""
     if isinstance(given, str) and not given.lstrip().startswith("{"):
         alone = [method for method in METHODS if method != "draft_model"]
         if given not in alone:

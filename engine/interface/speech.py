@@ -39,15 +39,13 @@ def read_speech(
     honour: bool = True,
 ) -> SpeechInfo | None:
     """The special tokens of a speech model, from `generation_config.json`, or from the tokenizer if that file lacks
-    them, as older files of Whisper do. None for a model without timestamps, or if no tokenizer can tell.
+    them, as older files of Whisper do. None for a model without timestamps, or if no tokenizer can tell. Raises
+    ModelLoadError if a value in the file is invalid, or neither it nor Whisper's tokenizer contains a required token.
 
     Args:
         config: the model's `transformers` config, which has the number of heads.
         load_vocabulary: returns the model's tokenizer, if it has one; called only if something is missing.
         honour: False leaves out the default language and task.
-
-    Raises:
-        ModelLoadError: a value in the file is invalid, or neither it nor Whisper's tokenizer contains a required token.
     """
     vocabulary = None
     needed = _NEEDED[:2] if stored.get("is_multilingual") is False else _NEEDED
@@ -134,11 +132,7 @@ def _forced(stored: Mapping[str, Any], config: Any) -> list[int | None]:
 def _defaults(
     stored: Mapping[str, Any], forced: list[int | None], languages: Mapping[str, int], tasks: Mapping[str, int]
 ) -> dict[str, Any]:
-    """The default language and task.
-
-    Raises:
-        ModelLoadError: the model does not support them.
-    """
+    """The default language and task. Raises ModelLoadError if the model does not support them."""
     language, task = stored.get("language"), stored.get("task")
     if language is None and task is None:
         named = next((code for code, token in languages.items() if token in forced), None)
@@ -209,7 +203,6 @@ class TimestampRules:
         self._latest: int | None = None
 
     def accept(self, token: int) -> None:
-        """Record a token."""
         is_timestamp = token >= self.outweighed_from
         self._count += 1
         self._last_two = (self._last_two[1], is_timestamp)
@@ -242,11 +235,8 @@ class TimestampRules:
 
 def timed(decoding: Decoding, info: SpeechInfo | None, vocab_size: int) -> Decoding:
     """Decoding parameters for answers with timestamps. As in `transformers`, tokens are suppressed before timestamps
-    and other tokens are weighed against each other.
-
-    Raises:
-        InvalidRequestError: the model has no timestamps, or no token that ends answers.
-    """
+    and other tokens are weighed against each other. Raises InvalidRequestError if the model has no timestamps, or no
+    token that ends answers."""
     if info is None or not decoding.eos_ids:
         missing = "no_timestamps_token_id" if info is None else "eos_token_id"
         raise InvalidRequestError(

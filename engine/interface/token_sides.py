@@ -26,37 +26,29 @@ Sides = Mapping[str, Values]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSide:
-    """One side.
+    """One side."""
 
-    Attributes:
-        name: the side's name in requests, plans and inputs. A side that `Embed` reads has a field of this name in
-            `spec.Tokens`: the number of its values, 0 in a model that does not read it.
-        reads: the operation that reads it (`engine.model.operations`); None: no step carries it, page hashes cover it.
-        dtype: the type of its numbers on the host; on a device they are int64 indices, or int32 in recorded steps.
-        width: numbers per token.
-        default: the value of each number if nothing is known about a token.
-        goes_on: whether tokens of an answer get the numbers of the last known token; otherwise they get the default.
-        hashed: whether page hashes include the numbers. The root hash of a sequence covers the meaning of any other
-            side's numbers.
-        asked: whether requests may contain it; otherwise the scheduler makes it.
-        param: its field of `TokenInput`; None: requests put it in `TokenInput.sides`.
-        least: this many values are accepted, and ignored, by models that do not read the side.
-        noun, form: words for its entries and for an entry with several numbers, in messages.
-        rule, fits: a rule for entries with several numbers, in words and as a check.
-    """
-
+    # the side's name in requests, plans and inputs. A side that `Embed` reads has a field of this name in
+    # `spec.Tokens`: the number of its values, 0 in a model that does not read it.
     name: str
+    # the operation that reads it (`engine.model.operations`); None: no step carries it, page hashes cover it
     reads: Literal["Embed", "PrepareHeads", "AddAdapters"] | None
+    # the type of its numbers on the host; on a device they are int64 indices, or int32 in recorded steps
     dtype: type[np.int32] = np.int32
-    width: int = 1
-    default: int = 0
+    width: int = 1  # numbers per token
+    default: int = 0  # the value of each number if nothing is known about a token
+    # whether tokens of an answer get the numbers of the last known token; otherwise they get the default
     goes_on: bool = False
+    # whether page hashes include the numbers. The root hash of a sequence covers the meaning of any other side's
+    # numbers.
     hashed: bool = True
-    asked: bool = True
-    param: str | None = None
-    least: int = 0
+    asked: bool = True  # whether requests may contain it; otherwise the scheduler makes it
+    param: str | None = None  # its field of `TokenInput`; None: requests put it in `TokenInput.sides`
+    least: int = 0  # this many values are accepted, and ignored, by models that do not read the side
+    # noun, form: words for its entries and for an entry with several numbers, in messages
     noun: str = "integers"
     form: str = "integers"
+    # rule, fits: a rule for entries with several numbers, in words and as a check
     rule: str = "in any order"
     fits: Callable[[Sequence[int]], bool] = lambda entry: True
 
@@ -67,11 +59,9 @@ class TokenSide:
 
     @property
     def entry(self) -> int | list[int]:
-        """The default entry of a token."""
         return self.default if self.width == 1 else [self.default] * self.width
 
     def array(self, values: Sequence[Any]) -> Values:
-        """Entries as an array."""
         return np.array(values, dtype=self.dtype).reshape((-1,) if self.width == 1 else (-1, self.width))
 
     def part(self, known: Values, start: int, count: int) -> Values:
@@ -91,14 +81,9 @@ class TokenSide:
         return self.goes_on or start < len(known)
 
     def read(self, values: Any, count: int, limit: int) -> Values | None:
-        """The entries for this many tokens from a request; None if all are the default.
-
-        Args:
-            limit: number of values in the model, 0 if it does not read the side.
-
-        Raises:
-            InvalidRequestError: the number of entries differs, or a value is outside the model's range.
-        """
+        """The entries for this many tokens from a request; None if all are the default. `limit`: number of values in
+        the model, 0 if it does not read the side. Raises InvalidRequestError if the number of entries differs, or a
+        value is outside the model's range."""
         name, limit = self.field, max(limit, self.least)
         if not limit:
             self._refuse(f"this model does not read {self.noun}. Remove {name}.", "unsupported_parameter")
@@ -206,14 +191,9 @@ def asked_sides() -> Iterable[TokenSide]:
 
 
 def read_sides(given: Mapping[str, Any], count: int, limits: Mapping[str, int]) -> dict[str, Values]:
-    """The sides for this many tokens from a request; sides with only default values are left out.
-
-    Args:
-        limits: for each side, the number of values that the model reads.
-
-    Raises:
-        InvalidRequestError: names the first invalid or unknown side.
-    """
+    """The sides for this many tokens from a request; sides with only default values are left out. `limits`: for each
+    side, the number of values that the model reads. Raises InvalidRequestError: names the first invalid or unknown
+    side."""
     known = {side.name: side for side in asked_sides()}
     for name in given:
         if name not in known:

@@ -29,24 +29,15 @@ class Trie:
 
     Nodes are numbered level by level from the root, which is 0. The children of a node have successive numbers, in the
     order of their tokens; so do the children of successive nodes.
-
-    Attributes:
-        vocab_size: all tokens are below this.
-        tokens: [nodes] the token that leads to a node; the root's has no meaning.
-        children: [nodes + 1] the first child of each node; the last child precedes the next node's first.
-        ends: [nodes] whether a sequence ends here.
-        num_sequences: number of different sequences.
-        longest: tokens of the longest one.
-        duplicates: [2, count] indices of repeated sequences, and of those that they repeat.
     """
 
     vocab_size: int
-    tokens: Int32
-    children: Int32
-    ends: NDArray[np.bool_]
+    tokens: Int32  # [nodes] the token that leads to a node; the root's has no meaning
+    children: Int32  # [nodes + 1] the first child of each node; the last child precedes the next node's first
+    ends: NDArray[np.bool_]  # [nodes] whether a sequence ends here
     num_sequences: int
     longest: int
-    duplicates: Int64
+    duplicates: Int64  # [2, count] indices of repeated sequences, and of those that they repeat
     _rows: dict[int, MaskRow] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -192,11 +183,7 @@ class Member:
         return self._first == self._last
 
     def accept(self, token: int) -> None:
-        """Continue the answer with a token.
-
-        Raises:
-            ValueError: no sequence continues with it.
-        """
+        """Continue the answer with a token. Raises ValueError if no sequence continues with it."""
         node = self._first + int(self.trie.tokens[self._first : self._last].searchsorted(token))
         if node == self._last or self.trie.tokens[node] != token:
             raise ValueError(f"token {token} is not allowed next")

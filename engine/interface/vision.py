@@ -26,15 +26,11 @@ MOST_CROP_BYTES = 256 * 2**20
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
     """An image becomes a small version of the whole and tiles of a larger version (LLaVA-NeXT). The tiles' vectors form
-    one large grid, without the rows or columns that show padding, and each row of it ends with a learned vector.
+    one large grid, without the rows or columns that show padding, and each row of it ends with a learned vector."""
 
-    Attributes:
-        sizes: heights and widths, in pixels, that an image may be fitted into, for as many tiles as they have.
-        most: a grid of more vectors than so many tiles have is made smaller; None: no grid is.
-    """
-
+    # heights and widths, in pixels, that an image may be fitted into, for as many tiles as they have
     sizes: tuple[Size, ...]
-    most: int | None = None
+    most: int | None = None  # a grid of more vectors than so many tiles have is made smaller; None: no grid is
 
     def best(self, size: Size) -> Size:
         """The size that shows most of an image and wastes least (`select_best_resolution` of `transformers`)."""
@@ -51,22 +47,14 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class Surrounds:
-    """The texts around the crops of an image, each of which has image tokens of its own (Idefics 3).
+    """The texts around the crops of an image, each of which has image tokens of its own (Idefics 3)."""
 
-    Attributes:
-        apart: stands before each crop, and after the last.
-        whole: before the crop that shows the whole image, which is the last.
-    """
-
-    apart: str = "<fake_token_around_image>"
-    whole: str = "<global-img>"
+    apart: str = "<fake_token_around_image>"  # stands before each crop, and after the last
+    whole: str = "<global-img>"  # before the crop that shows the whole image, which is the last
 
     def text(self, token: str, tiles: Size) -> str:
-        """An image's text, with one image token for each crop.
-
-        Args:
-            tiles: rows and columns of crops before the one that shows the whole image.
-        """
+        """An image's text, with one image token for each crop. `tiles`: rows and columns of crops before the one that
+        shows the whole image."""
         rows, columns = tiles
         made = ""
         for row in range(1, rows + 1):
@@ -76,22 +64,14 @@ class Surrounds:
 
 @dataclass(frozen=True, slots=True)
 class Framed:
-    """The texts around the crops of an image, the first of which shows the whole image (Gemma 3).
+    """The texts around the crops of an image, the first of which shows the whole image (Gemma 3)."""
 
-    Attributes:
-        mark: stands in a prompt for an image.
-        end: stands after the vectors of a crop.
-    """
-
-    mark: str = "<start_of_image>"
-    end: str = "<end_of_image>"
+    mark: str = "<start_of_image>"  # stands in a prompt for an image
+    end: str = "<end_of_image>"  # stands after the vectors of a crop
 
     def text(self, token: str, tiles: Size) -> str:
-        """An image's text, with one image token for each crop.
-
-        Args:
-            tiles: rows and columns of crops after the one that shows the whole image.
-        """
+        """An image's text, with one image token for each crop. `tiles`: rows and columns of crops after the one that
+        shows the whole image."""
         one = f"\n\n{self.mark}{token}{self.end}\n\n"
         count = tiles[0] * tiles[1]
         if not count:
@@ -203,20 +183,14 @@ class PlacedImage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SeenImage:
-    """An image of a prompt after all checks.
+    """An image of a prompt after all checks."""
 
-    Attributes:
-        places: [vectors] the tokens that they take the places of, ascending.
-        pixels, size: as of `PlacedImage`.
-        key: a hash of these two.
-        two_way: as of `VisionInfo`.
-    """
-
-    places: NDArray[np.int32]
+    places: NDArray[np.int32]  # [vectors] the tokens that they take the places of, ascending
+    # pixels, size: as of `PlacedImage`
     pixels: Pixels
     size: Size
-    key: bytes
-    two_way: bool = False
+    key: bytes  # a hash of these two
+    two_way: bool = False  # as of `VisionInfo`
 
     @property
     def first(self) -> int:
@@ -232,11 +206,8 @@ class SeenImage:
 def read_images(
     images: Sequence[PlacedImage], tokens: Sequence[int], vision: VisionInfo | None
 ) -> tuple[SeenImage, ...]:
-    """The images of a prompt.
-
-    Raises:
-        InvalidRequestError: the model reads none, or one does not fit the model or the tokens.
-    """
+    """The images of a prompt. Raises InvalidRequestError if the model reads none, or one does not fit the model or the
+    tokens."""
     if not images:
         return ()
     if vision is None:

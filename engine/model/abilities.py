@@ -58,14 +58,8 @@ _CROSS_ENCODERS: dict[str, Activation] = {"Identity": "none", "Sigmoid": "sigmoi
 
 
 def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Abilities:
-    """The tasks that the model of a transformers config supports.
-
-    Args:
-        pipeline: the folder's settings for embeddings.
-
-    Raises:
-        ModelLoadError: the pipeline does not match the model.
-    """
+    """The tasks that the model of a transformers config supports. `pipeline`: the folder's settings for embeddings.
+    Raises ModelLoadError if the pipeline does not match the model."""
     embedding = model.trunk.embedding
     found: dict[str, Any] = {"lower_case": pipeline.lower_case, "sides": model.trunk.sides}
     found["filler"] = model.filler
@@ -140,11 +134,8 @@ def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Ab
 
 
 def _of_tokens(model: spec.ModelSpec, pipeline: Pipeline, found: dict[str, Any]) -> tuple[Task, ...]:
-    """An encoder's token results besides one vector for all; `found` is extended.
-
-    Raises:
-        ModelLoadError: a layer is made for hidden states of another size, or a required head is missing.
-    """
+    """An encoder's token results besides one vector for all; `found` is extended. Raises ModelLoadError if a layer is
+    made for hidden states of another size, or a required head is missing."""
     size, masked = model.trunk.output_size, isinstance(model.head, spec.MaskedLm)
     if pipeline.tokens is not None:
         part = pipeline.tokens
@@ -200,11 +191,8 @@ def _does(head: spec.Head, both: bool) -> str:
 
 def _activation(config: Any, head: spec.Classifier, pipeline: Pipeline) -> Activation:
     """The activation that sentence-transformers wrote for a cross-encoder; else that of transformers' pipelines: for
-    texts by the kind of problem or by the number of classes, for tokens always softmax.
-
-    Raises:
-        UnsupportedModelError: it names a torch function that is not implemented.
-    """
+    texts by the kind of problem or by the number of classes, for tokens always softmax. Raises UnsupportedModelError if
+    it names a torch function that is not implemented."""
     if head.pooling is None:
         return "softmax"
     named = pipeline.activation or _cross_encoders(config)

@@ -21,13 +21,11 @@ class AdapterSlots:
     own size.
 
     Args:
-        inputs, outputs: the product's sizes.
         slots: maximum number of loaded adapters.
         rank: maximum rank of an adapter.
         dtype: format of a GPU's slots.
 
     Attributes:
-        table: the additions on a CPU.
         down: [1 + slots, rank, in] on a GPU; up: [1 + slots, out, rank] there.
     """
 
@@ -53,7 +51,6 @@ class AdapterSlots:
             self.up[slot, :, :rank].copy_(part.up)
 
     def clear(self, slot: int) -> None:
-        """Empty a slot."""
         self._filled.discard(slot)
         if self.table is not None:
             self.table.clear(slot)

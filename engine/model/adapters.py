@@ -10,33 +10,22 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """An adapter's addition to one product: `y += x @ down.T @ up.T`.
+    """An adapter's addition to one product: `y += x @ down.T @ up.T`."""
 
-    Attributes:
-        down: [rank, in] float32.
-        up: [out, rank] float32, including the adapter's scale.
-    """
-
-    down: Tensor
-    up: Tensor
+    down: Tensor  # [rank, in] float32
+    up: Tensor  # [out, rank] float32, including the adapter's scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """An adapter, checked against its model.
+    """An adapter, checked against its model."""
 
-    Attributes:
-        name: the name that requests send as their model.
-        path: the folder or file that it came from.
-        digest: a hash of everything that changes answers; adapters with equal digests share cached pages.
-        products: the additions, by the module path of the `Linear` in the model (`model.named_modules()`).
-        replaced: whole parameters of heads from the adapter (`modules_to_save`), by their path in the model.
-    """
-
-    name: str
-    path: str
-    digest: bytes
+    name: str  # the name that requests send as their model
+    path: str  # the folder or file that it came from
+    digest: bytes  # a hash of everything that changes answers; adapters with equal digests share cached pages
+    # the additions, by the module path of the `Linear` in the model (`model.named_modules()`)
     products: Mapping[str, LowRank]
+    # whole parameters of heads from the adapter (`modules_to_save`), by their path in the model
     replaced: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -46,6 +35,5 @@ class Adapter:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its tensors."""
         products = [tensor for product in self.products.values() for tensor in (product.down, product.up)]
         return sum(tensor.nbytes for tensor in (*products, *self.replaced.values()))

@@ -64,13 +64,8 @@ class Temper(HasRows):
 @dataclass(frozen=True, slots=True, eq=False)
 class PrepareLatent(HasRows):
     """out = queries in the form for keys in pages: rotated, and multiplied with the matrix that would expand latents to
-    keys. The normalised latents and the rotated shared keys are written to a layer's pages.
-
-    Attributes:
-        queries: for each head its content, then the part that is rotated.
-        latent: the latent, then the shared key.
-        layer: the layer of the pages.
-    """
+    keys. The normalised latents and the rotated shared keys are written to a layer's pages. `queries`: for each head
+    its content, then the part that is rotated."""
 
     READS = ("queries", "latent")
     WRITES = ("out",)
@@ -106,21 +101,15 @@ class StoreEncoded(HasRows):
 @dataclass(frozen=True, slots=True, eq=False)
 class Attend(HasRows):
     """out = attention of the queries to the keys and values of their own rows: those in pages, those beside them (in an
-    encoder), or those in the encoder's pages.
-
-    Attributes:
-        module: the module that it belongs to.
-        kv: keys and values beside the queries; None if they are in pages.
-        layer: the layer of the pages; None for an encoder.
-    """
+    encoder), or those in the encoder's pages."""
 
     READS = ("queries", "kv")
     WRITES = ("out",)
     module: SelfAttention | CrossAttention | LatentAttention | ReadingAttention
     queries: Rows
-    kv: tuple[Rows, Rows] | None
+    kv: tuple[Rows, Rows] | None  # keys and values beside the queries; None if they are in pages
     out: Rows
-    layer: int | None
+    layer: int | None  # the layer of the pages; None for an encoder
 
     @property
     def part(self) -> spec.Attention:
@@ -153,19 +142,15 @@ class Attend(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttendByBuckets(HasRows):
-    """out = attention of the queries to keys and values in pages, with scores by distance from each query.
-
-    Attributes:
-        scores: a number per bucket and head.
-        own: keys and values of next tokens, each visible only to its own query. The queries then belong to these
-            tokens. None: queries belong to tokens whose keys are in the pages.
-    """
+    """out = attention of the queries to keys and values in pages, with scores by distance from each query."""
 
     READS = ("queries", "scores", "own")
     WRITES = ("out",)
     module: BucketedAttention
     queries: Rows
-    scores: Rows
+    scores: Rows  # a number per bucket and head
+    # keys and values of next tokens, each visible only to its own query. The queries then belong to these tokens. None:
+    # queries belong to tokens whose keys are in the pages.
     own: tuple[Rows, Rows] | None
     out: Rows
     layer: int
@@ -174,11 +159,8 @@ class AttendByBuckets(HasRows):
 @dataclass(frozen=True, slots=True, eq=False)
 class AttendGlobally(HasRows):
     """out = attention of the queries to nearby keys and values beside them and to those of global tokens; for global
-    tokens, attention of their own queries to the global keys and values of their whole rows.
-
-    Attributes:
-        heads, of_global: queries, keys and values side by side; the latter are for global tokens.
-    """
+    tokens, attention of their own queries to the global keys and values of their whole rows. `heads`, `of_global`:
+    queries, keys and values side by side; the latter are for global tokens."""
 
     READS = ("heads", "of_global")
     WRITES = ("out",)
@@ -191,11 +173,7 @@ class AttendGlobally(HasRows):
 @dataclass(frozen=True, slots=True, eq=False)
 class AttendToBlocks(HasRows):
     """out = attention of the queries to nearby keys and values beside them, and to those made from sums of blocks of
-    their rows' x.
-
-    Attributes:
-        heads: queries, keys and values side by side.
-    """
+    their rows' x."""
 
     READS = ("x", "heads")
     WRITES = ("out",)
@@ -207,11 +185,7 @@ class AttendToBlocks(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttendInBlocks(HasRows):
-    """out = attention of the queries to the keys and values beside them in the blocks that they see.
-
-    Attributes:
-        heads: queries, keys and values side by side.
-    """
+    """out = attention of the queries to the keys and values beside them in the blocks that they see."""
 
     READS = ("heads",)
     WRITES = ("out",)
@@ -230,11 +204,7 @@ class BeginBeside(HasRows):
 @dataclass(frozen=True, slots=True, eq=False)
 class AttendBeside(HasRows):
     """out = attention of the queries to the keys and values beside them in their block, and to those of the vectors
-    beside the tokens; these vectors add the results of their own attention to all tokens and to each other.
-
-    Attributes:
-        heads: queries, keys and values side by side.
-    """
+    beside the tokens; these vectors add the results of their own attention to all tokens and to each other."""
 
     READS = ("heads",)
     WRITES = ("out",)

@@ -23,11 +23,8 @@ class BlockSumAttention(SelfAttention):
         self.block_norm = build_norm(part.block_sums.norm, hidden_size, place)
 
     def of_blocks(self, x: Tensor, metadata: AttentionMetadata, min_rows: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [blocks, heads, head_dim] of the sums of rows x [Tp, features], input by input.
-
-        Args:
-            min_rows: minimum rows of a matrix product.
-        """
+        """Keys and values [blocks, heads, head_dim] of the sums of rows x [Tp, features], input by input. `min_rows`:
+        minimum rows of a matrix product."""
         inputs = torch.split(x[: sum(metadata.query_lens)], metadata.query_lens)
         sums = torch.cat([sum_blocks(one, self.size) for one in inputs])
         filled = F.pad(sums, (0, 0, 0, max(min_rows - len(sums), 0)))

@@ -56,10 +56,7 @@ class Sublayer(nn.Module):
 
 class SequentialBlock(nn.Module):
     """Attention, attention to an encoder if there is one, then the feed-forward network, each with a residual.
-
-    Args:
-        versions: the stream's versions.
-    """
+    `versions`: the stream's versions."""
 
     def __init__(
         self,
@@ -177,7 +174,6 @@ def build_attention(block: spec.Block, hidden_size: int, backend: AttentionBacke
 
 
 def build_feed_forward(part: spec.FeedForward, hidden_size: int, place: Place) -> nn.Module:
-    """The module of a feed-forward network."""
     match part:
         case spec.Dense():
             return DenseFeedForward(part, hidden_size, place)

@@ -56,6 +56,7 @@ PATTERNS = (
 
 def locate(model: str, revision: str | None = None, hf_token: str | None = None, *, download: bool = True) -> Path:
     """The folder of a checkpoint, downloaded if `model` is a hub id; for a GGUF file, the folder that represents it.
+    Raises ModelLoadError if the folder or model does not exist, access is denied, or the hub cannot be reached.
 
     Args:
         model: local folder, GGUF file, hub id such as "org/name", or a GGUF file there, such as "org/name:Q4_K_M" or
@@ -63,9 +64,6 @@ def locate(model: str, revision: str | None = None, hf_token: str | None = None,
         revision: branch, tag or commit on the hub.
         hf_token: token for gated models; else HF_TOKEN or the token of `hf auth login`.
         download: False uses only the local cache.
-
-    Raises:
-        ModelLoadError: the folder or model does not exist, access is denied, or the hub cannot be reached.
     """
     return laid_out(find(model, revision, hf_token, download=download))
 

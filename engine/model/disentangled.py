@@ -34,7 +34,6 @@ class DisentangledAttention(SelfAttention):
         self._bias: ContentBias | None = None
 
     def bias(self, distances: DistanceTable) -> ContentBias:
-        """The bias of the scores."""
         if self._bias is None:
             keys, queries = self._project(distances())
             self._bias = ContentBias(keys, queries, distances.columns, distances.zero)

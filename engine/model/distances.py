@@ -11,11 +11,8 @@ from engine.model.positions import DistanceVectors
 
 
 class DistanceTable(nn.Module):
-    """The vectors of distances that the layers of a stack share, and the vector of each distance.
-
-    Args:
-        length: distances between tokens are below this.
-    """
+    """The vectors of distances that the layers of a stack share, and the vector of each distance. `length`: distances
+    between tokens are below this."""
 
     columns: Tensor
 

@@ -20,11 +20,8 @@ from engine.model.positions import Sinusoidal
 
 
 class TokenEmbedding(nn.Module):
-    """Turns token ids [Tp], positions [Tp] and sides into vectors [Tp, hidden].
-
-    Args:
-        shared: a token table that another module owns.
-    """
+    """Turns token ids [Tp], positions [Tp] and sides into vectors [Tp, hidden]. `shared`: a token table that another
+    module owns."""
 
     def __init__(self, part: spec.Tokens, place: Place, shared: nn.Parameter | None = None):
         super().__init__()
@@ -124,11 +121,7 @@ def with_images(x: Tensor, images: Tensor | None, sides: Mapping[str, Tensor]) -
 
 
 class BoxEmbedding(nn.Module):
-    """Adds the vectors of boxes: of their edges, heights and widths.
-
-    Args:
-        size: rows of each table.
-    """
+    """Adds the vectors of boxes: of their edges, heights and widths. `size`: rows of each table."""
 
     def __init__(self, size: int, width: int, place: Place):
         super().__init__()
@@ -252,11 +245,7 @@ Embedding = TokenEmbedding | PatchEmbedding | SpectrumEmbedding
 
 
 def build_embedding(part: spec.Embedding, place: Place, shared: nn.Parameter | None = None) -> Embedding:
-    """The module of a stack's embedding.
-
-    Args:
-        shared: a token table that another module owns.
-    """
+    """The module of a stack's embedding. `shared`: a token table that another module owns."""
     match part:
         case spec.Tokens():
             return TokenEmbedding(part, place, shared)

@@ -23,12 +23,7 @@ from engine.model.quantisation import Held, device_product, on_device
 
 
 class ExpertMatrices(nn.Module):
-    """One matrix for each expert (or each head), weight [count, out, in], and a bias [count, out] if they have one.
-
-    Attributes:
-        packed: the matrices in the form of a CPU's kernels.
-        few_bits: all matrices, quantised, on a GPU; numbers and scales begin with [count, out].
-    """
+    """One matrix for each expert (or each head), weight [count, out, in], and a bias [count, out] if they have one."""
 
     def __init__(self, count: int, inputs: int, outputs: int, bias: bool, place: Place):
         super().__init__()
@@ -36,18 +31,16 @@ class ExpertMatrices(nn.Module):
         self.device = place.device
         self.weight = place.matrix(count, outputs, inputs)
         self.bias = place.parameter(count, outputs) if bias else None
-        self.packed: list[PackedProduct] | None = None
+        self.packed: list[PackedProduct] | None = None  # the matrices in the form of a CPU's kernels
+        # all matrices, quantised, on a GPU; numbers and scales begin with [count, out]
         self.few_bits: Quantised | None = None
         self.stored: Held | None = None  # like those of `Linear`
         self.taken = False
 
     def pack(self, quantization: Held | None = None, quantised: Callable[[int], Weight | Packed] | None = None) -> None:
         """Lay the loaded matrices out for a CPU's kernels, or for a GPU's if they are quantised; the plain ones are
-        released, or are on the model's device afterwards.
-
-        Args:
-            quantised: returns a matrix that is already quantised or packed; the plain ones then need not be loaded.
-        """
+        released, or are on the model's device afterwards. `quantised`: returns a matrix that is already quantised or
+        packed; the plain ones then need not be loaded."""
         matrices = self.weight if quantised is None else map(quantised, range(self.count))
         if not on_gpu(self.device):
             biases = [None] * self.count if self.bias is None else list(self.bias)

@@ -14,11 +14,8 @@ from engine.model.gguf.on_hub import named_file
 
 
 def find_here(model: str) -> Path | None:
-    """The folder or the GGUF file that a model's name refers to; None for a name on the hub.
-
-    Raises:
-        ModelLoadError: the name is a path, and there is no model.
-    """
+    """The folder or the GGUF file that a model's name refers to; None for a name on the hub. Raises ModelLoadError if
+    the name is a path, and there is no model."""
     path = Path(model).expanduser()
     if path.is_dir():
         if (file := single_file(path)) is not None:
@@ -64,7 +61,6 @@ def near(path: Path) -> str:
 
 
 def _existing(folder: Path) -> Path | None:
-    """The folder, or the one with the most similar path."""
     if folder.is_dir():
         return folder
     parent = _existing(folder.parent)
@@ -83,11 +79,8 @@ def _is_model(path: Path) -> bool:
 
 
 def lacks_chat_template(path: Path) -> bool:
-    """Whether a text model's checkpoint has no chat template, as base models do. It reads no weights.
-
-    Args:
-        path: the result of `find_here`. False for models other than text decoders, which have other errors.
-    """
+    """Whether a text model's checkpoint has no chat template, as base models do. It reads no weights. `path`: the
+    result of `find_here`. False for models other than text decoders, which have other errors."""
     if path.suffix == SUFFIX:
         return not mentions_chat_template(path)
     if any(path.glob("chat_template*")) or any(path.glob("*.jinja")) or (path / "additional_chat_templates").exists():

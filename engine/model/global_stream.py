@@ -23,11 +23,8 @@ class StreamAttention(SelfAttention):
         self.global_norm = build_norm(part.stream.norm, hidden_size, place)
 
     def heads_of(self, vectors: Tensor, min_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [N, heads, head_dim] of vectors [N, features].
-
-        Args:
-            min_rows: minimum rows of a matrix product.
-        """
+        """Queries, keys and values [N, heads, head_dim] of vectors [N, features]. `min_rows`: minimum rows of a matrix
+        product."""
         assert self.global_norm is not None
         heads = self.qkv(self.global_norm(_filled(vectors, min_rows)))[: len(vectors)]
         queries, keys, values = heads.view(len(vectors), 3, self.part.heads, self.part.head_dim).unbind(1)

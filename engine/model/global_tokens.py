@@ -21,10 +21,7 @@ class GlobalAttention(SelfAttention):
 
 def find_global(part: spec.GlobalTokens, token_ids: Tensor, metadata: AttentionMetadata) -> list[range]:
     """The global tokens of each row, as positions in it; the first layer of a step finds them for all layers.
-
-    Args:
-        token_ids: [Tp].
-    """
+    `token_ids`: [Tp]."""
     key = ("global tokens", part)
     found = metadata.cache.get(key)
     if found is None:

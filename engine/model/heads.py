@@ -72,11 +72,8 @@ class Head(nn.Module):
 
     def with_own(self, parameters: Mapping[str, Tensor]) -> Head:
         """A head with other parameters, by their paths here ("output.weight"); it shares all others with this one.
-
-        Raises:
-            KeyError: names a parameter that cannot be replaced, or one that a separate matrix lacks.
-            ValueError: names a parameter with another shape.
-        """
+        Raises KeyError: names a parameter that cannot be replaced, or one that a separate matrix lacks. ValueError:
+        names a parameter with another shape."""
         made = copy.copy(self)
         made._modules = dict(self._modules)
         given = dict(parameters)
@@ -192,11 +189,8 @@ def padded(linear: Linear, x: Tensor, min_rows: int) -> Tensor:
 
 
 def build_head(model: spec.ModelSpec, table: nn.Parameter | None, place: Place) -> nn.Module | None:
-    """The module of a model's head; None if the hidden states themselves are the result.
-
-    Args:
-        table: the token table, which a tied head shares; None if the model reads no tokens.
-    """
+    """The module of a model's head; None if the hidden states themselves are the result. `table`: the token table,
+    which a tied head shares; None if the model reads no tokens."""
     hidden, part = model.trunk.output_size, model.head
     sizes: tuple[int, int | None, int]
     match part:

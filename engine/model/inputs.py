@@ -25,43 +25,35 @@ class QueryKeeper(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """The inputs of one pass through a stack: T = `tokens` tokens end to end, then padding up to Tp.
+    """The inputs of one pass through a stack: T = `tokens` tokens end to end, then padding up to Tp."""
 
-    Attributes:
-        token_ids, positions: [Tp].
-        metadata: the rows that the T tokens form.
-        min_rows: minimum rows of a matrix product whose rows do not depend on each other
-            (`engine.execution.invariance`).
-        caches: the pages of each decoder layer; None for an encoder alone.
-        slots: [T] int64 slots of the new tokens' K and V in the flattened pages; None: executors compute them.
-        states: states of layers that carry one from token to token; None: rows begin with zeros, and store nothing.
-        cross: the location of the encoder's K and V for each row, for decoders that attend to an encoder.
-        sides: [Tp] or [Tp, width] data of tokens besides their ids (`engine.interface.token_sides`), by name; a missing
-            side has its default for all.
-        form: how a GPU computes a single token.
-        given: [Tp, features] rows that a program uses instead of embedding tokens (`Take`), or beside them (`Joining`).
-        signals: float32 values from which rows are made instead of tokens. `token_ids` are then zeros.
-        images: [N, features] vectors of images; the side `image_slots` says which tokens have one, and which.
-        keeper: None if nothing else needs the queries; torch runs a pass with a keeper, operation by operation.
-        rotary_rows: [Tp] rows of rotary tables: positions plus the side `rotary_offsets`.
-    """
-
+    # token_ids, positions: [Tp]
     token_ids: Tensor
     positions: Tensor
     metadata: AttentionMetadata
     tokens: int
+    # minimum rows of a matrix product whose rows do not depend on each other (`engine.execution.invariance`)
     min_rows: int = 1
-    caches: Sequence[Paged] | None = None
+    caches: Sequence[Paged] | None = None  # the pages of each decoder layer; None for an encoder alone
+    # [T] int64 slots of the new tokens' K and V in the flattened pages; None: executors compute them
     slots: Tensor | None = None
+    # states of layers that carry one from token to token; None: rows begin with zeros, and store nothing
     states: States | None = None
+    # the location of the encoder's K and V for each row, for decoders that attend to an encoder
     cross: CrossPages | None = None
+    # [Tp] or [Tp, width] data of tokens besides their ids (`engine.interface.token_sides`), by name; a missing side has
+    # its default for all
     sides: Mapping[str, Tensor] = field(default_factory=dict)
-    form: RowForm = LIBRARY
+    form: RowForm = LIBRARY  # how a GPU computes a single token
+    # [Tp, features] rows that a program uses instead of embedding tokens (`Take`), or beside them (`Joining`)
     given: Tensor | None = None
+    # float32 values from which rows are made instead of tokens. `token_ids` are then zeros.
     signals: Sequence[Tensor] = ()
+    # [N, features] vectors of images; the side `image_slots` says which tokens have one, and which
     images: Tensor | None = None
+    # None if nothing else needs the queries; torch runs a pass with a keeper, operation by operation
     keeper: QueryKeeper | None = None
-    rotary_rows: Tensor = field(init=False)
+    rotary_rows: Tensor = field(init=False)  # [Tp] rows of rotary tables: positions plus the side `rotary_offsets`
 
     def __post_init__(self) -> None:
         offsets = self.sides.get("rotary_offsets")

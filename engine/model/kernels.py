@@ -36,17 +36,11 @@ GATED: dict[torch.dtype, frozenset[spec.Activation]] = {
 
 
 class RowForm(NamedTuple):
-    """How a GPU computes a single row; an argument of each pass.
-
-    Attributes:
-        name: the name for the log.
-        fused: whether to use our kernels around products (`engine.backends.triton.one_row`).
-        overlapping: whether these begin before the previous ones end.
-    """
+    """How a GPU computes a single row; an argument of each pass."""
 
     name: str
-    fused: bool = False
-    overlapping: bool = False
+    fused: bool = False  # whether to use our kernels around products (`engine.backends.triton.one_row`)
+    overlapping: bool = False  # whether these begin before the previous ones end
 
 
 LIBRARY = RowForm("the library's products")

@@ -14,11 +14,7 @@ from engine.model import spec
 
 class LabelledSpans(nn.Module):
     """Scores of spans, in float32 whatever the model's format: the head is small, and its results are compared with a
-    threshold.
-
-    Args:
-        hidden: features of the hidden states.
-    """
+    threshold. `hidden`: features of the hidden states."""
 
     def __init__(self, part: spec.LabelledSpans, hidden: int, device: torch.device):
         super().__init__()

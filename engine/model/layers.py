@@ -36,14 +36,10 @@ class CrossPages:
     """The pages of the encoder's K and V, which a step reads and never writes.
 
     Rows of the step that read the same pages may be one row here, because their queries have no order among the keys.
-
-    Attributes:
-        block_tables: [rows, max blocks] int32.
-        metadata: the rows' queries, with the lengths of their encoder inputs as contexts.
     """
 
-    block_tables: Tensor
-    metadata: AttentionMetadata
+    block_tables: Tensor  # [rows, max blocks] int32
+    metadata: AttentionMetadata  # the rows' queries, with the lengths of their encoder inputs as contexts
 
     @staticmethod
     def empty(query_lens: list[int], device: torch.device) -> CrossPages:
@@ -54,11 +50,8 @@ class CrossPages:
 
 
 class Linear(nn.Module):
-    """x @ weight.T + bias, weight [out, in].
-
-    Args:
-        shared: a weight that another module owns (a tied head); None for its own weight.
-    """
+    """x @ weight.T + bias, weight [out, in]. `shared`: a weight that another module owns (a tied head); None for its
+    own weight."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, place: Place, shared: nn.Parameter | None = None):
         super().__init__()
@@ -187,11 +180,8 @@ class SpanConvolution(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """The weights of self-attention within a row; queries, keys and values are one matrix.
-
-    Args:
-        values_size: features from which a separate matrix makes values; None: values are made like queries and keys.
-    """
+    """The weights of self-attention within a row; queries, keys and values are one matrix. `values_size`: features from
+    which a separate matrix makes values; None: values are made like queries and keys."""
 
     def __init__(
         self,

@@ -247,10 +247,7 @@ def _unsupported_attention(part: spec.Attention) -> dict[str, bool]:
 
 def _is_bare(part: spec.Attention, *, windowed: bool) -> bool:
     """Whether attention has only heads and perhaps a window, as modules with tokens outside the window require.
-
-    Args:
-        windowed: whether it must have a window of equal size on both sides, or must have none.
-    """
+    `windowed`: whether it must have a window of equal size on both sides, or must have none."""
     beside = (part.position, part.qk_norm, part.clip, part.softcap, part.sinks, part.spans, part.latent)
     reaches = isinstance(part.window, Window) and part.window.left == part.window.right
     fits = reaches if windowed else part.window is None

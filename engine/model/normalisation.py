@@ -8,21 +8,13 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A normalisation over the features of one token.
+    """A normalisation over the features of one token."""
 
-    Attributes:
-        kind: "rms" (arXiv:1910.07467), "layer" (arXiv:1607.06450), or "affine": only weight and bias, without a
-            statistic of the features (arXiv:2004.02984).
-        eps: added to the mean square or variance.
-        bias: whether it has a learned bias (not for an RMS norm).
-        unit_offset: whether the stored weight is the deviation from 1, and is applied in float32.
-        weight: whether it has a learned weight.
-        in_float32: whether the weight is applied in float32, before rounding, even if it is not a deviation.
-    """
-
+    # "rms" (arXiv:1910.07467), "layer" (arXiv:1607.06450), or "affine": only weight and bias, without a statistic of
+    # the features (arXiv:2004.02984)
     kind: Literal["rms", "layer", "affine"]
-    eps: float
-    bias: bool = False
-    unit_offset: bool = False
-    weight: bool = True
-    in_float32: bool = False
+    eps: float  # added to the mean square or variance
+    bias: bool = False  # whether it has a learned bias (not for an RMS norm)
+    unit_offset: bool = False  # whether the stored weight is the deviation from 1, and is applied in float32
+    weight: bool = True  # whether it has a learned weight
+    in_float32: bool = False  # whether the weight is applied in float32, before rounding, even if it is not a deviation

@@ -45,11 +45,8 @@ class RmsNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Layer norm with or without a weight and a bias.
-
-    Args:
-        rows: this many rows of x [..., rows, size] have separate weights and biases, in order.
-    """
+    """Layer norm with or without a weight and a bias. `rows`: this many rows of x [..., rows, size] have separate
+    weights and biases, in order."""
 
     def __init__(self, part: Norm, size: int, place: Place, rows: int = 1):
         super().__init__()

@@ -29,12 +29,10 @@ class HasRows:
 
     @property
     def reads(self) -> tuple[Rows, ...]:
-        """The rows that it reads."""
         return self._rows(self.READS)
 
     @property
     def writes(self) -> tuple[Rows, ...]:
-        """The rows that it writes."""
         return self._rows(self.WRITES)
 
     def _rows(self, names: tuple[str, ...]) -> tuple[Rows, ...]:

@@ -20,20 +20,13 @@ LookUp = Callable[[Tensor, torch.dtype], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PackedProduct:
-    """x [..., in] to x @ weight.T + bias [..., out], in x's format.
-
-    Attributes:
-        compute: computes the product.
-        invariant: whether its rows never depend on each other, for any number of rows.
-        native: the weight, if our own kernels compute the product on a CPU.
-        few_bits: the weight, if it is quantised and on a GPU.
-        look_up: returns rows [N] of the weight in a format, [N, in]; None if they cannot be read from its packed form.
-    """
+    """x [..., in] to x @ weight.T + bias [..., out], in x's format."""
 
     compute: Callable[[Tensor], Tensor]
-    invariant: bool
-    native: gemm.Packed | None = None
-    few_bits: gemm.Quantised | None = None
+    invariant: bool  # whether its rows never depend on each other, for any number of rows
+    native: gemm.Packed | None = None  # the weight, if our own kernels compute the product on a CPU
+    few_bits: gemm.Quantised | None = None  # the weight, if it is quantised and on a GPU
+    # returns rows [N] of the weight in a format, [N, in]; None if they cannot be read from its packed form
     look_up: LookUp | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -129,11 +122,7 @@ def keeps_once(device: torch.device, dtype: torch.dtype, quantization: Held | No
 
 
 def takes_parts(dtype: torch.dtype, quantization: Held | None, table: bool) -> bool:
-    """Whether `pack_parts` supports a weight on a CPU.
-
-    Args:
-        quantization, table: see `pack_product`.
-    """
+    """Whether `pack_parts` supports a weight on a CPU. `quantization`, `table`: see `pack_product`."""
     if quantization is not None:
         return native.available()
     return _has_vectors(dtype) and (table or _native_is_best(dtype, amx=False))
@@ -150,8 +139,6 @@ def pack_parts(
 
     Args:
         parts: see `gemm.pack_parts`.
-        outputs: the number of rows.
-        quantization: the format of the parts.
         amx: see `pack_product`.
     """
     if quantization is None:

@@ -26,13 +26,8 @@ from engine.model.weight_files import Checkpoint
 
 def check_parameters(path: Path, model: ModelSpec, scheme: Scheme | None = None) -> None:
     """Refuse a config that asks for more weights than a checkpoint's files can contain, before anything is built.
-
-    Args:
-        scheme: the storage format of quantised weights.
-
-    Raises:
-        ModelLoadError: there are fewer bytes, and fewer quantised numbers, than parameters; or there are no files.
-    """
+    `scheme`: the storage format of quantised weights. Raises ModelLoadError if there are fewer bytes, and fewer
+    quantised numbers, than parameters; or there are no files."""
     with Checkpoint(path, scheme) as checkpoint:  # a damaged file causes another error
         size = sum(file.stat().st_size for file in checkpoint.files)
         most = max(size, checkpoint.num_elements)

@@ -10,11 +10,8 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The device and the format of parameters.
-
-    Attributes:
-        filled_on: the device of matrices until they are packed; None for the final device.
-    """
+    """The device and the format of parameters. `filled_on`: the device of matrices until they are packed; None for the
+    final device."""
 
     device: torch.device
     dtype: torch.dtype

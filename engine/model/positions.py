@@ -9,15 +9,12 @@ from engine.model.normalisation import Norm
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """A learned vector per position, read at row position + offset of a table of `size` rows.
-
-    Attributes:
-        unplaced: tokens with this id have no position: they use row offset - 1, and later tokens do not count them
-            (RoBERTa's padding, wherever it is); None: all have one.
-    """
+    """A learned vector per position, read at row position + offset of a table of `size` rows."""
 
     size: int
     offset: int = 0
+    # tokens with this id have no position: they use row offset - 1, and later tokens do not count them (RoBERTa's
+    # padding, wherever it is); None: all have one
     unplaced: int | None = None
 
 
@@ -35,15 +32,12 @@ class Sinusoidal:
 @dataclass(frozen=True, slots=True)
 class SpannedSinusoidal:
     """Sine and cosine vectors whose wavelengths range from 2 pi to 10000 times that, both ends included (tensor2tensor,
-    fairseq); those of `Sinusoidal` stay below the upper end. Read like those of `Learned`, and made by the formula.
-
-    Attributes:
-        unplaced: tokens with this id have a vector of zeros, the row offset - 1. In an encoder, later tokens do not
-            count them. A decoder, whose tokens come one by one, counts all.
-    """
+    fairseq); those of `Sinusoidal` stay below the upper end. Read like those of `Learned`, and made by the formula."""
 
     size: int
     offset: int = 0
+    # tokens with this id have a vector of zeros, the row offset - 1. In an encoder, later tokens do not count them. A
+    # decoder, whose tokens come one by one, counts all.
     unplaced: int | None = None
 
 
@@ -68,67 +62,44 @@ class ShareScaling:
 
 @dataclass(frozen=True, slots=True)
 class BandScaling:
-    """Rotary frequencies divided by `factor` below a band, kept above it, blended inside it (Llama 3.1).
+    """Rotary frequencies divided by `factor` below a band, kept above it, blended inside it (Llama 3.1)."""
 
-    Attributes:
-        factor: divisor of the low frequencies.
-        low, high: the band is between the wavelengths original_length / low and original_length / high.
-        original_length: context length in pretraining.
-    """
-
-    factor: float
+    factor: float  # divisor of the low frequencies
     low: float
     high: float
-    original_length: int
+    original_length: int  # context length in pretraining
 
 
 @dataclass(frozen=True, slots=True)
 class DynamicScaling:
-    """A larger theta if the longest sequence exceeds `original_length` ("dynamic NTK").
+    """A larger theta if the longest sequence exceeds `original_length` ("dynamic NTK")."""
 
-    Attributes:
-        factor: the stretching of the context.
-        original_length: context length in pretraining.
-    """
-
-    factor: float
-    original_length: int
+    factor: float  # the stretching of the context
+    original_length: int  # context length in pretraining
 
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """Low frequencies divided by `factor`, high ones kept, a ramp between them (YaRN, arXiv:2309.00071).
+    """Low frequencies divided by `factor`, high ones kept, a ramp between them (YaRN, arXiv:2309.00071)."""
 
-    Attributes:
-        factor: divisor of the low frequencies.
-        fast, slow: the ramp is between the features that rotate this many times over original_length tokens.
-        original_length: context length in pretraining.
-        attention_factor: multiplies the rotated features.
-        truncate: whether the ramp begins and ends at whole features.
-    """
-
-    factor: float
+    factor: float  # divisor of the low frequencies
+    # fast, slow: the ramp is between the features that rotate this many times over original_length tokens
     fast: float
     slow: float
-    original_length: int
-    attention_factor: float
-    truncate: bool = True
+    original_length: int  # context length in pretraining
+    attention_factor: float  # multiplies the rotated features
+    truncate: bool = True  # whether the ramp begins and ends at whole features
 
 
 @dataclass(frozen=True, slots=True)
 class LongScaling:
-    """A divisor per frequency, from two sets: one for short and one for long sequences (arXiv:2402.13753).
+    """A divisor per frequency, from two sets: one for short and one for long sequences (arXiv:2402.13753)."""
 
-    Attributes:
-        short, long: [dim / 2] divisors; the long ones apply if the longest sequence exceeds original_length.
-        original_length: context length in pretraining.
-        attention_factor: multiplies the rotated features.
-    """
-
+    # short, long: [dim / 2] divisors; the long ones apply if the longest sequence exceeds original_length
     short: tuple[float, ...]
     long: tuple[float, ...]
-    original_length: int
-    attention_factor: float
+    original_length: int  # context length in pretraining
+    attention_factor: float  # multiplies the rotated features
 
 
 Scaling = LinearScaling | ShareScaling | BandScaling | DynamicScaling | YarnScaling | LongScaling
@@ -136,21 +107,15 @@ Scaling = LinearScaling | ShareScaling | BandScaling | DynamicScaling | YarnScal
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Rotary position embedding (arXiv:2104.09864) of the first `dim` features of each head.
+    """Rotary position embedding (arXiv:2104.09864) of the first `dim` features of each head."""
 
-    Attributes:
-        dim: rotated features, even.
-        theta: base of the geometric series of frequencies.
-        interleaved: whether pairs are adjacent features; otherwise feature i pairs with i + dim / 2.
-        scaling: the scaling of the frequencies for long contexts. If it depends on the length of a sequence, it is
-            chosen once per request by the length that the request can reach: see `limit`.
-        in_float32: whether queries and keys are rotated in float32 and rounded afterwards, not in their own format.
-    """
-
-    dim: int
-    theta: float
-    interleaved: bool = False
+    dim: int  # rotated features, even
+    theta: float  # base of the geometric series of frequencies
+    interleaved: bool = False  # whether pairs are adjacent features; otherwise feature i pairs with i + dim / 2
+    # the scaling of the frequencies for long contexts. If it depends on the length of a sequence, it is chosen once per
+    # request by the length that the request can reach: see `limit`.
     scaling: Scaling | None = None
+    # whether queries and keys are rotated in float32 and rounded afterwards, not in their own format
     in_float32: bool = False
 
     @property
@@ -209,30 +174,21 @@ class Disentangled:
 
     The vectors of distances belong to the stack (`DistanceVectors`); each layer projects them to its own keys and
     queries. All three terms are multiplied by the attention's scale.
-
-    Attributes:
-        content_to_position: whether queries are multiplied with the keys of distances.
-        position_to_content: whether keys are multiplied with the queries of distances.
-        shared: whether the matrices that project tokens also project distances; otherwise there are two more.
     """
 
-    content_to_position: bool = True
-    position_to_content: bool = True
+    content_to_position: bool = True  # whether queries are multiplied with the keys of distances
+    position_to_content: bool = True  # whether keys are multiplied with the queries of distances
+    # whether the matrices that project tokens also project distances; otherwise there are two more
     shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class DistanceVectors:
-    """A learned vector for each bucket of distances, for the disentangled attention of a stack's layers.
+    """A learned vector for each bucket of distances, for the disentangled attention of a stack's layers."""
 
-    Attributes:
-        max_distance: the last distance, in tokens; with buckets, the last one begins about there.
-        buckets: the number on either side: the nearer half have one distance each, the others widen geometrically.
-            None: each distance has its own vector.
-        norm: a norm of the vectors.
-    """
-
-    max_distance: int
+    max_distance: int  # the last distance, in tokens; with buckets, the last one begins about there
+    # the number on either side: the nearer half have one distance each, the others widen geometrically. None: each
+    # distance has its own vector.
     buckets: int | None = None
     norm: Norm | None = None
 
@@ -245,11 +201,7 @@ class DistanceVectors:
 @dataclass(frozen=True, slots=True)
 class Temperature:
     """Queries at position p are multiplied by 1 + growth * log(1 + floor((p + first) / every)), so that softmax does
-    not flatten as the number of keys grows (arXiv:2501.19399).
-
-    Attributes:
-        first: the number of the first position, 0 or 1.
-    """
+    not flatten as the number of keys grows (arXiv:2501.19399). `first`: the number of the first position, 0 or 1."""
 
     growth: float
     every: float

@@ -136,17 +136,10 @@ Operation = (
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The operations of a stack.
+    """The operations of a stack."""
 
-    Attributes:
-        operations: the operations in order; the first one embeds tokens, or takes given rows.
-        widths: features of each buffer's rows.
-        stream: the residual stream.
-        result: the rows with the stack's result.
-    """
-
-    operations: tuple[Operation, ...]
-    widths: tuple[int, ...]
+    operations: tuple[Operation, ...]  # the operations in order; the first one embeds tokens, or takes given rows
+    widths: tuple[int, ...]  # features of each buffer's rows
     stream: Rows
     result: Rows
 
@@ -259,7 +252,6 @@ class Builder:
         self.versions: Rows | None = None  # of the stream, side by side
 
     def add(self, operation: Operation) -> None:
-        """Add an operation."""
         self.operations.append(operation)
 
     def program(self, result: Rows) -> Program:
@@ -277,7 +269,6 @@ class Builder:
     # ---- layers
 
     def block(self, block: nn.Module, layer: int) -> None:
-        """Add a layer."""
         match block:
             case ConvolvedBlock():
                 self._convolved(block, layer)
@@ -496,7 +487,6 @@ class Builder:
     def _self_attention(
         self, module: SelfAttention, x: Rows, name: str, layer: int, values: Rows | None = None
     ) -> Rows:
-        """Attention of rows x, or of x with values made from other rows."""
         heads = self.product(module.qkv, x, "heads")
         if module.values is not None:
             assert values is not None

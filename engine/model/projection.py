@@ -56,10 +56,8 @@ class Unit(nn.Module):
 def load_projection(layers: Sequence[Layer], device: torch.device) -> nn.Module | None:
     """The layers with their weights, in float32 on the device; None if there are none.
 
-    They are float32 whatever the model's format, because they are few and their results are compared.
-
-    Raises:
-        ModelLoadError: there are no safetensors, or names or shapes do not match.
+    They are float32 whatever the model's format, because they are few and their results are compared. Raises
+    ModelLoadError if there are no safetensors, or names or shapes do not match.
     """
     modules: list[nn.Module] = []
     for layer in layers:

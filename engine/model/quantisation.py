@@ -93,11 +93,8 @@ def form_on(device: torch.device, kind: Quantization) -> Form:
 
 
 def quantise(weight: Tensor, kind: Quantization, form: Form = "plain") -> Quantised:
-    """The weight [outputs, inputs], quantised, on the CPU.
-
-    Args:
-        form: only int8 can be rotated; int8-fast is plain in any form.
-    """
+    """The weight [outputs, inputs], quantised, on the CPU. `form`: only int8 can be rotated; int8-fast is plain in any
+    form."""
     weight = weight.detach().cpu()
     if weight.dtype not in (torch.float32, torch.bfloat16):
         weight = weight.float()
@@ -111,7 +108,6 @@ def quantise(weight: Tensor, kind: Quantization, form: Form = "plain") -> Quanti
 
 
 def made_of(weight: Tensor | gemm.Weight, kind: Held) -> gemm.Weight:
-    """The weight, quantised if it is plain."""
     if not isinstance(weight, Tensor):
         return weight
     assert kind in _PACKERS, "plain weights cannot become blocks of a file"
@@ -130,11 +126,7 @@ def product(
     weight: Tensor | gemm.Weight, bias: Tensor | None, kind: Held
 ) -> tuple[Callable[[Tensor], Tensor], gemm.Packed | None]:
     """x [..., inputs] to x @ weight.T + bias with a quantised weight, in x's format; and the weight in the form of our
-    own kernels, if they compute the product.
-
-    Args:
-        weight: quantised here if it is plain; not needed afterwards.
-    """
+    own kernels, if they compute the product. `weight`: quantised here if it is plain; not needed afterwards."""
     made = made_of(weight, kind)
     if not native.available():
         return torch_product(made, bias), None
@@ -164,11 +156,8 @@ def _pack(weight: gemm.Weight, bias: Tensor | None, kind: Held, into: Tensor | N
 
 
 def on_device(weight: Tensor | gemm.Weight | gemm.Packed, kind: Held, device: torch.device) -> Quantised:
-    """A quantised weight on a device other than a CPU; a plain one is quantised on the CPU first.
-
-    Raises:
-        ConfigError: only a CPU multiplies with this kind.
-    """
+    """A quantised weight on a device other than a CPU; a plain one is quantised on the CPU first. Raises ConfigError:
+    only a CPU multiplies with this kind."""
     if kind not in ("int8", "int4"):
         raise ConfigError(f"weights of {kind} are for CPUs; on {device} there are {' and '.join(ON_GPUS)}.")
     made = quantise(weight, kind) if isinstance(weight, Tensor) else weight
@@ -292,16 +281,12 @@ def _kept_scales(scales: Tensor) -> Tensor:
 
 
 def _portable_scales(scales: Tensor) -> Tensor:
-    """The same with the nearest bfloat16."""
     return _kept_scales(scales.bfloat16().float())
 
 
 def _steps(x: Tensor, keep: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """Integers -127 to 127 (float32) and scales of rows [N, size]; a row that is not finite has a NaN scale.
-
-    Args:
-        keep: rounds scales to their stored form. The integers count steps of the rounded scales.
-    """
+    """Integers -127 to 127 (float32) and scales of rows [N, size]; a row that is not finite has a NaN scale. `keep`:
+    rounds scales to their stored form. The integers count steps of the rounded scales."""
     x = x.float()
     peak = x.abs().amax(1) if x.shape[1] else x.new_zeros(len(x))
     finite = peak.isfinite()

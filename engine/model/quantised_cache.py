@@ -61,14 +61,8 @@ _THREADS = 4  # checksums are computed as fast as memory is read, by few threads
 
 
 def find_folder(setting: str | None) -> Path | None:
-    """The folder for quantised matrices, which need not exist; None for none.
-
-    Args:
-        setting: a folder or "off"; None for one in the user's cache.
-
-    Raises:
-        ConfigError: the path begins with ~ and names a user without a home folder.
-    """
+    """The folder for quantised matrices, which need not exist; None for none. `setting`: a folder or "off"; None for
+    one in the user's cache. Raises ConfigError if the path begins with ~ and names a user without a home folder."""
     if setting is None:
         try:
             return cache_folder("quantization")
@@ -85,34 +79,23 @@ def find_folder(setting: str | None) -> Path | None:
 
 
 def kept_files(folder: Path) -> list[Path]:
-    """The entries in a folder. Other files are never removed, whatever folder it is.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
+    """The entries in a folder. Other files are never removed, whatever folder it is. Raises OSError if the folder
+    cannot be read."""
     return [path for path in folder.iterdir() if _OURS.fullmatch(path.name)]
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix of the model, or those of its experts.
-
-    Attributes:
-        name: its name in the model.
-        kind: its quantised kind; None: it stays plain.
-        count: 1, or the number of experts.
-        sources: a description of the tensors that fill it.
-        pieces: the layout for our own kernels; empty if they do not use it.
-    """
+    """A matrix of the model, or those of its experts."""
 
     name: str
-    kind: Held | None
+    kind: Held | None  # its quantised kind; None: it stays plain
     form: Form
-    count: int
+    count: int  # 1, or the number of experts
     outputs: int
     inputs: int
-    sources: tuple[str, ...]
-    pieces: Pieces = ()
+    sources: tuple[str, ...]  # a description of the tensors that fill it
+    pieces: Pieces = ()  # the layout for our own kernels; empty if they do not use it
 
     @property
     def stored(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -162,20 +145,13 @@ class Matrix:
 
 
 class Cache:
-    """The folder that keeps one model's matrices.
+    """The folder that keeps one model's matrices. Raises OSError if the folder cannot be created, others can write to
+    it, or the checkpoint's files do not exist.
 
     Args:
         folder: the folder of all entries; created if missing.
-        files: the checkpoint's files.
         dtype: the format in which its weights are read.
-        matrices: the model's matrices.
         kind: their quantised kind, for the file's name.
-
-    Attributes:
-        path: path of the entry.
-
-    Raises:
-        OSError: the folder cannot be created, others can write to it, or the checkpoint's files do not exist.
     """
 
     def __init__(self, folder: Path, files: Sequence[Path], dtype: torch.dtype, matrices: Sequence[Matrix], kind: str):
@@ -187,15 +163,12 @@ class Cache:
         decides = [FORMAT, quantiser(), packer, str(dtype), self.origin, [asdict(matrix) for matrix in matrices]]
         self.key = hashlib.sha256(json.dumps(decides).encode()).hexdigest()
         self.folder = folder
-        self.path = folder / f"{kind}-{self.key[:32]}.safetensors"
+        self.path = folder / f"{kind}-{self.key[:32]}.safetensors"  # path of the entry
         self.layout = _Layout(matrices)
 
     def open(self, verified: Callable[[str], object]) -> Entry | None:
-        """The verified entry; None if there is none. A damaged entry is removed.
-
-        Args:
-            verified: called with the name of each tensor whose checksum is right.
-        """
+        """The verified entry; None if there is none. A damaged entry is removed. `verified`: called with the name of
+        each tensor whose checksum is right."""
         try:
             entry = Entry(self, verified)
         except FileNotFoundError:
@@ -211,11 +184,7 @@ class Cache:
         return entry
 
     def write(self) -> Writer:
-        """A new entry to fill.
-
-        Raises:
-            OSError: there is no room, or the folder is not writable.
-        """
+        """A new entry to fill. Raises OSError if there is no room, or the folder is not writable."""
         self._tidy()
         size, disk = self.layout.size, shutil.disk_usage(self.folder)
         if disk.free < 2 * size:
@@ -260,12 +229,8 @@ class Cache:
 
 
 class Entry:
-    """The matrices of a file.
-
-    Raises:
-        OSError: the file cannot be read.
-        SafetensorError, ValueError: the file is damaged, or does not match its name.
-    """
+    """The matrices of a file. Raises OSError if the file cannot be read. SafetensorError, ValueError if the file is
+    damaged, or does not match its name."""
 
     def __init__(self, cache: Cache, verified: Callable[[str], object]):
         with cache.path.open("rb"):  # safetensors says "no such file" about an unreadable file
@@ -298,9 +263,7 @@ class Writer:
     kept.
 
     If the system supports it, the file has no name until it is complete, and disappears if the process is killed.
-
-    Raises:
-        OSError: the file cannot be written.
+    Raises OSError if the file cannot be written.
     """
 
     def __init__(self, cache: Cache):
@@ -332,11 +295,7 @@ class Writer:
                 self._path.unlink()
 
     def put(self, matrix: Matrix, index: int, made: Quantised | Packed) -> None:
-        """Write a matrix; those of experts are written in order.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write a matrix; those of experts are written in order. Raises OSError if the file cannot be written."""
         for name, tensor in zip(matrix.stored, matrix.tensors_of(made), strict=True):
             place = self._cache.layout.places[name]
             size = (place.end - place.begin) // matrix.count
@@ -346,11 +305,8 @@ class Writer:
                 self._file.write(data)
 
     def keep(self) -> None:
-        """Move the file to its final name, unless the checkpoint has changed meanwhile.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Move the file to its final name, unless the checkpoint has changed meanwhile. Raises OSError if the file
+        cannot be written."""
         self._file.seek(self._start + self._cache.layout.places[_CHECKSUMS].begin)
         for number in self._sums.values():
             self._file.write(number.to_bytes(8, "little"))

@@ -45,9 +45,6 @@ class MatrixLoading:
         shared: cache all matrices that our own kernels pack, even those that are quickly made from the checkpoint.
         advance: called with the number of `kept_bytes` that are done: half of a cached matrix when it is verified and
             half when it is packed; a negative number if a verified matrix is not used after all.
-
-    Attributes:
-        kept_bytes: bytes that the cached matrices would take in the model's format.
     """
 
     def __init__(
@@ -123,6 +120,7 @@ class MatrixLoading:
         }
         if folder is not None and self._matrices:
             self._open(folder, checkpoint, model)
+        # bytes that the cached matrices would take in the model's format
         self.kept_bytes = 0 if self._entry is None else sum(self._sizes.values())
         if self._entry is not None:
             for module in self._matrices:
@@ -314,12 +312,8 @@ class MatrixLoading:
 
 def mark_stored(model: Transformer, checkpoint: Checkpoint, table: WeightTable, device: torch.device) -> None:
     """Record for each matrix the kind nearest to its stored format: its own if it can be used unchanged, int8 if it is
-    quantised in another way, none if it is plain. The log names formats that become larger.
-
-    Args:
-        checkpoint: the checkpoint, with the table's names.
-        device: the future model's device, which may not support every kind.
-    """
+    quantised in another way, none if it is plain. The log names formats that become larger. `device`: the future
+    model's device, which may not support every kind."""
     entries = {entry.target: entry for entry in table.chosen(checkpoint.names)}
     uses = Counter(name for entry in entries.values() for name in entry.sources)
     filled = {id(parameter): entries.get(target) for target, parameter in model.named_parameters()}
@@ -361,11 +355,8 @@ def _held_as(
     kinds: Sequence[Quantization | BlockKind | None],
     lengths: tuple[int, ...] | None = None,
 ) -> Held | None:
-    """The form for a matrix with these stored parts; None if their format cannot be kept.
-
-    Args:
-        lengths: outputs of each, if they follow each other.
-    """
+    """The form for a matrix with these stored parts; None if their format cannot be kept. `lengths`: outputs of each,
+    if they follow each other."""
     known = [kind for kind in kinds if kind is not None]
     if len(known) < len(kinds):
         return None
@@ -379,11 +370,7 @@ def _is_own(kind: Held | None) -> bool:
 
 
 def _goes_directly(module: Linear, kind: Held | None, own: bool) -> bool:
-    """Pack a matrix from the file's bytes, row by row.
-
-    Args:
-        own: whether it is stored in its own kind.
-    """
+    """Pack a matrix from the file's bytes, row by row. `own`: whether it is stored in its own kind."""
     return not on_gpu(module.device) and (kind is None or own) and takes_parts(module.weight.dtype, kind, module.shared)
 
 

@@ -53,21 +53,15 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """The results of the writing. Sizes in bytes.
-
-    Attributes:
-        quantised: the number of quantised matrices.
-        plain: names of matrices that will be quantised at each load.
-        before, after: total size of the weights.
-        files: the number of files with weights.
-    """
+    """The results of the writing. Sizes in bytes."""
 
     folder: Path
-    quantised: int
-    plain: tuple[str, ...]
+    quantised: int  # the number of quantised matrices
+    plain: tuple[str, ...]  # names of matrices that will be quantised at each load
+    # before, after: total size of the weights
     before: int
     after: int
-    files: int
+    files: int  # the number of files with weights
 
 
 @dataclass(frozen=True, slots=True)

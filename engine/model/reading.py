@@ -13,11 +13,8 @@ from engine.model.place import Place
 
 
 class ReadingAttention(nn.Module):
-    """The weights of attention whose keys and values another layer has stored in pages.
-
-    Attributes:
-        own: the part without heads of keys and values, which is prepared.
-    """
+    """The weights of attention whose keys and values another layer has stored in pages. `own`: the part without heads
+    of keys and values, which is prepared."""
 
     def __init__(self, part: spec.Attention, hidden_size: int, backend: AttentionBackend, place: Place):
         super().__init__()

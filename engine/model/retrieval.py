@@ -39,11 +39,8 @@ MOST_BYTES = 64 << 20  # bytes of a torch file: a matrix of 4096 x 4096 numbers 
 
 def read_folder(root: Path) -> Pipeline:
     """All settings for embeddings in a checkpoint's folder: sentence-transformers' configs, and the files beside them.
-
-    Raises:
-        ModelLoadError: a file is missing or damaged, or has invalid values.
-        UnsupportedModelError: a module, a setting or a tensor is not implemented.
-    """
+    Raises ModelLoadError if a file is missing or damaged, or has invalid values. UnsupportedModelError if a module, a
+    setting or a tensor is not implemented."""
     pipeline = read_pipeline(root)
     path = pipeline.transformer
     if pipeline.sparse is None and (path / SPARSE_FILE).is_file():
@@ -142,11 +139,7 @@ def _torch_layer(folder: Path, name: str) -> DenseLayer:
 
 def read_state(file: Path) -> dict[str, Tensor]:
     """The matrix of a linear layer, "weight", and its "bias", if it has one, from a torch file. Only tensors are read,
-    and no more than `MOST_BYTES`.
-
-    Raises:
-        ModelLoadError: the file is larger, damaged, or contains something else.
-    """
+    and no more than `MOST_BYTES`. Raises ModelLoadError if the file is larger, damaged, or contains something else."""
     try:
         with zipfile.ZipFile(file) as archive:
             size = max(sum(entry.file_size for entry in archive.infolist()), file.stat().st_size)

@@ -24,10 +24,8 @@ def rotary_frequencies(part: Rotary, length: int) -> Tensor:
     """[dim / 2] float32 radians per position, scaling applied.
 
     The operations are those of transformers, in the same order: at position 100,000, a frequency that differs in its
-    last bit gives an angle that differs by 0.01.
-
-    Args:
-        length: maximum length of a sequence, by which scalings that depend on length are chosen.
+    last bit gives an angle that differs by 0.01. `length`: maximum length of a sequence, by which scalings that depend
+    on length are chosen.
     """
     theta, dim = part.theta, part.dim
     if isinstance(part.scaling, DynamicScaling):

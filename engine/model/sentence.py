@@ -118,12 +118,8 @@ Layer = DenseLayer | NormLayer | UnitLayer
 @dataclass(frozen=True, slots=True)
 class VocabularyWeights:
     """A weight for each token of the vocabulary, from a masked-language-model head's logits over all tokens of an
-    input: the largest, or the sum, of log(1 + relu(x)) (SPLADE, arXiv:2107.05720, arXiv:2109.10086).
-
-    Attributes:
-        pooling: over the input's tokens.
-        logarithms: how often log(1 + x) is applied.
-    """
+    input: the largest, or the sum, of log(1 + relu(x)) (SPLADE, arXiv:2107.05720, arXiv:2109.10086). `logarithms`: how
+    often log(1 + x) is applied."""
 
     pooling: Literal["max", "sum"] = "max"
     logarithms: int = 1
@@ -142,60 +138,38 @@ SparseVectors = VocabularyWeights | InputWeights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenVectors:
-    """A vector of norm 1 for each token (ColBERT, arXiv:2004.12832; arXiv:2402.03216, 3.2).
+    """A vector of norm 1 for each token (ColBERT, arXiv:2004.12832; arXiv:2402.03216, 3.2)."""
 
-    Attributes:
-        layers: the layers that make vectors from hidden states.
-        first: tokens at the beginning of an input without a vector.
-        sides: the rules for a "query" and a "document"; {} if they are read like any text.
-    """
-
-    layers: tuple[Layer, ...]
-    first: int = 0
+    layers: tuple[Layer, ...]  # the layers that make vectors from hidden states
+    first: int = 0  # tokens at the beginning of an input without a vector
+    # the rules for a "query" and a "document"; {} if they are read like any text
     sides: dict[str, SideInfo] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """The settings of the folder; for a folder without modules.json, the defaults.
+    """The settings of the folder; for a folder without modules.json, the defaults."""
 
-    Attributes:
-        transformer: the folder with the transformer's config.json, weights and tokenizer.
-        modes: kinds of pooling whose vectors are concatenated; empty if the pipeline has no pooling, None if the folder
-            does not say.
-        width: features of the pooled hidden states, if the folder says so.
-        layers: the layers that map the pooled vector, in order.
-        normalize: whether the last step divides by the norm.
-        include_prompt: whether the tokens of a prompt count in the pooling.
-        max_seq_length: maximum tokens of an input, if the folder says so.
-        lower_case: whether texts are lower-cased before they are tokenised.
-        prompts: texts to put before inputs, by name.
-        default_prompt: the name of the default prompt.
-        activation: for a cross-encoder, the dotted path of the class that turns its outputs into scores.
-        sparse: the rule for sparse vectors, if the folder has one.
-        tokens: the rule for token vectors, if the folder has one.
-    """
-
-    transformer: Path
+    transformer: Path  # the folder with the transformer's config.json, weights and tokenizer
+    # kinds of pooling whose vectors are concatenated; empty if the pipeline has no pooling, None if the folder does not
+    # say
     modes: tuple[PoolingMode, ...] | None = None
-    width: int | None = None
-    layers: tuple[Layer, ...] = ()
-    normalize: bool = True
-    include_prompt: bool = True
-    max_seq_length: int | None = None
-    lower_case: bool = False
-    prompts: dict[str, str] = field(default_factory=dict)
+    width: int | None = None  # features of the pooled hidden states, if the folder says so
+    layers: tuple[Layer, ...] = ()  # the layers that map the pooled vector, in order
+    normalize: bool = True  # whether the last step divides by the norm
+    include_prompt: bool = True  # whether the tokens of a prompt count in the pooling
+    max_seq_length: int | None = None  # maximum tokens of an input, if the folder says so
+    lower_case: bool = False  # whether texts are lower-cased before they are tokenised
+    prompts: dict[str, str] = field(default_factory=dict)  # texts to put before inputs, by name
     default_prompt: str | None = None
+    # for a cross-encoder, the dotted path of the class that turns its outputs into scores
     activation: str | None = None
-    sparse: SparseVectors | None = None
-    tokens: TokenVectors | None = None
+    sparse: SparseVectors | None = None  # the rule for sparse vectors, if the folder has one
+    tokens: TokenVectors | None = None  # the rule for token vectors, if the folder has one
 
     def embedding_size(self, hidden_size: int) -> int:
-        """Features of the pipeline's vectors for hidden states of this size.
-
-        Raises:
-            ModelLoadError: it is made for another size, or the sizes of two layers do not match.
-        """
+        """Features of the pipeline's vectors for hidden states of this size. Raises ModelLoadError if it is made for
+        another size, or the sizes of two layers do not match."""
         if self.width not in (None, hidden_size):
             raise ModelLoadError(
                 f"{self.transformer} has hidden states of {hidden_size} features, but the Pooling of its {MODULES} is "
@@ -205,11 +179,8 @@ class Pipeline:
 
 
 def size_after(layers: Sequence[Layer], size: int) -> int:
-    """Features of the vectors after these layers, from vectors with `size` features.
-
-    Raises:
-        ModelLoadError: a layer is made for another size than it gets.
-    """
+    """Features of the vectors after these layers, from vectors with `size` features. Raises ModelLoadError if a layer
+    is made for another size than it gets."""
     for layer in layers:
         if isinstance(layer, UnitLayer):
             continue
@@ -226,12 +197,8 @@ def size_after(layers: Sequence[Layer], size: int) -> int:
 
 
 def read_pipeline(root: Path) -> Pipeline:
-    """Read sentence-transformers' configs in a checkpoint's folder.
-
-    Raises:
-        ModelLoadError: a file is missing or damaged, or has invalid values.
-        UnsupportedModelError: a module, or a setting of one, is not implemented.
-    """
+    """Read sentence-transformers' configs in a checkpoint's folder. Raises ModelLoadError if a file is missing or
+    damaged, or has invalid values. UnsupportedModelError if a module, or a setting of one, is not implemented."""
     if not (root / MODULES).is_file():
         return Pipeline(transformer=root)
     modules = [_Module.of(root, entry) for entry in _modules(root / MODULES)]
@@ -297,7 +264,6 @@ class _Module:
         return UnsupportedModelError(f"{self.file}, module {self.name!r}: {why}. Implemented are {known}.")
 
     def config(self, *, needed: bool = True) -> dict[str, Any]:
-        """Its config.json."""
         return _object(self.folder / "config.json", needed=needed)
 
     def number(self, config: dict[str, Any], *names: str) -> int:
@@ -362,14 +328,9 @@ def _prompts(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _transformer(module: _Module, wanted: tuple[str, str, str]) -> dict[str, Any]:
-    """The transformer's settings for its inputs.
-
-    Args:
-        wanted: its task, the part of its output that is used, and the name of that part.
-
-    Raises:
-        UnsupportedModelError: it reads texts, or answers, in a way other than by its hidden states.
-    """
+    """The transformer's settings for its inputs. `wanted`: its task, the part of its output that is used, and the name
+    of that part. Raises UnsupportedModelError if it reads texts, or answers, in a way other than by its hidden
+    states."""
     if not (module.folder / "config.json").is_file():
         raise ModelLoadError(f"{module.file}: {module.folder} has no config.json, so it is not a transformer.")
     files = (module.folder / name for name in _TRANSFORMER_CONFIGS)
@@ -431,11 +392,7 @@ def _sides(file: Path, settings: dict[str, Any]) -> dict[str, SideInfo]:
 
 
 def token_length(file: Path, settings: Mapping[str, Any], name: str, default: int) -> int:
-    """A number of tokens in a file's settings.
-
-    Raises:
-        ModelLoadError: it is not a number of tokens.
-    """
+    """A number of tokens in a file's settings. Raises ModelLoadError if it is not a number of tokens."""
     value = settings.get(name, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelLoadError(f"{file}: {name} must be a whole number of tokens, got {value!r}.")

@@ -14,10 +14,6 @@ class CausalConvolution(nn.Module):
     one.
 
     The state is the inputs of the last `kernel - 1` tokens, oldest first.
-
-    Args:
-        width: features.
-        kernel: tokens.
     """
 
     def __init__(self, width: int, kernel: int, bias: bool, place: Place):
@@ -46,7 +42,6 @@ class DeltaRuleAttention(StateModule):
 
     Attributes:
         enter: makes queries, keys and values.
-        opening: makes gates.
         rates: makes of each value head the share of a correction, before the sigmoid; then the numbers that its decay
             follows from.
         decay: [value heads] the logarithm of the decay's factor.
@@ -67,7 +62,6 @@ class DeltaRuleAttention(StateModule):
 
 
 def build_state_layer(part: spec.StateLayer, hidden_size: int, place: Place) -> StateModule:
-    """The module of a layer with a state."""
     match part:
         case spec.ShortConvolution():
             return GatedConvolution(part, hidden_size, place)

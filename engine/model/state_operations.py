@@ -16,12 +16,8 @@ from engine.model.state_layers import CausalConvolution, DeltaRuleAttention
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Convolve(HasRows):
-    """out = b * convolution(a * x) of [a | b | x], or silu(convolution(x)).
-
-    Attributes:
-        gated: which of the two.
-        layer: the layer's number among those with a state.
-    """
+    """out = b * convolution(a * x) of [a | b | x], or silu(convolution(x)). `layer`: the layer's number among those
+    with a state."""
 
     READS = ("x",)
     WRITES = ("out",)
@@ -34,19 +30,13 @@ class Convolve(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ApplyDelta(HasRows):
-    """out = silu(opening) * norm of what each head's matrix gives for its query. The token has changed the matrix.
-
-    Attributes:
-        x: queries, keys and values.
-        rates: as of `DeltaRuleAttention`.
-        layer: the layer's number among those with a state. Its matrices follow the convolution's part of the state.
-    """
+    """out = silu(opening) * norm of what each head's matrix gives for its query. The token has changed the matrix."""
 
     READS = ("x", "rates", "opening")
     WRITES = ("out",)
     module: DeltaRuleAttention
-    x: Rows
-    rates: Rows
+    x: Rows  # queries, keys and values
+    rates: Rows  # as of `DeltaRuleAttention`
     opening: Rows
     out: Rows
-    layer: int
+    layer: int  # the layer's number among those with a state. Its matrices follow the convolution's part of the state.

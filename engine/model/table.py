@@ -149,11 +149,8 @@ class Reversed:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Several tensors, one after the other along the first axis, of these lengths.
-
-    Attributes:
-        inner: the layout of each in its part; empty: as stored.
-    """
+    """Several tensors, one after the other along the first axis, of these lengths. `inner`: the layout of each in its
+    part; empty: as stored."""
 
     lengths: tuple[int, ...]
     inner: tuple[Transform, ...] = ()
@@ -215,9 +212,6 @@ class Interleaved:
     """Queries, keys and values stored group by group: `queries` query heads, then one key and one value head.
 
     In the parameter all queries come first, then all keys, then all values.
-
-    Attributes:
-        order: the order of the three in a stored group.
     """
 
     groups: int
@@ -291,15 +285,10 @@ class Stacked:
 
 @dataclass(frozen=True, slots=True)
 class Flattened:
-    """A stack's matrices stored as one, with the rows of each after those of the previous one.
+    """A stack's matrices stored as one, with the rows of each after those of the previous one."""
 
-    Attributes:
-        inner: how each matrix is stored.
-        parts: this many tensors contain a share of each matrix's rows, the first rows first.
-    """
-
-    inner: Transform = Same()
-    parts: int = 1
+    inner: Transform = Same()  # how each matrix is stored
+    parts: int = 1  # this many tensors contain a share of each matrix's rows, the first rows first
 
     def shapes(self, target: Size) -> list[Size]:
         count, rows, features = target
@@ -360,22 +349,15 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One parameter.
+    """One parameter."""
 
-    Attributes:
-        target: the parameter's name in the Transformer.
-        sources: names in the checkpoint, in the transform's order.
-        transform: their layout in the parameter.
-        shard_axis: axis of the parameter (of each part, if joined) that tensor parallelism would divide;
-            None to repeat it everywhere.
-        default: value of all elements if the checkpoint has none of the sources, or a function that fills the
-            parameter; None if they are required.
-    """
-
-    target: str
-    sources: tuple[str, ...]
+    target: str  # the parameter's name in the Transformer
+    sources: tuple[str, ...]  # names in the checkpoint, in the transform's order
     transform: Transform = Same()
+    # axis of the parameter (of each part, if joined) that tensor parallelism would divide; None to repeat it everywhere
     shard_axis: int | None = None
+    # value of all elements if the checkpoint has none of the sources, or a function that fills the parameter; None if
+    # they are required
     default: float | Callable[[Tensor], None] | None = None
 
     def fill_by_default(self, parameter: Tensor) -> None:
@@ -389,26 +371,18 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class WeightTable:
-    """All parameters of a model.
+    """All parameters of a model."""
 
-    Attributes:
-        entries: one per parameter; several for the same one are alternative stored forms, the usual one first.
-        prefix: a prefix that a checkpoint of the headless model omits.
-        ignored: patterns of whole names that a checkpoint may contain and no answer depends on, according to the
-            reference as
-            well: buffers that it makes itself, heads of other tasks.
-        renamed: (pattern, replacement) of names in older checkpoints, applied first.
-        head: name under which an output matrix may be stored although it is tied to the embedding.
-        expects_head: whether a separately stored output matrix with its own values needs no warning.
-        copies: names under which encoder and decoder may each store a token table although they share one.
-    """
-
+    # one per parameter; several for the same one are alternative stored forms, the usual one first
     entries: tuple[Entry, ...]
-    prefix: str = ""
+    prefix: str = ""  # a prefix that a checkpoint of the headless model omits
+    # patterns of whole names that a checkpoint may contain and no answer depends on, according to the reference as
+    # well: buffers that it makes itself, heads of other tasks
     ignored: tuple[str, ...] = ()
-    renamed: tuple[tuple[str, str], ...] = ()
-    head: str | None = None
-    expects_head: bool = False
+    renamed: tuple[tuple[str, str], ...] = ()  # (pattern, replacement) of names in older checkpoints, applied first
+    head: str | None = None  # name under which an output matrix may be stored although it is tied to the embedding
+    expects_head: bool = False  # whether a separately stored output matrix with its own values needs no warning
+    # names under which encoder and decoder may each store a token table although they share one
     copies: tuple[str, ...] = ()
 
     def current(self, name: str) -> str:
@@ -435,27 +409,19 @@ class WeightTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """The facts about one family of checkpoints.
+    """The facts about one family of checkpoints."""
 
-    Attributes:
-        name: the name in messages and in the table of families.
-        architectures: names in a config under which its models are stored.
-        headless: those of them without a head: such a model can generate if the embedding's table is the head.
-        brings: its characteristic parts, in a few words.
-        spec: makes the parts from a transformers config; raises UnsupportedModelError for settings that no part
-            expresses.
-        weights: makes the table of weight names from the parts; None for a family whose parts are described but not
-            implemented yet (`engine.model.missing` names them).
-        reads_mxfp4: whether its table has entries for the blocks of MXFP4.
-        repeats: for an encoder-decoder family with text classifiers, how their decoders read the input, from a config;
-            raises UnsupportedModelError if that is unknown.
-    """
-
-    name: str
-    architectures: tuple[str, ...]
-    brings: str
+    name: str  # the name in messages and in the table of families
+    architectures: tuple[str, ...]  # names in a config under which its models are stored
+    brings: str  # its characteristic parts, in a few words
+    # makes the parts from a transformers config; raises UnsupportedModelError for settings that no part expresses
     spec: Callable[[Any], ModelSpec]
+    # makes the table of weight names from the parts; None for a family whose parts are described but not implemented
+    # yet (`engine.model.missing` names them)
     weights: Callable[[ModelSpec], WeightTable] | None = None
+    # those of them without a head: such a model can generate if the embedding's table is the head
     headless: tuple[str, ...] = ()
-    reads_mxfp4: bool = False
+    reads_mxfp4: bool = False  # whether its table has entries for the blocks of MXFP4
+    # for an encoder-decoder family with text classifiers, how their decoders read the input, from a config; raises
+    # UnsupportedModelError if that is unknown
     repeats: Callable[[Any], RepeatedInput] | None = None

@@ -21,21 +21,13 @@ from engine.model.rotary import RotaryTable
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Layers with the same position part share one table.
+    """Layers with the same position part share one table."""
 
-    Attributes:
-        rotary: cosines and sines, by rotary part.
-        slopes: biases, by the part with a slope for each head.
-        shared_bias: the bias of all self-attentions without their own part.
-        block_bias: the bias of the scores of sums of blocks.
-        distances: the vectors of disentangled attentions.
-    """
-
-    rotary: Mapping[Rotary, RotaryTable]
-    slopes: Mapping[AttentionPosition, BiasTable]
-    shared_bias: BucketTable | None = None
-    block_bias: BucketTable | None = None
-    distances: DistanceTable | None = None
+    rotary: Mapping[Rotary, RotaryTable]  # cosines and sines, by rotary part
+    slopes: Mapping[AttentionPosition, BiasTable]  # biases, by the part with a slope for each head
+    shared_bias: BucketTable | None = None  # the bias of all self-attentions without their own part
+    block_bias: BucketTable | None = None  # the bias of the scores of sums of blocks
+    distances: DistanceTable | None = None  # the vectors of disentangled attentions
 
     def rotation(self, part: Rotary, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(cos [T, 1, head_dim], sin [T, 1, dim / 2]) in these rows [T], for heads of a format."""

@@ -39,25 +39,15 @@ from engine.model.vision import ImageEmbedding
 
 
 class Transformer(nn.Module):
-    """A model built from a spec.
+    """A model built from a spec. Raises UnsupportedModelError if a part is not implemented. ConfigError: max_model_len
+    exceeds a table of positions.
 
     Args:
-        model: the parts.
         backend: computes attention.
-        max_model_len: positions are below this.
         max_encoder_len: positions of an encoder beside a decoder are below this; None: the same as for others.
         device, dtype: device and format of the parameters; the CPU and float32 by default. Parameters are
             uninitialised.
         filled_on: device of matrices until they are packed; None for the final device.
-
-    Attributes:
-        rotary_shifts: (limit, shift) pairs, limits ascending: a sequence up to a limit reads rotary tables this many
-            rows further on; a sequence that exceeds all limits reads them at its positions.
-        table: the names of the weights in the model's checkpoint; None until it is loaded.
-
-    Raises:
-        UnsupportedModelError: a part is not implemented.
-        ConfigError: max_model_len exceeds a table of positions.
     """
 
     def __init__(
@@ -81,10 +71,13 @@ class Transformer(nn.Module):
             )
         place = Place(torch.device(device), dtype, filled_on)
         self.spec = model
+        # the names of the weights in the model's checkpoint; None until it is loaded
         self.table: WeightTable | None = None
         self.max_model_len = max_model_len
         limits = [limit for limit in model.rotary_limits if limit < max_model_len]
         starts = accumulate(limits, initial=max_model_len)
+        # (limit, shift) pairs, limits ascending: a sequence up to a limit reads rotary tables this many rows further
+        # on; a sequence that exceeds all limits reads them at its positions
         self.rotary_shifts = tuple(zip(limits, starts, strict=False))
         self._sides = {*model.trunk.sides, *(["rotary_offsets"] if self.rotary_shifts else [])}
         self.encoder_length = max_encoder_len or max_model_len
@@ -168,11 +161,8 @@ class Transformer(nn.Module):
                 embedding.give_up_table(look_up)
 
     def take_adapters(self, slots: int, max_rank: int) -> None:
-        """Give the products of all stacks slots for adapters, before executors are made.
-
-        Args:
-            max_rank: maximum rank of an adapter to one matrix of a checkpoint; a product may consist of several.
-        """
+        """Give the products of all stacks slots for adapters, before executors are made. `max_rank`: maximum rank of an
+        adapter to one matrix of a checkpoint; a product may consist of several."""
         self._sides.add("adapter_slots")
         for stack in (self.encoder, self.decoder):
             for linear, matrices in ({} if stack is None else adaptable(stack)).items():
@@ -226,11 +216,7 @@ class Transformer(nn.Module):
 
     def loading_bytes(self, quantization: Wanted | None) -> int:
         """Maximum memory that a matrix takes on a CPU in addition to its packed form while that is made. Most matrices
-        are assembled first.
-
-        Args:
-            quantization: as in `weight_bytes`.
-        """
+        are assembled first. `quantization`: as in `weight_bytes`."""
         sizes = [0]
         for module, kind in self.matrices(quantization):
             count = module.count if isinstance(module, ExpertMatrices) else 1

@@ -38,11 +38,8 @@ MAPPED = 1 << 24
 
 
 class Checkpoint:
-    """The tensors of a folder's files, under the names of a weight table; a context manager.
-
-    Args:
-        scheme: the format of matrices that are stored as several tensors each. Such a matrix is found under one name.
-    """
+    """The tensors of a folder's files, under the names of a weight table; a context manager. `scheme`: the format of
+    matrices that are stored as several tensors each. Such a matrix is found under one name."""
 
     def __init__(self, path: Path, scheme: Scheme | None = None):
         self.path = path
@@ -170,10 +167,7 @@ class Checkpoint:
 
     def check_unchanged(self) -> None:
         """Refuse files that were written to since they were opened, because weights would be partly old and partly new.
-
-        Raises:
-            ModelLoadError: a file was, or is gone.
-        """
+        Raises ModelLoadError if a file was, or is gone."""
         for file, seen in self._seen.items():
             if not file.exists() or _identity(file) != seen:
                 raise ModelLoadError(
@@ -182,11 +176,8 @@ class Checkpoint:
                 )
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor as stored, or the numbers of a quantised matrix.
-
-        Args:
-            dtype: the format to which the tensor will be rounded; rounding at once saves memory.
-        """
+        """A tensor as stored, or the numbers of a quantised matrix. `dtype`: the format to which the tensor will be
+        rounded; rounding at once saves memory."""
         place = self.names[name]
         if place not in self._packed:
             return self._read(place, dtype)
@@ -275,11 +266,8 @@ class Checkpoint:
         return tensor
 
     def _read_parts(self, places: list[tuple[Path, str]]) -> Iterator[Tensor]:
-        """The tensors that store a matrix: its numbers first, then scales and other data.
-
-        Raises:
-            ModelLoadError: scales are not finite, which would otherwise show only in answers.
-        """
+        """The tensors that store a matrix: its numbers first, then scales and other data. Raises ModelLoadError: scales
+        are not finite, which would otherwise show only in answers."""
         for number, (file, key) in enumerate(places):
             tensor = self._read((file, key))
             if number and tensor.is_floating_point() and tensor.numel():
@@ -345,16 +333,12 @@ def header(
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor in a file."""
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder, or the GGUF file that it represents.
-
-    Raises:
-        ModelLoadError: there are none, the index is damaged, or it names a file that is missing or outside the folder.
-    """
+    """The safetensors files of a checkpoint folder, or the GGUF file that it represents. Raises ModelLoadError if there
+    are none, the index is damaged, or it names a file that is missing or outside the folder."""
     if (path / SINGLE_FILE).is_file():
         return [path / SINGLE_FILE]
     index = path / INDEX_FILE

@@ -167,11 +167,7 @@ def stored_dtype(path: Path, config: Any) -> torch.dtype:
 def as_stored(checkpoint: Checkpoint, table: WeightTable, model: ModelSpec) -> ModelSpec:
     """The model as stored: with a separate output matrix and separate token tables if the checkpoint has them although
     they should be shared (they are then used, as in transformers), and without a head if an encoder's config names one
-    that is not stored.
-
-    Raises:
-        UnsupportedModelError: it is unclear to which table the output matrix is tied.
-    """
+    that is not stored. Raises UnsupportedModelError if it is unclear to which table the output matrix is tied."""
     heads = [name for entry in table.entries if entry.target.startswith("head.") for name in entry.sources]
     if isinstance(model.head, MaskedLm) and not any(name in checkpoint.names for name in heads):
         # Sentence encoders often keep the class name of their pretraining.
@@ -200,11 +196,7 @@ def as_stored(checkpoint: Checkpoint, table: WeightTable, model: ModelSpec) -> M
 
 
 def as_linears(checkpoint: Checkpoint, table: WeightTable) -> WeightTable:
-    """The table, with a linear layer's layout for Conv1D matrices that the checkpoint stores by outputs.
-
-    Args:
-        checkpoint: the checkpoint, with the table's names.
-    """
+    """The table, with a linear layer's layout for Conv1D matrices that the checkpoint stores by outputs."""
 
     def is_linear(entry: Entry) -> bool:
         stored = [name for name in entry.sources if name in checkpoint.names]
@@ -230,11 +222,8 @@ def _differs(checkpoint: Checkpoint, name: str | None, original: str) -> bool:
 
 
 def plan(checkpoint: Checkpoint, table: WeightTable, model: Transformer) -> dict[str, list[Destination]]:
-    """The destination of each stored tensor, by name; its parts may go to several parameters.
-
-    Raises:
-        ModelLoadError: names or shapes do not match.
-    """
+    """The destination of each stored tensor, by name; its parts may go to several parameters. Raises ModelLoadError:
+    names or shapes do not match."""
     parameters = dict(model.named_parameters())
     destinations: dict[str, list[Destination]] = {}
     for entry in table.chosen(checkpoint.names):

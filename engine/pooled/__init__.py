@@ -73,13 +73,9 @@ class MaskedToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingOutput:
-    """The common fields of all answers.
+    """The common fields of all answers."""
 
-    Attributes:
-        prompt_token_ids: the input's tokens as the model read them.
-    """
-
-    prompt_token_ids: list[int] = field(repr=False)
+    prompt_token_ids: list[int] = field(repr=False)  # the input's tokens as the model read them
 
     @property
     def outputs(self) -> Self:
@@ -157,26 +153,18 @@ class FillMaskOutput(PoolingOutput):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntitiesOutput:
-    """The entities of one text, in the order of their beginnings.
-
-    Attributes:
-        num_windows: number of windows in which the text was read.
-    """
+    """The entities of one text, in the order of their beginnings."""
 
     entities: list[Entity]
-    num_windows: int
+    num_windows: int  # number of windows in which the text was read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOutput:
-    """The answers to one question, best first.
-
-    Attributes:
-        num_windows: number of windows in which the context was read.
-    """
+    """The answers to one question, best first."""
 
     answers: list[Answer]
-    num_windows: int
+    num_windows: int  # number of windows in which the context was read
 
 
 def vector_of(pooled: Pooled) -> list[float]:

@@ -27,42 +27,29 @@ Row = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A part of the context that answers the question.
+    """A part of the context that answers the question."""
 
-    Attributes:
-        answer: its text; "" if the text has no answer.
-        score: the product of the probabilities that an answer begins and ends there, within its window. Scores of equal
-            texts are added up.
-        start, end: characters [start, end) of the context.
-    """
-
-    answer: str
+    answer: str  # its text; "" if the text has no answer
+    # the product of the probabilities that an answer begins and ends there, within its window. Scores of equal texts
+    # are added up.
     score: float
+    # start, end: characters [start, end) of the context
     start: int
     end: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerTerms:
-    """The parameters of a question; the names are those of transformers' pipeline.
+    """The parameters of a question; the names are those of transformers' pipeline."""
 
-    Attributes:
-        top_k: maximum number of answers, best first.
-        max_answer_len: maximum tokens of an answer.
-        max_seq_len: tokens of a window, including question and special tokens; None: 384, or the model's limit if that
-            is less.
-        doc_stride: tokens of the context that a window shares with the next one; None: 128, or half a window if that
-            is less.
-        handle_impossible_answer: whether "no answer" may be an answer.
-        align_to_words: whether answers are extended to whole words.
-    """
-
-    top_k: int = DEFAULT_ANSWERS
-    max_answer_len: int = DEFAULT_ANSWER_LENGTH
+    top_k: int = DEFAULT_ANSWERS  # maximum number of answers, best first
+    max_answer_len: int = DEFAULT_ANSWER_LENGTH  # maximum tokens of an answer
+    # tokens of a window, including question and special tokens; None: 384, or the model's limit if that is less
     max_seq_len: int | None = None
+    # tokens of the context that a window shares with the next one; None: 128, or half a window if that is less
     doc_stride: int | None = None
     handle_impossible_answer: bool = False
-    align_to_words: bool = True
+    align_to_words: bool = True  # whether answers are extended to whole words
 
     def __post_init__(self) -> None:
         check_number("top_k", self.top_k, NumberRange(low=1, high=MAX_ANSWERS, integer=True, optional=False))
@@ -72,11 +59,8 @@ class AnswerTerms:
         check_number("doc_stride", self.doc_stride, NumberRange(low=0, integer=True))
 
     def window(self, info: EngineInfo) -> tuple[int, int]:
-        """Tokens of a window, and tokens that two windows share.
-
-        Raises:
-            InvalidRequestError: the window exceeds the model's limit, or contains nothing new.
-        """
+        """Tokens of a window, and tokens that two windows share. Raises InvalidRequestError if the window exceeds the
+        model's limit, or contains nothing new."""
         size = min(DEFAULT_WINDOW, info.max_model_len) if self.max_seq_len is None else self.max_seq_len
         if size > info.max_model_len:
             raise InvalidRequestError(
@@ -97,11 +81,8 @@ class AnswerTerms:
 
 
 def read_question(tokenizer: Tokenizer, question: str, context: str) -> Encoding:
-    """A question and its context as one pair, of any length.
-
-    Raises:
-        InvalidRequestError: one of them is empty or invalid, or the tokenizer does not report positions.
-    """
+    """A question and its context as one pair, of any length. Raises InvalidRequestError if one of them is empty or
+    invalid, or the tokenizer does not report positions."""
     for name, text in (("question", question), ("context", context)):
         if not text:
             raise InvalidRequestError(f"the {name} is empty.", param=name, code="invalid_value")
@@ -120,14 +101,11 @@ def read_question(tokenizer: Tokenizer, question: str, context: str) -> Encoding
 
 def windows_of(encoding: Encoding, size: int, overlap: int, side: Side) -> list[Encoding]:
     """A question with parts of its context. Each part has at most `size` tokens, and neighbouring parts share `overlap`
-    tokens.
+    tokens. Raises InvalidRequestError if the question leaves no room for a context, or there are too many windows.
 
     Args:
         encoding: see `read_question`.
         side: the side at which the tokenizer cuts: with "left", windows begin at the context's end.
-
-    Raises:
-        InvalidRequestError: the question leaves no room for a context, or there are too many windows.
     """
     places = [at for at, owner in enumerate(encoding.sequence) if owner == _CONTEXT]
     others = len(encoding.ids) - len(places)
@@ -187,11 +165,8 @@ def answers_of(
     terms: AnswerTerms,
     cls_token_id: int | None,
 ) -> list[Answer]:
-    """The answers in the results of the task "answer" for each window, best first.
-
-    Args:
-        cls_token_id: the token that means "no answer"; None for models without one.
-    """
+    """The answers in the results of the task "answer" for each window, best first. `cls_token_id`: the token that means
+    "no answer"; None for models without one."""
     found: dict[str, Answer] = {}
     null = np.inf
     for answer, window in zip(pooled, windows, strict=True):

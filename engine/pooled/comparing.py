@@ -51,10 +51,7 @@ def sparse_product(one: Pooled, other: Pooled) -> float:
 
 def max_sim(query: Pooled, document: Pooled) -> float:
     """The sum, over a query's tokens, of the largest product with a document's token (MaxSim, arXiv:2004.12832, 3.3).
-
-    Args:
-        query, document: answers to requests with the task "token_embed".
-    """
+    `query`, `document`: answers to requests with the task "token_embed"."""
     vectors = document.values()
     if not len(vectors):
         return 0.0
@@ -90,11 +87,7 @@ def compared_side(info: EngineInfo, tokenizer: Tokenizer | None, side: Side) -> 
 
 
 class Comparer:
-    """Scores of pairs, for a model that reads the two texts separately (`comparison_of` must not be None).
-
-    Attributes:
-        task: the task for each text.
-    """
+    """Scores of pairs, for a model that reads the two texts separately (`comparison_of` must not be None)."""
 
     def __init__(self, info: EngineInfo):
         kind = comparison_of(info)

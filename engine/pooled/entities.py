@@ -25,39 +25,25 @@ _WORDS = re.compile(r"\w+(?:[-_]\w+)*|\S")  # maximum labels, as in GLiNER's tra
 
 @dataclass(frozen=True, slots=True)
 class Entity:
-    """A part of a text, with its label.
-
-    Attributes:
-        text: its text.
-        label: one of the requested labels.
-        start, end: characters [start, end) of the text.
-        score: from 0 to 1.
-    """
+    """A part of a text, with its label."""
 
     text: str
-    label: str
+    label: str  # one of the requested labels
+    # start, end: characters [start, end) of the text
     start: int
     end: int
-    score: float
+    score: float  # from 0 to 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntityTerms:
-    """The parameters of a request for entities; the names are those of GLiNER's library, which has no `stride`.
+    """The parameters of a request for entities; the names are those of GLiNER's library, which has no `stride`."""
 
-    Attributes:
-        labels: the kinds of entities, in words; repeated ones count once.
-        threshold: an entity's score is above this.
-        flat_ner: whether entities do not overlap. False: one may lie within another.
-        multi_label: whether an entity may have several labels, as one entry each.
-        stride: words that a window of a long text shares with the next one; None: 64, or half a window if that is
-            less.
-    """
-
-    labels: tuple[str, ...]
-    threshold: float = DEFAULT_THRESHOLD
-    flat_ner: bool = True
-    multi_label: bool = False
+    labels: tuple[str, ...]  # the kinds of entities, in words; repeated ones count once
+    threshold: float = DEFAULT_THRESHOLD  # an entity's score is above this
+    flat_ner: bool = True  # whether entities do not overlap. False: one may lie within another.
+    multi_label: bool = False  # whether an entity may have several labels, as one entry each
+    # words that a window of a long text shares with the next one; None: 64, or half a window if that is less
     stride: int | None = None
 
     def __post_init__(self) -> None:
@@ -76,13 +62,7 @@ class EntityTerms:
 
 @dataclass(frozen=True, slots=True)
 class EntityWindow:
-    """A part of a text, read with the labels.
-
-    Attributes:
-        encoding: its tokens.
-        labels, words: the token for each label and word.
-        first: index of its first word in the text.
-    """
+    """A part of a text, read with the labels. `first`: index of its first word in the text."""
 
     encoding: Encoding
     labels: list[int]
@@ -96,16 +76,11 @@ class EntityWindow:
 
 @dataclass(frozen=True, slots=True)
 class EntityReading:
-    """A text as the model reads it.
-
-    Attributes:
-        places: the characters [start, end) of each word.
-        windows: the windows in order; none for a text without words.
-    """
+    """A text as the model reads it."""
 
     text: str
-    places: list[tuple[int, int]]
-    windows: list[EntityWindow]
+    places: list[tuple[int, int]]  # the characters [start, end) of each word
+    windows: list[EntityWindow]  # the windows in order; none for a text without words
 
 
 def read_entities(tokenizer: Tokenizer, text: str, terms: EntityTerms, info: EngineInfo) -> EntityReading:
@@ -154,7 +129,6 @@ def _first_tokens(words: Sequence[int | None]) -> dict[int, int]:
 
 
 def _marks(whole: Encoding, firsts: dict[int, int], count: int, reading: EntitiesInfo) -> list[int]:
-    """The tokens for the labels."""
     marks = [firsts.get(2 * number, -1) for number in range(count)]
     if any(at < 0 or whole.ids[at] != reading.label_token_id for at in marks) or 2 * count not in firsts:
         raise InvalidRequestError(
@@ -172,13 +146,8 @@ def _marks(whole: Encoding, firsts: dict[int, int], count: int, reading: Entitie
 def _cuts(
     begins: Sequence[int], room: int, terms: EntityTerms, reading: EntitiesInfo, limit: int
 ) -> Iterator[tuple[int, int]]:
-    """The first word of each window and the word after its last, for words that begin with these tokens.
-
-    Args:
-        begins: the first token of each word; the last entry is the end of the last word.
-        room: tokens of a window for words.
-        limit: total tokens of a window.
-    """
+    """The first word of each window and the word after its last, for words that begin with these tokens. `begins`: the
+    first token of each word; the last entry is the end of the last word."""
     count, first, number = len(begins) - 1, 0, 0
     while True:
         last = first

@@ -9,11 +9,7 @@ from engine.text.tokenizer import Tokenizer
 
 def find_prompt(info: EngineInfo, name: str | None = None) -> str:
     """The prompt with that name. None: the model's default; "": no prompt. The result is "" if the model has no
-    default.
-
-    Raises:
-        InvalidRequestError: the prompt does not exist.
-    """
+    default. Raises InvalidRequestError if the prompt does not exist."""
     name = info.default_prompt if name is None else name
     if not name:
         return ""

@@ -20,21 +20,13 @@ SIDES: tuple[Side, Side] = ("query", "document")
 
 @dataclass(frozen=True, slots=True)
 class SideReading:
-    """The rules for turning texts of one side into inputs.
+    """The rules for turning texts of one side into inputs."""
 
-    Attributes:
-        marker: the token after an input's first one.
-        length: maximum tokens of an input, including special ones.
-        filler: the token that fills inputs up to that length.
-        attended: whether tokens attend to the fillers.
-        ignored: tokens without a vector.
-    """
-
-    marker: int | None = None
-    length: int | None = None
+    marker: int | None = None  # the token after an input's first one
+    length: int | None = None  # maximum tokens of an input, including special ones
     filler: int | None = None
-    attended: bool = False
-    ignored: frozenset[int] = frozenset()
+    attended: bool = False  # whether tokens attend to the fillers
+    ignored: frozenset[int] = frozenset()  # tokens without a vector
 
     def limit(self, truncate: int | None) -> int | None:
         """The number of tokens to cut a text to, including the marker, if a request asks for this number."""
@@ -62,21 +54,14 @@ PLAIN = SideReading()  # like any text
 
 
 def read_side(info: EngineInfo, tokenizer: Tokenizer | None, name: str | None) -> SideReading:
-    """The rules for reading texts of this side; like any text if the model has no such side.
-
-    Raises:
-        InvalidRequestError: its texts are filled up, but the tokenizer has no token for that.
-    """
+    """The rules for reading texts of this side; like any text if the model has no such side. Raises InvalidRequestError
+    if its texts are filled up, but the tokenizer has no token for that."""
     side = None if info.token_vectors is None or name is None else info.token_vectors.sides.get(name)
     return PLAIN if side is None or tokenizer is None else _reading(side, tokenizer, info.max_model_len)
 
 
 def check_sides(info: EngineInfo, tokenizer: Tokenizer | None) -> None:
-    """Refuse a tokenizer that lacks one of the model's markers.
-
-    Raises:
-        ModelLoadError: names the marker.
-    """
+    """Refuse a tokenizer that lacks one of the model's markers. Raises ModelLoadError: names the marker."""
     if info.token_vectors is None or tokenizer is None:
         return
     for name, side in info.token_vectors.sides.items():

@@ -34,28 +34,16 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One input as the model reads it.
+    """One input as the model reads it."""
 
-    Attributes:
-        encoding: its tokens; none for an image.
-        text: the first text as it was tokenised; None if there was no text.
-        input: the same for the engine.
-    """
-
-    encoding: Encoding
-    text: str | None
-    input: TokenInput | PixelInput
+    encoding: Encoding  # its tokens; none for an image
+    text: str | None  # the first text as it was tokenised; None if there was no text
+    input: TokenInput | PixelInput  # the same for the engine
 
 
 def read_sources(inputs: Any, *, pairs: bool = False, images: bool = False) -> list[Source]:
-    """One input or a list of them; a tuple of two texts is a pair if `pairs` are allowed.
-
-    Args:
-        images: whether images are allowed too.
-
-    Raises:
-        InvalidRequestError: the input has an unsupported type.
-    """
+    """One input or a list of them; a tuple of two texts is a pair if `pairs` are allowed. `images`: whether images are
+    allowed too. Raises InvalidRequestError if the input has an unsupported type."""
     single = isinstance(inputs, (str, TokenInput, Mapping)) or is_image(inputs) or (pairs and _is_pair(inputs))
     if not single and not isinstance(inputs, Sequence):
         raise _refused(inputs, pairs)
@@ -131,12 +119,8 @@ class Reader:
         self._images: ImageReader | None = None
 
     def read(self, source: Source) -> Reading:
-        """One input as the model reads it.
-
-        Raises:
-            InvalidRequestError: a text without a tokenizer, an unreadable text (see `Tokenizer.encode_input`), or sides
-                that do not match their tokens.
-        """
+        """One input as the model reads it. Raises InvalidRequestError if a text without a tokenizer, an unreadable text
+        (see `Tokenizer.encode_input`), or sides that do not match their tokens."""
         tokenizer, info = self._tokenizer, self._info
         if source.image is not None:
             self._images = self._images or ImageReader(info)
@@ -157,11 +141,7 @@ class Reader:
 
 
 def need_tokenizer(tokenizer: Tokenizer | None, info: EngineInfo) -> Tokenizer:
-    """The model's tokenizer.
-
-    Raises:
-        InvalidRequestError: the model has no tokenizer.
-    """
+    """The model's tokenizer. Raises InvalidRequestError if the model has no tokenizer."""
     if tokenizer is None:
         raise InvalidRequestError(
             f"{info.model} has no tokenizer, so inputs must be token ids. Set --tokenizer to a folder with a "

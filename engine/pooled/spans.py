@@ -68,15 +68,12 @@ def spans_of(
     token separately, except special ones. "simple" joins adjacent tokens whose labels differ only in the prefix, up to
     the next "B-". "first", "average" and "max" first give all tokens of a word one class: that of the first token, of
     the mean scores, or of the token with the highest score. Words are those of WordPiece. With other tokenizers, spaces
-    separate words.
+    separate words. Raises InvalidRequestError if the aggregation is unknown.
 
     Args:
         encoding, text: the input; `text` is None for an input of ids.
         tokenizer: None if there is none; the spans then have no text.
         ignore_labels: classes that are left out.
-
-    Raises:
-        InvalidRequestError: the aggregation is unknown.
     """
     check_aggregation(aggregation)
     scores, by_word = pooled.values(), aggregation in ("first", "average", "max")
@@ -97,11 +94,8 @@ def spans_of(
 
 
 def check_aggregation(aggregation: object) -> None:
-    """Refuse an unknown way to join tokens.
-
-    Raises:
-        InvalidRequestError: the way is unknown; the message names the known ways.
-    """
+    """Refuse an unknown way to join tokens. Raises InvalidRequestError if the way is unknown; the message names the
+    known ways."""
     if aggregation not in AGGREGATIONS:
         fail("aggregation", f"aggregation must be one of {', '.join(AGGREGATIONS)}, got {brief(aggregation)}.")
 

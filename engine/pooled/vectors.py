@@ -20,11 +20,8 @@ _json = msgspec.json.Encoder()
 
 
 def _numbers(values: Matrix) -> bytes:
-    """The JSON list of a vector's numbers, as short as possible so that they read back as the same float32.
-
-    Args:
-        values: [features], finite.
-    """
+    """The JSON list of a vector's numbers, as short as possible so that they read back as the same float32. `values`:
+    [features], finite."""
     wide = values.astype(np.float64)
     size = np.abs(wide, out=np.ones_like(wide), where=wide != 0)
     power = _DIGITS - 1 - np.floor(np.log10(size))
@@ -49,9 +46,7 @@ def packed(values: Matrix, dtype: EmbedDtype, *, big_endian: bool = False) -> by
     """Numbers in the given number of bits each, row by row.
 
     bfloat16 is rounded to the nearest value, ties to even. In float16, larger numbers than it can hold become infinite.
-
-    Args:
-        values: [rows, features], finite.
+    `values`: [rows, features], finite.
     """
     order = ">" if big_endian else "<"
     with np.errstate(over="ignore"):

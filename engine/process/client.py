@@ -33,23 +33,18 @@ logger = logging.getLogger("octavo.client")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """When to start an engine again after it died.
+    """When to start an engine again after it died."""
 
-    Attributes:
-        max_failures: after this many deaths in a row, the engine is not started again; 1 means after the first death.
-        healthy_seconds: after an engine has served this long, its next death begins a new row.
-        first_delay: seconds before the first restart; doubled for each later restart in the row.
-        max_delay: the longest delay, in seconds.
-    """
-
+    # after this many deaths in a row, the engine is not started again; 1 means after the first death
     max_failures: int = 3
-    healthy_seconds: float = 60.0
-    first_delay: float = 0.5
-    max_delay: float = 30.0
+    healthy_seconds: float = 60.0  # after an engine has served this long, its next death begins a new row
+    first_delay: float = 0.5  # seconds before the first restart; doubled for each later restart in the row
+    max_delay: float = 30.0  # the longest delay, in seconds
 
 
 class ProcessEngineClient(ConnectedClient):
-    """Loads an engine in a separate process, and starts it again when it has died.
+    """Loads an engine in a separate process, and starts it again when it has died. Raises OctavoError if the engine
+    cannot start; this is the error raised in its process.
 
     Args:
         config: the engine's settings.
@@ -58,12 +53,6 @@ class ProcessEngineClient(ConnectedClient):
         meanwhile: called while the engine loads, to do other slow work of the start.
         known: finds facts about the model while the engine's process imports torch.
         tell: called with the percentage of the weights that are loaded; not called when the engine is started again.
-
-    Attributes:
-        on_change: called when the engine has died, and when it serves again.
-
-    Raises:
-        OctavoError: the engine cannot start; this is the error raised in its process.
     """
 
     def __init__(
@@ -82,7 +71,7 @@ class ProcessEngineClient(ConnectedClient):
         self._policy = policy or RestartPolicy()
         self._supervisor: asyncio.Task[None] | None = None
         self._served_since = time.monotonic()
-        self.on_change: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = lambda: None  # called when the engine has died, and when it serves again
         self._failures = 0
         self._launches = 0
         self._folder = make_folder()
@@ -225,10 +214,7 @@ class ProcessEngineClient(ConnectedClient):
 def start_engine(
     config: EngineConfig, policy: RestartPolicy | None = None, log_format: LogFormat | None = None
 ) -> EngineClient:
-    """Load an engine in a separate process and return a client for it; blocks until the engine can serve.
-
-    Raises:
-        ModelLoadError, UnsupportedModelError, ConfigError: the engine cannot start.
-        EngineDeadError: the engine's process ended while it loaded.
-    """
+    """Load an engine in a separate process and return a client for it; blocks until the engine can serve. Raises
+    ModelLoadError, UnsupportedModelError, ConfigError if the engine cannot start. EngineDeadError if the engine's
+    process ended while it loaded."""
     return ProcessEngineClient(config, policy, log_format)

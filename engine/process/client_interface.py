@@ -60,12 +60,8 @@ class EngineClient(ABC):
         """Submit a request. `deliver` is called on the event loop with each delta as it arrives: the first one, without
         choices, says that the request was accepted; the last one has `finished` set. If the request ends with an error,
         `deliver` is called with it: `InvalidRequestError` if the request is impossible, `EngineDeadError` if the engine
-        died. `deliver` must not raise.
-
-        Raises:
-            InvalidRequestError: the id is in use, or the request cannot be encoded in a message.
-            EngineDeadError: the engine is dead.
-        """
+        died. `deliver` must not raise. Raises InvalidRequestError if the id is in use, or the request cannot be encoded
+        in a message. EngineDeadError if the engine is dead."""
 
     @abstractmethod
     def abandon(self, request_id: str) -> None:
@@ -76,12 +72,9 @@ class EngineClient(ABC):
     ) -> AsyncGenerator[RequestDelta, None]:
         """`submit` as an iterator over the deltas; takes the `terms` that `submit` takes.
 
-        The request is aborted, and its pages freed, when the iterator is closed early or its task is
-        cancelled. Unread deltas are returned one by one; none is lost.
-
-        Raises:
-            InvalidRequestError: from the first `__anext__`, if the request is impossible.
-            EngineDeadError: the engine died before the request finished.
+        The request is aborted, and its pages freed, when the iterator is closed early or its task is cancelled. Unread
+        deltas are returned one by one; none is lost. Raises InvalidRequestError: from the first `__anext__`, if the
+        request is impossible. EngineDeadError if the engine died before the request finished.
         """
         news: asyncio.Queue[RequestDelta | OctavoError] = asyncio.Queue()
         self.submit(request_id, input, params, news.put_nowait, **terms)
@@ -107,21 +100,13 @@ class EngineClient(ABC):
         return
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load an adapter; running requests continue.
-
-        Raises:
-            AdapterError: the adapter cannot be loaded; nothing was changed.
-            EngineDeadError: the engine is dead, or died before it answered.
-        """
+        """Load an adapter; running requests continue. Raises AdapterError if the adapter cannot be loaded; nothing was
+        changed. EngineDeadError if the engine is dead, or died before it answered."""
         raise AdapterError("this engine loads no adapters.")
 
     async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter; its unfinished requests end with an error.
-
-        Raises:
-            AdapterError: no adapter has this name.
-            EngineDeadError: the engine is dead, or died before it answered.
-        """
+        """Unload an adapter; its unfinished requests end with an error. Raises AdapterError if no adapter has this
+        name. EngineDeadError if the engine is dead, or died before it answered."""
         raise AdapterError("this engine loads no adapters.")
 
     @abstractmethod
@@ -134,12 +119,9 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def cache_map(self) -> CacheMap:
-        """The contents of the pages and the requests that use them, taken between two steps after the call.
-
-        Raises:
-            EngineDeadError: the engine is dead, or died before it answered.
-            RequestFailedError: a bug of ours prevents the answer.
-        """
+        """The contents of the pages and the requests that use them, taken between two steps after the call. Raises
+        EngineDeadError if the engine is dead, or died before it answered. RequestFailedError if a bug of ours prevents
+        the answer."""
 
     @property
     @abstractmethod

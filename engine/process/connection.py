@@ -47,9 +47,6 @@ class ConnectedClient(EngineClient):
     Delivering news, and the work that directly follows (text, events to clients), takes at most half of the loop's
     time. Under more load, the client handles the news of several steps together, which is less work: so a crowd that
     has to be refused, or a new request, does not wait behind the tokens of hundreds of streams.
-
-    Args:
-        name: this client's name at the engine.
     """
 
     def __init__(self, name: bytes):

@@ -77,19 +77,12 @@ class KVEventPublisher:
     """Publishes the events of pages. `publish` is called by one thread, and never waits.
 
     A message that finds the queue or a slow subscriber's buffer full is not sent live: subscribers notice the missing
-    number, and can get the message by replay while it is among the last `buffer_steps`.
-
-    Args:
-        config: where to publish.
-        topic: the topic of all messages.
-        block_size: tokens per page.
+    number, and can get the message by replay while it is among the last `buffer_steps`. Raises ConfigError if an
+    address cannot be used. `block_size`: tokens per page.
 
     Attributes:
         num_messages: how many messages were published, which is also the number of the next one.
         num_dropped: how many messages were not sent live because the queue was full.
-
-    Raises:
-        ConfigError: an address cannot be used.
     """
 
     def __init__(self, config: KVEventsConfig, topic: str, block_size: int):
@@ -125,11 +118,7 @@ class KVEventPublisher:
             raise
 
     def start(self, medium: str) -> None:
-        """Start sending.
-
-        Args:
-            medium: where the pages are, such as "GPU" or "CPU".
-        """
+        """Start sending. `medium`: where the pages are, such as "GPU" or "CPU"."""
         self._medium = medium
         self._thread = threading.Thread(target=self._run, name="octavo-kv-events", daemon=True)
         self._thread.start()
@@ -277,7 +266,6 @@ class KVEventPublisher:
         return _AT_ONCE
 
     def _since(self, number: int) -> Iterator[_Message]:
-        """The kept messages from this number on."""
         assert self._kept is not None
         with self._lock:
             kept = list(self._kept)
@@ -312,37 +300,23 @@ class KVEventPublisher:
 
 
 class _Message:
-    """The events of a step.
-
-    Attributes:
-        number: 8 bytes, big-endian.
-        events: empty once they are encoded.
-        payload: None before.
-    """
+    """The events of a step."""
 
     __slots__ = ("events", "number", "payload", "time")
 
     def __init__(self, number: int, now: float, events: list[PageEvent]):
-        self.number = number.to_bytes(8, "big")
+        self.number = number.to_bytes(8, "big")  # 8 bytes, big-endian
         self.time = now
-        self.events = events
-        self.payload: bytes | None = None
+        self.events = events  # empty once they are encoded
+        self.payload: bytes | None = None  # None before
 
 
 class _Replay:
-    """A replay of missed events to a subscriber.
-
-    Attributes:
-        envelope: message parts that route to the subscriber.
-        messages: the messages still to be sent.
-        next: the encoded message to be sent next, if any.
-        moved: when progress was last made, in `time.monotonic()` seconds.
-        is_over: whether nothing more is to be sent.
-    """
+    """A replay of missed events to a subscriber."""
 
     def __init__(self, envelope: list[bytes], messages: Iterator[_Message]):
-        self.envelope = envelope
-        self.messages = messages
-        self.next: list[Any] | None = None
-        self.moved = time.monotonic()
-        self.is_over = False
+        self.envelope = envelope  # message parts that route to the subscriber
+        self.messages = messages  # the messages still to be sent
+        self.next: list[Any] | None = None  # the encoded message to be sent next, if any
+        self.moved = time.monotonic()  # when progress was last made, in `time.monotonic()` seconds
+        self.is_over = False  # whether nothing more is to be sent

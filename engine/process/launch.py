@@ -45,11 +45,8 @@ _HUB = ("HF_", "HUGGING_FACE_")  # the prefixes of the hub library's variables
 
 
 def make_folder() -> Path:
-    """A new folder that only this user can enter, with a short path.
-
-    Raises:
-        ConfigError: no suitable folder can be made.
-    """
+    """A new folder that only this user can enter, with a short path. Raises ConfigError if no suitable folder can be
+    made."""
     problem: object = "its path is too long for a socket"
     for parent in dict.fromkeys((tempfile.gettempdir(), "/tmp")):
         try:
@@ -68,11 +65,8 @@ def make_folder() -> Path:
 
 def kept_folder(folder: Path) -> Path:
     """The folder, if it exists and only this user can write to it; else a new one. A cleaner of temporary files may
-    have removed it, and then another user may have made a folder of that name.
-
-    Raises:
-        ConfigError: no suitable folder can be made.
-    """
+    have removed it, and then another user may have made a folder of that name. Raises ConfigError if no suitable folder
+    can be made."""
     try:
         check_private(folder)
     except OSError as error:
@@ -94,7 +88,6 @@ class EngineProcess:
     finds an object to stop.
 
     Args:
-        config: the engine's settings.
         folder: a folder from `make_folder`.
         number: distinguishes this process's socket from its predecessors'.
         log_format: the format of the process's log lines; None sets up no logging.
@@ -128,14 +121,8 @@ class EngineProcess:
         self._popen: subprocess.Popen[bytes] | None = None
 
     def start(self, known: Callable[[], Known] = Known) -> None:
-        """Start the process; when this returns, it is loading.
-
-        Args:
-            known: finds facts about the model for the process while it imports modules.
-
-        Raises:
-            EngineDeadError: the process cannot be started.
-        """
+        """Start the process; when this returns, it is loading. `known`: finds facts about the model for the process
+        while it imports modules. Raises EngineDeadError if the process cannot be started."""
         command = [sys.executable, "-P", "-m", f"{__package__}.main"]
         try:
             self.line, theirs = socket.socketpair()
@@ -162,15 +149,9 @@ class EngineProcess:
         return self._popen.pid
 
     def wait_ready(self, tell: Tell = lambda percent: None) -> Ready:
-        """Block until the engine can serve.
-
-        Args:
-            tell: called with the percentage of the weights that are loaded.
-
-        Raises:
-            OctavoError: why the engine cannot serve, with the type raised in its process; EngineDeadError if the
-                process ended without a message.
-        """
+        """Block until the engine can serve. `tell`: called with the percentage of the weights that are loaded. Raises
+        OctavoError: why the engine cannot serve, with the type raised in its process; EngineDeadError if the process
+        ended without a message."""
         while isinstance(reply := receive_reply(self.line), Loading):
             tell(reply.percent)
         if isinstance(reply, Ready):

@@ -91,11 +91,7 @@ def main() -> int:
 def _end_with_client(
     line: socket.socket, folder: str, known: Future[Known], leave: Sequence[Callable[[], None]]
 ) -> None:
-    """End the process when the client is gone.
-
-    Args:
-        leave: called before, if there is time.
-    """
+    """End the process when the client is gone. `leave`: called before, if there is time."""
     if (told := receive_known(line)) is not None:
         known.set_result(told)
     with contextlib.suppress(ConnectionError):
@@ -183,11 +179,8 @@ class _Client:
 class Loop:
     """The engine's loop: it takes commands, runs steps, and sends news.
 
-    Every client is told of every step, but only about its own requests.
-
-    Args:
-        engine: loaded.
-        channel: a bound ZeroMQ socket of type ROUTER.
+    Every client is told of every step, but only about its own requests. `channel`: a bound ZeroMQ socket of type
+    ROUTER.
     """
 
     def __init__(self, engine: Engine, channel: Any):

@@ -48,33 +48,21 @@ _LARGEST = 2**24  # bytes; a longer message on the lifeline is not ours
 
 
 class Start(msgspec.Struct, tag=True):
-    """The first message to a new engine process.
+    """The first message to a new engine process."""
 
-    Attributes:
-        config: the engine's settings.
-        address: the ZeroMQ address to bind.
-        folder: the folder of the socket; the engine removes it if its client is gone.
-        log_level: the root logger's level.
-        log_format: the format of log lines on stderr (see `engine.host.logs`); None leaves logging unchanged.
-        adapters: paths of the adapters that an earlier process had loaded, by name. Adapters that no longer exist are
-            left out.
-    """
-
-    config: EngineConfig
-    address: str
-    folder: str
-    log_level: int
+    config: EngineConfig  # the engine's settings
+    address: str  # the ZeroMQ address to bind
+    folder: str  # the folder of the socket; the engine removes it if its client is gone
+    log_level: int  # the root logger's level
+    # the format of log lines on stderr (see `engine.host.logs`); None leaves logging unchanged
     log_format: LogFormat | None
+    # paths of the adapters that an earlier process had loaded, by name. Adapters that no longer exist are left out.
     adapters: dict[str, str] = {}
 
 
 class Known(msgspec.Struct, tag=True):
-    """The facts that the client has read while the engine's process imported its modules.
-
-    Attributes:
-        folder: the checkpoint's folder.
-        config: the content of its config.json, as a `PublishedConfig`; None if the engine has to read it.
-    """
+    """The facts that the client has read while the engine's process imported its modules. `config`: the content of its
+    config.json, as a `PublishedConfig`; None if the engine has to read it."""
 
     folder: str = ""
     config: Any = None
@@ -104,7 +92,6 @@ class Failed(msgspec.Struct, tag=True):
 
     @classmethod
     def of(cls, error: OctavoError) -> Failed:
-        """The message for an error."""
         return cls(type(error).__name__, str(error), getattr(error, "param", None), getattr(error, "code", None))
 
     def error(self) -> OctavoError:
@@ -118,12 +105,8 @@ class Failed(msgspec.Struct, tag=True):
 
 
 class Signal(msgspec.Struct, omit_defaults=True):
-    """A `PixelInput` or an `AudioInput` as float32 values in C order.
-
-    Attributes:
-        kind: which of the two it is.
-        decoder_token_ids: the `decoder_token_ids` of an `AudioInput`.
-    """
+    """A `PixelInput` or an `AudioInput` as float32 values in C order. `decoder_token_ids`: the `decoder_token_ids` of
+    an `AudioInput`."""
 
     kind: SignalKind
     shape: tuple[int, ...]
@@ -132,11 +115,8 @@ class Signal(msgspec.Struct, omit_defaults=True):
 
     @classmethod
     def of(cls, input: PixelInput | AudioInput) -> Signal:
-        """The message for an input.
-
-        Raises:
-            InvalidRequestError: the input holds something other than numbers, or more than `MOST_SIGNAL_BYTES`.
-        """
+        """The message for an input. Raises InvalidRequestError if the input holds something other than numbers, or more
+        than `MOST_SIGNAL_BYTES`."""
         values = as_signal(input.signal)
         if isinstance(input, PixelInput):
             return cls("image", values.shape, values.tobytes())
@@ -145,11 +125,7 @@ class Signal(msgspec.Struct, omit_defaults=True):
 
     @property
     def input(self) -> PixelInput | AudioInput:
-        """The original input.
-
-        Raises:
-            InvalidRequestError: the number of bytes does not match.
-        """
+        """The original input. Raises InvalidRequestError if the number of bytes does not match."""
         if any(size < 0 for size in self.shape) or 4 * math.prod(self.shape) != len(self.data):
             raise InvalidRequestError(
                 f"{len(self.data)} bytes are not the float32 numbers of a signal of shape {list(self.shape)}.",
@@ -171,11 +147,8 @@ class ImageMessage(msgspec.Struct, array_like=True):
 
     @classmethod
     def of(cls, image: PlacedImage) -> ImageMessage:
-        """The message for an image.
-
-        Raises:
-            InvalidRequestError: its pixels are no uint8 array of four axes, or more than `MOST_CROP_BYTES`.
-        """
+        """The message for an image. Raises InvalidRequestError if its pixels are no uint8 array of four axes, or more
+        than `MOST_CROP_BYTES`."""
         pixels = np.asarray(image.pixels)
         if pixels.dtype != np.uint8 or pixels.ndim != 4 or pixels.nbytes > MOST_CROP_BYTES:
             raise InvalidRequestError(
@@ -189,11 +162,7 @@ class ImageMessage(msgspec.Struct, array_like=True):
 
     @property
     def image(self) -> PlacedImage:
-        """The image again.
-
-        Raises:
-            InvalidRequestError: the bytes are not so many numbers.
-        """
+        """The image again. Raises InvalidRequestError if the bytes are not so many numbers."""
         if any(size < 0 for size in self.shape) or math.prod(self.shape) != len(self.data):
             raise InvalidRequestError(
                 f"{len(self.data)} bytes are not the pixels of crops of shape {list(self.shape)}.",
@@ -247,11 +216,8 @@ class Join(msgspec.Struct, tag=True):
 
 
 class Dismiss(msgspec.Struct, tag=True):
-    """Another client is gone: its requests end, and nothing more is accepted from it.
-
-    Attributes:
-        client: its name on the socket.
-    """
+    """Another client is gone: its requests end, and nothing more is accepted from it. `client`: its name on the
+    socket."""
 
     client: bytes
 
@@ -272,11 +238,7 @@ class Warm(msgspec.Struct, tag=True):
 
 
 class LoadAdapter(msgspec.Struct, tag=True):
-    """`Engine.load_adapter`.
-
-    Attributes:
-        call: identifies this command in an error.
-    """
+    """`Engine.load_adapter`. `call`: identifies this command in an error."""
 
     call: str
     name: str
@@ -294,24 +256,15 @@ Command = Join | Add | Abort | Look | Warm | Dismiss | LoadAdapter | UnloadAdapt
 
 
 class News(msgspec.Struct, omit_defaults=True):
-    """A client's news of a step, or of a batch of commands.
+    """A client's news of a step, or of a batch of commands."""
 
-    Attributes:
-        deltas: the deltas of all its requests that have some; a delta without choices says that the request was
-            accepted.
-        failed: the requests that were refused or could not be added.
-        stats: the counters afterwards, over all clients' requests.
-        num_commands: how many of its commands the engine has carried out so far.
-        cache_map: the current map, if a `Look` was among the commands.
-        adapters: the loaded adapters, unless the client knows them.
-    """
-
+    # the deltas of all its requests that have some; a delta without choices says that the request was accepted
     deltas: list[RequestDelta]
-    failed: dict[str, Failed]
-    stats: EngineStats
-    num_commands: int
-    cache_map: CacheMap | None = None
-    adapters: list[AdapterInfo] | None = None
+    failed: dict[str, Failed]  # the requests that were refused or could not be added
+    stats: EngineStats  # the counters afterwards, over all clients' requests
+    num_commands: int  # how many of its commands the engine has carried out so far
+    cache_map: CacheMap | None = None  # the current map, if a `Look` was among the commands
+    adapters: list[AdapterInfo] | None = None  # the loaded adapters, unless the client knows them
 
 
 def _plain(value: Any) -> Any:
@@ -345,16 +298,12 @@ _parts = msgspec.msgpack.Decoder(tuple[dict[str, Any], dict[str, Any]], ext_hook
 
 
 def encode(message: Command | News | Known) -> bytes:
-    """The bytes of a message."""
     return _encoder.encode(message)
 
 
 def encode_add(request_id: str, input: EngineInput, params: SamplingParams | PoolingParams, **terms: Any) -> bytes:
-    """The bytes of an `Add`.
-
-    Raises:
-        InvalidRequestError: something in it cannot be sent, such as text that is not valid Unicode.
-    """
+    """The bytes of an `Add`. Raises InvalidRequestError: something in it cannot be sent, such as text that is not valid
+    Unicode."""
     message = Add(request_id=request_id, **terms)
     if isinstance(params, SamplingParams):
         message.sampling = params
@@ -394,11 +343,7 @@ def decode_command(data: bytes) -> Command | tuple[str, InvalidRequestError]:
 
 
 def decode_news(data: bytes) -> News:
-    """The engine's news.
-
-    Raises:
-        msgspec.DecodeError: the bytes are not valid news.
-    """
+    """The engine's news. Raises msgspec.DecodeError: the bytes are not valid news."""
     return _news.decode(data)
 
 

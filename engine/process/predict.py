@@ -23,39 +23,22 @@ _TUPLES = ("lora_modules", "catalogue")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """The memory of a model before it is loaded. Sizes in bytes.
+    """The memory of a model before it is loaded. Sizes in bytes."""
 
-    Attributes:
-        memory: the maximum that its engine takes, while it loads or once its KV cache is full.
-        weights: the weights' part of it.
-        free: free memory of its device.
-        on_gpu: whether it is a GPU's memory.
-        tasks: what the model can do.
-        max_model_len: tokens of prompt and answer together.
-        problem: why it cannot be loaded; "" if it can.
-        unknown: whether it is not on this machine yet.
-    """
-
-    memory: int = 0
+    memory: int = 0  # the maximum that its engine takes, while it loads or once its KV cache is full
     weights: int = 0
     free: int = 0
-    on_gpu: bool = False
-    tasks: tuple[str, ...] = ()
-    max_model_len: int = 0
-    problem: str = ""
-    unknown: bool = False
+    on_gpu: bool = False  # whether it is a GPU's memory
+    tasks: tuple[str, ...] = ()  # what the model can do
+    max_model_len: int = 0  # tokens of prompt and answer together
+    problem: str = ""  # why it cannot be loaded; "" if it can
+    unknown: bool = False  # whether it is not on this machine yet
 
 
 def predict(configs: Sequence[EngineConfig], *, download: bool = False) -> Iterator[Prediction]:
     """The predictions for some models, each as soon as it is known. Blocks for some seconds, most of them before the
-    first one.
-
-    Args:
-        download: whether models on the hub are downloaded first.
-
-    Raises:
-        OctavoError: the process ended early.
-    """
+    first one. `download`: whether models on the hub are downloaded first. Raises OctavoError if the process ended
+    early."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", f"{__package__}.predict"],
@@ -87,11 +70,8 @@ def _read(values: dict[str, Any]) -> Prediction:
 
 
 def look(config: EngineConfig, *, download: bool = False) -> Prediction:
-    """The prediction for one model, in this process, which imports torch.
-
-    Args:
-        download: whether a model on the hub is downloaded first.
-    """
+    """The prediction for one model, in this process, which imports torch. `download`: whether a model on the hub is
+    downloaded first."""
     from engine.inspection import inspect_model  # imports torch
     from engine.model.checkpoint import locate
 

@@ -46,12 +46,8 @@ _RECORDS = {"table": TABLE, "edits": EDIT}  # types of arrays that we name ourse
 
 
 class Start(msgspec.Struct, tag=True):
-    """The first message: the engine process's settings for loading and logging.
-
-    Attributes:
-        log_level: the root logger's level.
-        log_format: the format of log lines on stderr; None: Python's default.
-    """
+    """The first message: the engine process's settings for loading and logging. `log_format`: the format of log lines
+    on stderr; None: Python's default."""
 
     config: EngineConfig
     log_level: int
@@ -59,11 +55,7 @@ class Start(msgspec.Struct, tag=True):
 
 
 class Launch(msgspec.Struct, tag=True, omit_defaults=True):
-    """`Executor.launch`.
-
-    Attributes:
-        masks_follow: whether the next message has the masks for the plan's sampling.
-    """
+    """`Executor.launch`. `masks_follow`: whether the next message has the masks for the plan's sampling."""
 
     plan: StepPlan
     masks_follow: bool = False
@@ -182,15 +174,8 @@ class _Late:
 
 
 class ProcessExecutor:
-    """The engine's side of the connection.
-
-    Args:
-        config: the engine's settings.
-
-    Raises:
-        OctavoError: why the model cannot be loaded, with the type raised in the process; EngineDeadError: the process
-            ended without a message.
-    """
+    """The engine's side of the connection. Raises OctavoError: why the model cannot be loaded, with the type raised in
+    the process; EngineDeadError: the process ended without a message."""
 
     def __init__(self, config: EngineConfig):
         ours, theirs = socket.socketpair()
@@ -261,11 +246,8 @@ class ProcessExecutor:
             self._process.wait()
 
     def await_reply(self, late: _Late, *, wait: bool) -> bool:
-        """Read replies until this one has arrived or none is left; returns whether it has arrived.
-
-        Raises:
-            EngineDeadError: the process has ended.
-        """
+        """Read replies until this one has arrived or none is left; returns whether it has arrived. Raises
+        EngineDeadError if the process has ended."""
         while late.reply is None:
             try:
                 if not self._runners[0].poll(None if wait else 0):

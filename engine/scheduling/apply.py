@@ -46,21 +46,15 @@ _NO_ROWS: Mapping[int, int] = {}
 
 @dataclass(slots=True)
 class Outcome:
-    """The result for a group.
+    """The result for a group."""
 
-    Attributes:
-        delta: the news for the caller.
-        live: sequences that continue.
-        forks: (child, parent) pairs; the child needs references to the parent's pages.
-        dropped: sequences that have ended; their pages are freed after all forks.
-        num_new_tokens: number of tokens that the caller gained.
-    """
-
-    delta: RequestDelta
+    delta: RequestDelta  # the news for the caller
     live: list[Sequence]
+    # (child, parent) pairs; the child needs references to the parent's pages
     forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)
+    # sequences that have ended; their pages are freed after all forks
     dropped: list[Sequence] = field(default_factory=list)
-    num_new_tokens: int = 0
+    num_new_tokens: int = 0  # number of tokens that the caller gained
 
 
 class Answer:
@@ -70,11 +64,6 @@ class Answer:
     Args:
         sampled: the groups that were sampled, with the first row of the result of each of their sequences.
         accepted: for sequences with several rows, how many of them count, by their first rows.
-
-    Attributes:
-        tokens, logprobs: as in the result, as lists; empty if all groups search.
-        failed: drawn rows without a token.
-        rankings: the ranking of each group that searches; None if a score is not a number.
     """
 
     __slots__ = ("accepted", "failed", "logprobs", "rankings", "result", "tokens")
@@ -85,9 +74,12 @@ class Answer:
         self.result = result
         self.accepted = accepted
         draws = any(group.beam is None for group in sampled)
+        # tokens, logprobs: as in the result, as lists; empty if all groups search
         self.tokens: list[list[int]] = result.tokens.tolist() if draws else []
         self.logprobs: list[list[float]] = result.logprobs.tolist() if draws else []
+        # drawn rows without a token
         self.failed = {row for row, found in enumerate(self.logprobs) if math.isnan(found[0])}
+        # the ranking of each group that searches; None if a score is not a number
         self.rankings: dict[SequenceGroup, Ranking | None] = {}
         alike: dict[tuple[int, int], list[tuple[SequenceGroup, Seq[int]]]] = {}
         for group, places in sampled.items():

@@ -45,14 +45,11 @@ _BIAS, _SOURCE, _HISTORY, _DRY, _BAN, _FORCE = map(int, Kind)  # enumeration mem
 
 @dataclass(slots=True)
 class LastStep:
-    """The parts of the last step that the next one shares if the same requests decode in both.
+    """The parts of the last step that the next one shares if the same requests decode in both."""
 
-    Attributes:
-        groups: the request of each row; empty if the step did more than decode.
-        sampling, cross, sides: as in its plan; the sides of an answer's tokens do not change from one to the next.
-    """
-
+    # the request of each row; empty if the step did more than decode
     groups: list[SequenceGroup] = field(default_factory=list)
+    # sampling, cross, sides: as in its plan; the sides of an answer's tokens do not change from one to the next
     sampling: SamplingBatch | None = None
     cross: CrossRows | None = None
     sides: Sides = field(default_factory=dict)
@@ -366,7 +363,6 @@ def _sampling_again(rows: Seq[Row], before: SamplingBatch | None) -> SamplingBat
 
 
 def _edits(rows: Seq[Row]) -> EditList:
-    """The edits of each row: its tokens by kind."""
     parts: list[tuple[int, int, Int32 | list[int], float]] = []  # row, kind, tokens, value
     values_of: dict[int, Float32] = {}  # values of kinds that have one for each token
     for i, row in enumerate(rows):
@@ -508,7 +504,6 @@ def forced_tokens(row: Row) -> tuple[int, ...]:
 
 
 def _word_ends(words: Seq[tuple[int, ...]], tokens: Int32) -> list[int]:
-    """The last tokens of those words whose other tokens are the end of the given tokens."""
     longest = max(map(len, words)) - 1
     tail = tuple(tokens[-longest:].tolist()) if longest else ()
     return [word[-1] for word in words if len(word) <= len(tail) + 1 and tail[len(tail) + 1 - len(word) :] == word[:-1]]

@@ -63,21 +63,15 @@ class PoolListener(Protocol):
 
 
 class BlockPool:
-    """All pages and their reference counts. Only this class changes reference counts and hashes.
-
-    Attributes:
-        listener: notified when contents are forgotten, if it is set.
-        evicted: called with a page and its hash before the page gets other content, if it is set.
-        num_forgotten: how often one or all contents were forgotten.
-    """
+    """All pages and their reference counts. Only this class changes reference counts and hashes."""
 
     def __init__(self, num_blocks: int):
-        """A pool of num_blocks pages, numbered from 1."""
         self.total = num_blocks
         self.peak_held = 0
-        self.listener: PoolListener | None = None
+        self.listener: PoolListener | None = None  # notified when contents are forgotten, if it is set
+        # called with a page and its hash before the page gets other content, if it is set
         self.evicted: Callable[[int, PageHash], None] | None = None
-        self.num_forgotten = 0
+        self.num_forgotten = 0  # how often one or all contents were forgotten
         self._refs = [0] * (num_blocks + 1)
         self._pins = [0] * (num_blocks + 1)
         self._states = bytearray(num_blocks + 1)
@@ -227,7 +221,6 @@ class BlockPool:
         return page_hash in self._page_of
 
     def page_of(self, page_hash: PageHash) -> int | None:
-        """The page with this content, if there is one."""
         return self._page_of.get(page_hash)
 
     def hashes(self) -> list[PageHash]:
@@ -254,11 +247,8 @@ class BlockPool:
         return np.frombuffer(self._states, dtype=np.uint8)[1:].copy()
 
     def check_integrity(self, tables: Iterable[Sequence[int]], pinned: Iterable[int] = ()) -> None:
-        """Compare all state with the existing tables, and with the `pinned` pages and how often they are pinned.
-
-        Raises:
-            AssertionError: a page is lost, held twice or counted wrongly.
-        """
+        """Compare all state with the existing tables, and with the `pinned` pages and how often they are pinned. Raises
+        AssertionError if a page is lost, held twice or counted wrongly."""
         expected = [0] * (self.total + 1)
         for table in tables:
             for page in filter(None, table):

@@ -40,17 +40,12 @@ _NO_ROWS: Int32 = np.zeros(0, dtype=np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Work in tokens.
+    """Work in tokens."""
 
-    Attributes:
-        pair: work of one query for one key.
-        score: work of one row of logits.
-        tile: attention computes queries in tiles, cut at multiples of this many positions; half a tile takes as long as
-            a whole one.
-    """
-
-    pair: float = 0.0
-    score: float = 0.0
+    pair: float = 0.0  # work of one query for one key
+    score: float = 0.0  # work of one row of logits
+    # attention computes queries in tiles, cut at multiples of this many positions; half a tile takes as long as a whole
+    # one
     tile: int = 1
 
     def work(self, start: int, count: int, scored: bool = False, beside: int = 0) -> float:
@@ -83,19 +78,12 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class StepLimit:
-    """The limit on a step's work.
+    """The limit on a step's work."""
 
-    Attributes:
-        costs: how work is counted.
-        tokens: maximum for all rows together. Decoding rows are never left out for this or for `work`.
-        work: maximum for all rows together.
-        least: work allowed for prompts if the decoding rows leave less than this.
-    """
-
-    costs: Costs = Costs()
-    tokens: int = 2**31
-    work: float = math.inf
-    least: float = math.inf
+    costs: Costs = Costs()  # how work is counted
+    tokens: int = 2**31  # maximum for all rows together. Decoding rows are never left out for this or for `work`.
+    work: float = math.inf  # maximum for all rows together
+    least: float = math.inf  # work allowed for prompts if the decoding rows leave less than this
 
 
 UNLIMITED = StepLimit()
@@ -103,23 +91,15 @@ UNLIMITED = StepLimit()
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """The work of a step.
-
-    Attributes:
-        tokens: the number of all tokens.
-        prompt_tokens: the number of tokens in rows that do not just decode.
-        pairs: the number of query-key pairs.
-        scores: the number of rows of logits.
-    """
+    """The work of a step."""
 
     tokens: int
-    prompt_tokens: int = 0
-    pairs: int = 0
-    scores: int = 0
+    prompt_tokens: int = 0  # the number of tokens in rows that do not just decode
+    pairs: int = 0  # the number of query-key pairs
+    scores: int = 0  # the number of rows of logits
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepWork:
-        """The work of a plan."""
         sampled = _NO_ROWS if plan.sampling is None else plan.sampling.rows
         if plan.num_tokens == plan.num_rows == len(sampled) and plan.encoder is None and not plan.pooling:
             seen = plan.context_lens.tolist() if plan.cross is None else (plan.context_lens + plan.cross.lens).tolist()
@@ -140,7 +120,6 @@ class StepWork:
         )
 
     def total(self, costs: Costs) -> float:
-        """The work in tokens."""
         return self.tokens + costs.pair * self.pairs + costs.score * self.scores
 
 
@@ -148,7 +127,6 @@ class StepBudget:
     """Learns how long steps take, and limits the next one. Pure: it has no clock.
 
     Args:
-        seconds: the time limit.
         costs: how work is counted.
         measured: initial steps and their seconds.
         floor: work that a step may always have, however long it takes.

@@ -31,23 +31,14 @@ class Drafter(Protocol):
 
     def prepare(self, wanted: Seq[Wanted], gain: DraftGain) -> bool:
         """Find the drafts of all sequences that a step may draft for; whether that took time that does not depend on
-        their number.
-
-        Args:
-            gain: of the step. It is the caller's own copy.
-        """
+        their number. `gain`: of the step. It is the caller's own copy."""
 
     def serves(self, request: Request) -> bool:
         """It may have drafts for the answers to this request."""
 
     def propose(self, request: Request, sequence: Sequence, most: int) -> tuple[Seq[int], float]:
         """Tokens that are likely to follow an answer and its prompt, both of which are known; and for each token, the
-        probability that it is right if all tokens before it are.
-
-        Args:
-            request: the sequence's request.
-            most: the maximum number of tokens that are used.
-        """
+        probability that it is right if all tokens before it are. `most`: the maximum number of tokens that are used."""
 
     def ended(self, request: Request, sequence: Sequence) -> None:
         """An answer to the request has ended."""

@@ -16,15 +16,8 @@ Scope = tuple[str | None, str | None, str | None]
 
 class EarlierAnswers:
     """The last answers of each scope. A scope is a tenant, a cache salt and an adapter: no request has drafts from
-    another key's answers, whose presence could be told from the time that an answer takes.
-
-    Args:
-        most_tokens: of all scopes together; a scope has at most half of them. The scope that was used longest ago is
-            forgotten first.
-
-    Attributes:
-        num_tokens: of all scopes.
-    """
+    another key's answers, whose presence could be told from the time that an answer takes. `most_tokens`: of all scopes
+    together; a scope has at most half of them. The scope that was used longest ago is forgotten first."""
 
     def __init__(self, most_tokens: int = MOST_TOKENS):
         self._most = most_tokens

@@ -29,7 +29,6 @@ class EncoderCache:
         self._stats = stats
 
     def of(self, request: Request, arrival: int) -> EncoderInput | None:
-        """The encoder input of a new request."""
         if not request.encoder_token_ids:
             return None
         root = encoder_root(request, self._hasher)

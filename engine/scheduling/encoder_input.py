@@ -20,13 +20,7 @@ class EncoderInput:
     """A request's encoder input.
 
     Attributes:
-        tokens: the input's tokens; for a signal, one zero per position.
-        signal: the signal that is read instead of tokens, if any.
-        sides: further values of the tokens, beside their ids.
         key: hash of the whole input and of the values in its root.
-        hashes: one per page.
-        pages: where K and V are, or will be after this step; empty while the request waits.
-        num_cached: number of tokens that were encoded already when the request was first admitted; None before.
     """
 
     __slots__ = ("hashes", "key", "num_cached", "pages", "sides", "signal", "tokens")
@@ -40,14 +34,16 @@ class EncoderInput:
         signal: Float32 | None = None,
         sides: Sides | None = None,
     ):
-        self.tokens: Int32 = np.array(tokens, dtype=np.int32)
-        self.signal = signal
-        self.sides: Sides = sides or {}
+        self.tokens: Int32 = np.array(tokens, dtype=np.int32)  # the input's tokens; for a signal, one zero per position
+        self.signal = signal  # the signal that is read instead of tokens, if any
+        self.sides: Sides = sides or {}  # further values of the tokens, beside their ids
         # No token is -1, so neither hash is that of a decoder's page.
         self.key = hasher.extend(root, np.array([-1, *tokens], dtype=np.int32))
         if signal is not None:
             self.key = hasher.of_signal(self.key, signal)
         count = -(-len(tokens) // block_size)
+        # one per page
         self.hashes = [hasher.extend(self.key, np.array([-1, page], dtype=np.int32)) for page in range(count)]
-        self.pages: list[int] = []
+        self.pages: list[int] = []  # where K and V are, or will be after this step; empty while the request waits
+        # number of tokens that were encoded already when the request was first admitted; None before
         self.num_cached: int | None = None

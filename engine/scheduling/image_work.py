@@ -41,11 +41,8 @@ class ImageWork:
 
     def apart(self, step: Step, group: SequenceGroup, start: int, count: int, hard: int) -> int:
         """The number of a prompt's next `count` tokens that may be one row, where tokens of an image see each other:
-        those before the next image, or all that are missing of one.
-
-        Args:
-            hard: tokens that the step has room for, whatever it may take. The first prompt of a step gets its image.
-        """
+        those before the next image, or all that are missing of one. `hard`: tokens that the step has room for, whatever
+        it may take. The first prompt of a step gets its image."""
         for image in group.request.images:
             first, end = int(image.places[0]), int(image.places[-1]) + 1
             if not image.two_way or end <= start:

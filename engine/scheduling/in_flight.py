@@ -38,34 +38,23 @@ class PendingAnswer(Protocol):
 
 @dataclass(slots=True, eq=False)
 class InFlightStep:
-    """A step whose answer is not applied yet.
+    """A step whose answer is not applied yet."""
 
-    Attributes:
-        rows: the rows as they were planned; some may have become void.
-        copies: pages copied for each request.
-        encoder_runs: runs of the encoder.
-        searches: its beam searches whose previous step's answer is not applied yet.
-        plan: the plan that is computed; None if it has to be planned again, from the rows that are not void by then.
-        answer: the launched answer, or why the launch failed; None before the launch.
-        is_part: whether it is a part of a step that could not be computed as a whole.
-        was_postponed: whether it has failed before any other part of that step was computed.
-        began: when its planning began, in seconds of `time.perf_counter()`.
-        ended: when it ended, if it ended with its launch.
-    """
-
-    rows: list[Row]
-    copies: dict[SequenceGroup, list[tuple[int, int]]]
+    rows: list[Row]  # the rows as they were planned; some may have become void
+    copies: dict[SequenceGroup, list[tuple[int, int]]]  # pages copied for each request
     encoder_runs: list[EncoderRun]
+    # its beam searches whose previous step's answer is not applied yet
     searches: dict[SequenceGroup, SearchAhead] = field(default_factory=dict)
+    # the plan that is computed; None if it has to be planned again, from the rows that are not void by then
     plan: StepPlan | None = None
+    # the launched answer, or why the launch failed; None before the launch
     answer: PendingAnswer | Exception | None = None
-    is_part: bool = False
-    was_postponed: bool = False
-    began: float = 0.0
-    ended: float | None = None
+    is_part: bool = False  # whether it is a part of a step that could not be computed as a whole
+    was_postponed: bool = False  # whether it has failed before any other part of that step was computed
+    began: float = 0.0  # when its planning began, in seconds of `time.perf_counter()`
+    ended: float | None = None  # when it ended, if it ended with its launch
 
     def live(self) -> list[Row]:
-        """Rows that are not void."""
         return [row for row in self.rows if not row.is_void]
 
     def take_inputs(self, groups: set[SequenceGroup]) -> list[EncoderInput]:

@@ -13,18 +13,13 @@ from engine.scheduling.sequence import pages_needed, worst_case_pages
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of the scheduler (see `EngineConfig`).
-
-    Attributes:
-        enable_prefix_caching: whether later requests may find the pages of earlier ones.
-        needs: the needs of the model's sequences.
-    """
+    """Limits of the scheduler (see `EngineConfig`)."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
-    enable_prefix_caching: bool = True
-    needs: SequenceNeeds = field(default_factory=SequenceNeeds)
+    enable_prefix_caching: bool = True  # whether later requests may find the pages of earlier ones
+    needs: SequenceNeeds = field(default_factory=SequenceNeeds)  # the needs of the model's sequences
 
     @classmethod
     def of(cls, config: EngineConfig, needs: SequenceNeeds) -> SchedulerConfig:
@@ -77,14 +72,9 @@ class SchedulerConfig:
 
 
 def check_fits(request: Request, config: SchedulerConfig, total_pages: int, total_states: int | None = None) -> None:
-    """Refuse a request that could never run, even alone.
-
-    Args:
-        total_states: number of state slots, of which a sequence has two in a step; None: sequences need none.
-
-    Raises:
-        InvalidRequestError: it needs more rows or pages than there are.
-    """
+    """Refuse a request that could never run, even alone. `total_states`: number of state slots, of which a sequence has
+    two in a step; None: sequences need none. Raises InvalidRequestError if it needs more rows or pages than there
+    are."""
     decoding, size = request.decoding, config.block_size
     if decoding.width > config.max_num_seqs:
         name = "num_beams" if decoding.num_beams > 1 else "n"

@@ -59,7 +59,6 @@ def _order(group: SequenceGroup) -> tuple[int, int]:
 
 
 def _tables(group: SequenceGroup) -> Tables:
-    """All tables that refer to pages."""
     tables = [sequence.table.view() for sequence in group.sequences]
     return tables if group.encoder_input is None else [*tables, np.array(group.encoder_input.pages, dtype=np.int32)]
 

@@ -15,28 +15,22 @@ from engine.scheduling.encoder_input import EncoderInput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceNeeds:
-    """The needs of a model kind (`engine.execution.model_kinds`).
+    """The needs of a model kind (`engine.execution.model_kinds`)."""
 
-    Attributes:
-        paged: whether keys and values are stored in pages, which later sequences with the same prefix find; else every
-            input is read whole by one step, and stores nothing.
-        window: maximum keys that any layer sees, including the query's own; None if some layer sees all.
-        encoder_length: tokens of the longest input that an encoder reads for a decoder, whose keys and values are
-            stored in separate pages; 0 if there is no such encoder.
-        state_size: number of values in the states of its layers in a state slot; 0 if no layer has one.
-        rotary_shifts: (limit, shift) pairs, limits ascending: sequences that reach at most `limit` tokens are rotated
-            differently from longer ones, and find their angles `shift` rows after their positions.
-        crop_work: the work of making the vectors of a crop of an image, in tokens.
-        kept_vectors: about as many vectors of images are kept.
-    """
-
+    # whether keys and values are stored in pages, which later sequences with the same prefix find; else every input is
+    # read whole by one step, and stores nothing
     paged: bool = True
+    # maximum keys that any layer sees, including the query's own; None if some layer sees all
     window: int | None = None
+    # tokens of the longest input that an encoder reads for a decoder, whose keys and values are stored in separate
+    # pages; 0 if there is no such encoder
     encoder_length: int = 0
-    state_size: int = 0
+    state_size: int = 0  # number of values in the states of its layers in a state slot; 0 if no layer has one
+    # (limit, shift) pairs, limits ascending: sequences that reach at most `limit` tokens are rotated differently from
+    # longer ones, and find their angles `shift` rows after their positions
     rotary_shifts: tuple[tuple[int, int], ...] = ()
-    crop_work: float = 0.0
-    kept_vectors: int = 0
+    crop_work: float = 0.0  # the work of making the vectors of a crop of an image, in tokens
+    kept_vectors: int = 0  # about as many vectors of images are kept
 
     def sides_of(self, request: Request) -> Sides:
         """The facts about a request's tokens beside their ids: those that it contains, and those that follow from its

@@ -48,11 +48,8 @@ class NgramIndex:
         self._size = 0
 
     def extend(self, tokens: Int32) -> None:
-        """Index the tokens added since the last call.
-
-        Args:
-            tokens: [N] the whole sequence; that of the last call is a prefix of it.
-        """
+        """Index the tokens added since the last call. `tokens`: [N] the whole sequence; that of the last call is a
+        prefix of it."""
         if self._size == 0 and len(tokens) > NGRAM:
             self._index_all(tokens)
             return
@@ -78,11 +75,8 @@ class NgramIndex:
 
     def longest(self, tokens: Int32) -> tuple[int, int]:
         """The end of the earlier occurrence that shares the most tokens with the sequence's end, and their number; the
-        later of two equally good ones. (-1, 0) if the last n-gram is new.
-
-        Args:
-            tokens: [N] the whole sequence, which is indexed.
-        """
+        later of two equally good ones. (-1, 0) if the last n-gram is new. `tokens`: [N] the whole sequence, which is
+        indexed."""
         return _best(self.occurrences(tokens, tokens))
 
     def occurrences(self, indexed: Int32, tokens: Int32) -> Iterator[tuple[int, int]]:
@@ -126,7 +120,6 @@ class KnownTexts:
         return self._tokens.size
 
     def add(self, text: Int32) -> None:
-        """Remember one more."""
         self._tokens.extend([*text.tolist(), END])
         self._index.extend(self._tokens.view())
 
@@ -185,19 +178,14 @@ class Drafting:
 
     Each guess is compared with the tokens that came, whether it was drafted or not. So the drafter notices that a text
     begins to repeat, without the cost of a draft.
-
-    Attributes:
-        index: of the sequence's own tokens; None: they are not looked at.
-        prediction: the client's, of the answer that begins at `answer_at`.
-        earlier: answers that may be repeated.
-        votes: the equally long occurrences vote on each token; otherwise the latest one counts.
     """
 
+    # of the sequence's own tokens; None: they are not looked at
     index: NgramIndex | None = field(default_factory=NgramIndex)
-    prediction: Prediction | None = None
+    prediction: Prediction | None = None  # the client's, of the answer that begins at `answer_at`
     answer_at: int = 0
     earlier: KnownTexts | None = None
-    votes: bool = False
+    votes: bool = False  # the equally long occurrences vote on each token; otherwise the latest one counts
     _right: list[float] = field(default_factory=lambda: [rate * count for rate, count in _PRIOR])
     _seen: list[float] = field(default_factory=lambda: [count for _, count in _PRIOR])
     _guess: list[int] = field(default_factory=list)
@@ -206,10 +194,7 @@ class Drafting:
 
     def guess(self, tokens: Int32, most: int) -> tuple[list[int], float]:
         """At most `most` tokens that may follow, each with the probability that it is right if all before it are.
-
-        Args:
-            tokens: [N] the whole sequence.
-        """
+        `tokens`: [N] the whole sequence."""
         self._learn(tokens)
         found = self._occurrences(tokens)
         length = max((shared for _, _, shared in found), default=-1)

@@ -13,19 +13,12 @@ from engine.scheduling.sequence import IntBuffer, SequenceGroup
 
 @dataclass(slots=True)
 class PagesStored:
-    """Pages that follow each other can now be found.
-
-    Attributes:
-        hashes: one for each page.
-        parent: hash of the page before the first of them; None if they begin a sequence.
-        token_ids: the tokens of all the pages.
-        beside: for each page whose K and V depend on more than tokens, a value that stands for the rest, by page number
-            here.
-    """
+    """Pages that follow each other can now be found."""
 
     hashes: list[PageHash]
-    parent: PageHash | None
+    parent: PageHash | None  # hash of the page before the first of them; None if they begin a sequence
     token_ids: Int32
+    # for each page whose K and V depend on more than tokens, a value that stands for the rest, by page number here
     beside: dict[int, PageHash]
 
 
@@ -45,11 +38,8 @@ PageEvent = PagesStored | PagesRemoved | PagesCleared
 
 
 class PageEvents:
-    """Collects events until they are taken. A scheduler has one only if events are to be reported.
-
-    Attributes:
-        events: events since they were last taken, oldest first.
-    """
+    """Collects events until they are taken. A scheduler has one only if events are to be reported. `events`: events
+    since they were last taken, oldest first."""
 
     def __init__(self, hasher: PageHasher, block_size: int):
         self._ordinary = hasher.root(None)

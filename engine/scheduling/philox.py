@@ -46,11 +46,8 @@ def philox4x32(counter: UInt64, key: UInt64) -> UInt64:
 def uniforms(
     seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int], purpose: int = 0
 ) -> NDArray[np.float64]:
-    """One number in [0, 1) with 53 random bits for each (seed, choice index, output position).
-
-    Args:
-        purpose: 0 for the numbers with which tokens are drawn; numbers for another purpose are independent of them.
-    """
+    """One number in [0, 1) with 53 random bits for each (seed, choice index, output position). `purpose`: 0 for the
+    numbers with which tokens are drawn; numbers for another purpose are independent of them."""
     seed = np.array([s & (2**64 - 1) for s in seeds], dtype=np.uint64)
     key = np.stack((seed & _MASK, seed >> _SHIFT), axis=1)
     counter = np.zeros((len(seed), 4), dtype=np.uint64)

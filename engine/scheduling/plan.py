@@ -27,43 +27,35 @@ _NO_ROWS: Int32 = np.zeros(0, dtype=np.int32)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingBatch:
     """The instructions that turn the logits of the S sampled tokens into candidates (see
-    `engine.interface.sampling_table`).
+    `engine.interface.sampling_table`)."""
 
-    Attributes:
-        rows: [S] indices into the flat tokens.
-        table: [S] `TABLE`.
-        uniforms: [S, max draws] numbers in [0, 1), one per draw: the same that a device itself makes from the table's
-            seeds, choices and positions (`engine.scheduling.philox`).
-        edits: [E] `EDIT`, in the order of the rows, and within a row in that of their kinds.
-        masked: [M] rows that have a mask, ascending.
-        masks: [M, words] the allowed tokens of each, a bit each (`mask_words`); the others are impossible, as if they
-            were banned.
-        outweighed: [M] `outweighed_from` of each mask's constraint (`engine.interface.constraints.Weighing`); -1 for
-            a mask without weighing. If it is empty, no mask has weighing.
-        fill: returns `masks`, if they are not there yet (`filled`); None if they are.
-        watched: [S, W] tokens whose log-probabilities are wanted, whatever is sampled (`logprob_token_ids`); a row with
-            fewer ends with zeros. None if there are none.
-        spans: [N + 1] index of the first token of each sampled row. A row with drafts has several. None if each row has
-            one.
-        drafts: [S] the token that was drafted for this position; -1 for the last one of a row. None if `spans` is None.
-        version: a batch of the same version as the one before it has the same table but for positions; all rows are
-            one token further.
-        edits_version: a batch of the same version of edits as the one before it has the same edits.
-    """
-
-    rows: Int32
-    table: Table
+    rows: Int32  # [S] indices into the flat tokens
+    table: Table  # [S] `TABLE`
+    # [S, max draws] numbers in [0, 1), one per draw: the same that a device itself makes from the table's seeds,
+    # choices and positions (`engine.scheduling.philox`)
     uniforms: Float64
+    # [E] `EDIT`, in the order of the rows, and within a row in that of their kinds
     edits: EditList = field(default_factory=lambda: NO_EDITS)
-    masked: Int32 = field(default_factory=lambda: _NO_ROWS)
+    masked: Int32 = field(default_factory=lambda: _NO_ROWS)  # [M] rows that have a mask, ascending
+    # [M, words] the allowed tokens of each, a bit each (`mask_words`); the others are impossible, as if they were
+    # banned
     masks: Masks = field(default_factory=lambda: NO_MASKS)
+    # [M] `outweighed_from` of each mask's constraint (`engine.interface.constraints.Weighing`); -1 for a mask without
+    # weighing. If it is empty, no mask has weighing.
     outweighed: Int32 = field(default_factory=lambda: _NO_ROWS)
+    # [S, W] tokens whose log-probabilities are wanted, whatever is sampled (`logprob_token_ids`); a row with fewer ends
+    # with zeros. None if there are none.
     watched: Int32 | None = None
+    # [N + 1] index of the first token of each sampled row. A row with drafts has several. None if each row has one.
     spans: Int32 | None = None
+    # [S] the token that was drafted for this position; -1 for the last one of a row. None if `spans` is None.
     drafts: Int32 | None = None
+    # a batch of the same version as the one before it has the same table but for positions; all rows are one token
+    # further
     version: int = field(default_factory=new_version)
+    # a batch of the same version of edits as the one before it has the same edits
     edits_version: int = field(default_factory=new_version)
-    fill: Callable[[], Masks] | None = None
+    fill: Callable[[], Masks] | None = None  # returns `masks`, if they are not there yet (`filled`); None if they are
 
     def filled(self) -> SamplingBatch:
         """The same batch with its masks. Call it once, after the forward pass has begun: on a device, masks are made
@@ -73,70 +65,46 @@ class SamplingBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLogprobRows:
-    """P prompt positions whose next token's log-probability is wanted.
+    """P prompt positions whose next token's log-probability is wanted."""
 
-    Attributes:
-        rows: [P] indices into the flat tokens.
-        targets: [P] the prompt token that follows.
-        num_logprobs: [P] how many most probable tokens to report.
-    """
-
-    rows: Int32
-    targets: Int32
-    num_logprobs: Int32
+    rows: Int32  # [P] indices into the flat tokens
+    targets: Int32  # [P] the prompt token that follows
+    num_logprobs: Int32  # [P] how many most probable tokens to report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderBatch:
-    """E tokens of N whole encoder inputs, laid end to end.
+    """E tokens of N whole encoder inputs, laid end to end."""
 
-    Attributes:
-        token_ids: [E].
-        starts: [N + 1] first flat token of each input.
-        slots: [E] where each token's K and V for the decoder's layers are stored.
-        signals: what is read of each input instead of its tokens, which are then zeros; () if all are tokens. A model's
-            inputs are all of one kind.
-        sides: facts about the tokens beside their ids (`engine.interface.token_sides`).
-    """
-
-    token_ids: Int32
-    starts: Int32
-    slots: Int32
+    token_ids: Int32  # [E]
+    starts: Int32  # [N + 1] first flat token of each input
+    slots: Int32  # [E] where each token's K and V for the decoder's layers are stored
+    # what is read of each input instead of its tokens, which are then zeros; () if all are tokens. A model's inputs are
+    # all of one kind.
     signals: tuple[Float32, ...] = ()
+    # facts about the tokens beside their ids (`engine.interface.token_sides`)
     sides: Sides = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossRows:
-    """The encoder inputs that a plan's R rows read.
+    """The encoder inputs that a plan's R rows read."""
 
-    Attributes:
-        tables: [R, max blocks] pages of each row's encoder output, as `StepPlan.block_tables`.
-        lens: [R] tokens of those inputs.
-        owners: [R] consecutive rows of one request have the same number: they read the same, so that it can be read
-            once for all of them.
-    """
-
-    tables: Int32
-    lens: Int32
+    tables: Int32  # [R, max blocks] pages of each row's encoder output, as `StepPlan.block_tables`
+    lens: Int32  # [R] tokens of those inputs
+    # [R] consecutive rows of one request have the same number: they read the same, so that it can be read once for all
+    # of them
     owners: Int32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateRows:
-    """State slots of a plan's R rows (`engine.scheduling.state_slots`). Slot 0 is zeros, and never written.
+    """State slots of a plan's R rows (`engine.scheduling.state_slots`). Slot 0 is zeros, and never written."""
 
-    Attributes:
-        sources: [R] the state before each row's first token.
-        targets: [R] where the state after its last token is stored.
-        snapshots: [R] where the state after its first `afters` tokens is also stored; 0 for nowhere.
-        afters: [R].
-    """
-
-    sources: Int32
-    targets: Int32
-    snapshots: Int32
-    afters: Int32
+    sources: Int32  # [R] the state before each row's first token
+    targets: Int32  # [R] where the state after its last token is stored
+    snapshots: Int32  # [R] where the state after its first `afters` tokens is also stored; 0 for nowhere
+    afters: Int32  # [R]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,126 +119,87 @@ class Searches:
     the row's own from `pages`, which is empty. Else the first row that continues a beam keeps the beam's page, and any
     further row has its own page from `pages`, to which the beam's is copied before anything is written. If fewer
     candidates are left than rows, or scores are not numbers, the search's rows have no effect; they write nowhere else.
-
-    Attributes:
-        rows: [G] the plan's row of each search's first beam; the others follow.
-        places: [G] the number of the first beam's token among the S sampled ones of the step launched before; the
-            others follow.
-        widths: [G] number of beams.
-        candidates: [G] how many columns of each beam's candidates count.
-        columns: [G] the column of the block tables with the page that is written.
-        fresh: [G] whether that page is a new one.
-        scores: [N] accumulated scores of the beams before that step.
-        pages: [N] the page set aside for each row; 0 if it needs none in any case.
-        stop_ids: [M] the tokens that end beams, of all searches.
-        stops: [G + 1] index of each search's first one.
     """
 
-    rows: Int32
+    rows: Int32  # [G] the plan's row of each search's first beam; the others follow
+    # [G] the number of the first beam's token among the S sampled ones of the step launched before; the others follow
     places: Int32
-    widths: Int32
-    candidates: Int32
-    columns: Int32
-    fresh: Bool
-    scores: Float32
-    pages: Int32
-    stop_ids: Int32
-    stops: Int32
+    widths: Int32  # [G] number of beams
+    candidates: Int32  # [G] how many columns of each beam's candidates count
+    columns: Int32  # [G] the column of the block tables with the page that is written
+    fresh: Bool  # [G] whether that page is a new one
+    scores: Float32  # [N] accumulated scores of the beams before that step
+    pages: Int32  # [N] the page set aside for each row; 0 if it needs none in any case
+    stop_ids: Int32  # [M] the tokens that end beams, of all searches
+    stops: Int32  # [G + 1] index of each search's first one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingRow:
-    """A row whose hidden states are wanted.
-
-    Attributes:
-        row: number of the row in the plan.
-        pooling: the kind of pooling.
-        start: number of the input's tokens before the row's first.
-        complete: whether the row ends the input.
-        before: [modes, features] `PooledRow.values` after the input's earlier tokens, None if there are none.
-    """
+    """A row whose hidden states are wanted."""
 
     row: int
     pooling: Pooling
-    start: int
-    complete: bool
+    start: int  # number of the input's tokens before the row's first
+    complete: bool  # whether the row ends the input
+    # [modes, features] `PooledRow.values` after the input's earlier tokens, None if there are none
     before: Float64 | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageRows:
-    """Vectors of an image that a step's tokens have.
-
-    Attributes:
-        key: of the image: its pixels and its size.
-        pixels: uint8 [crops, channels, height, width].
-        size: height and width of the image as it was sent.
-        first, count: the vectors, in the order of the tokens.
-    """
+    """Vectors of an image that a step's tokens have."""
 
     key: bytes
-    pixels: UInt8
-    size: tuple[int, int]
+    pixels: UInt8  # uint8 [crops, channels, height, width]
+    size: tuple[int, int]  # height and width of the image as it was sent
     first: int
     count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """The work of one forward pass.
+    """The work of one forward pass."""
 
-    Attributes:
-        token_ids, positions: [T].
-        sources: [T] for a token that is not known yet (0 in `token_ids`), its number among the S sampled tokens of the
-            step launched before this one (the first column); -1 for all others. None if all are known.
-        searches: beam searches for which not even the beams of the rows are known: their `slots` and `block_tables` are
-            those of the beams before; None if there are none.
-        slots: [T] where each token's K and V are stored: block * block_size + offset.
-        query_start: [R + 1] first flat token of each row.
-        context_lens: [R] tokens of the sequence in the cache after this step; for an encoder's input, the number of its
-            first tokens that are attended to.
-        block_tables: [R, max blocks] page numbers; 0 if a row has fewer, and if none of its queries sees the page.
-        copies: [C, 2] pages to copy (source, destination) before anything is written; all sources are read before any
-            destination is written.
-        sampling: the sampled tokens, or None if no row is complete.
-        prompt_logprobs: prompt positions to score, or None.
-        encoder: inputs to encode before anything else is computed, or None.
-        cross: the encoder inputs that the rows read; None if no row has one.
-        states: the rows' state slots; None if they have none: then states begin as zeros, and are not kept.
-        pooling: the rows whose hidden states are wanted, in the order of the rows.
-        unchunked: whether the rows are whole inputs of an encoder without pages: `slots` and `block_tables` are then
-            empty.
-        sides: facts about the tokens beside their ids (`engine.interface.token_sides`).
-        signals: what is read of each row instead of its tokens, which are then zeros; None for a row of tokens. () if
-            all rows are tokens.
-        images: the images whose vectors tokens have. A side of the tokens counts these vectors.
-        two_way: [R] the rows whose queries see all later keys of their row, too; None: none do.
-        image_work: about how much work it is to make the vectors that are not known, in tokens.
-        version: a plan of the same version as the previous step's has the same rows, each one token further: the same
-            `cross`, and a `sampling` of the same version. Every other plan has a separate version.
-    """
-
+    # token_ids, positions: [T]
     token_ids: Int32
     positions: Int32
-    slots: Int32
-    query_start: Int32
+    slots: Int32  # [T] where each token's K and V are stored: block * block_size + offset
+    query_start: Int32  # [R + 1] first flat token of each row
+    # [R] tokens of the sequence in the cache after this step; for an encoder's input, the number of its first tokens
+    # that are attended to
     context_lens: Int32
-    block_tables: Int32
+    block_tables: Int32  # [R, max blocks] page numbers; 0 if a row has fewer, and if none of its queries sees the page
+    # [C, 2] pages to copy (source, destination) before anything is written; all sources are read before any destination
+    # is written
     copies: Int32
-    sampling: SamplingBatch | None
-    prompt_logprobs: PromptLogprobRows | None
-    encoder: EncoderBatch | None = None
-    cross: CrossRows | None = None
+    sampling: SamplingBatch | None  # the sampled tokens, or None if no row is complete
+    prompt_logprobs: PromptLogprobRows | None  # prompt positions to score, or None
+    encoder: EncoderBatch | None = None  # inputs to encode before anything else is computed, or None
+    cross: CrossRows | None = None  # the encoder inputs that the rows read; None if no row has one
+    # the rows' state slots; None if they have none: then states begin as zeros, and are not kept
     states: StateRows | None = None
-    pooling: tuple[PoolingRow, ...] = ()
+    pooling: tuple[PoolingRow, ...] = ()  # the rows whose hidden states are wanted, in the order of the rows
+    # whether the rows are whole inputs of an encoder without pages: `slots` and `block_tables` are then empty
     unchunked: bool = False
+    # facts about the tokens beside their ids (`engine.interface.token_sides`)
     sides: Sides = field(default_factory=dict)
+    # what is read of each row instead of its tokens, which are then zeros; None for a row of tokens. () if all rows are
+    # tokens.
     signals: tuple[Float32 | None, ...] = ()
+    # [T] for a token that is not known yet (0 in `token_ids`), its number among the S sampled tokens of the step
+    # launched before this one (the first column); -1 for all others. None if all are known.
     sources: Int32 | None = None
+    # beam searches for which not even the beams of the rows are known: their `slots` and `block_tables` are those of
+    # the beams before; None if there are none
     searches: Searches | None = None
+    # the images whose vectors tokens have. A side of the tokens counts these vectors.
     images: tuple[ImageRows, ...] = ()
+    # [R] the rows whose queries see all later keys of their row, too; None: none do
     two_way: tuple[bool, ...] | None = None
-    image_work: float = 0.0
+    image_work: float = 0.0  # about how much work it is to make the vectors that are not known, in tokens
+    # a plan of the same version as the previous step's has the same rows, each one token further: the same `cross`, and
+    # a `sampling` of the same version. Every other plan has a separate version.
     version: int = field(default_factory=new_version)
 
     def of_rows(self, rows: Sequence[int]) -> StepPlan:
@@ -303,62 +232,44 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """Log-probabilities of N tokens under the model's own distribution.
+    """Log-probabilities of N tokens under the model's own distribution."""
 
-    Attributes:
-        logprobs: [N] of the tokens.
-        ranks: [N], 1 for the most probable.
-        top_ids, top_logprobs: [N, L] the most probable tokens, L the largest number any row asked for.
-    """
-
-    logprobs: Float32
-    ranks: Int32
+    logprobs: Float32  # [N] of the tokens
+    ranks: Int32  # [N], 1 for the most probable
+    # top_ids, top_logprobs: [N, L] the most probable tokens, L the largest number any row asked for
     top_ids: Int32
     top_logprobs: Float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PooledRow:
-    """The result for a `PoolingRow`.
+    """The result for a `PoolingRow`."""
 
-    Attributes:
-        values: for a row that is not complete, the value for the next one's `before`; else the answer, as described in
-            `engine.interface.outputs.Pooled`.
-        ids: the tokens, for fill_mask.
-    """
-
+    # for a row that is not complete, the value for the next one's `before`; else the answer, as described in
+    # `engine.interface.outputs.Pooled`
     values: NDArray[np.floating[Any]]
-    ids: Int32 | None = None
+    ids: Int32 | None = None  # the tokens, for fill_mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Candidates for each of the S sampled tokens; unused columns are undefined.
+    """Candidates for each of the S sampled tokens; unused columns are undefined."""
 
-    Attributes:
-        tokens: [S, C] drawn tokens (first num_draws columns) or a beam row's best ones (first beam_width columns, best
-            first).
-        scores: [S, C] for beam rows: processed log-probability of each candidate; -inf if impossible.
-        logprobs: [S, C] under the model's own distribution.
-        ranks: [S, C] rank under the model's own distribution, 0 if not requested.
-        top_ids, top_logprobs: [S, L] most probable tokens, if requested.
-        watched: [S, W] log-probabilities of the batch's `watched` under the model's own distribution.
-        accepted: [N] how many of each row's sampled tokens follow its sequence: those up to and including the first
-            that differs from its draft. None if each row has one.
-        prompt_logprobs: for the plan's prompt positions, in their order.
-        pooled: for the plan's `pooling`, in their order.
-    """
-
+    # [S, C] drawn tokens (first num_draws columns) or a beam row's best ones (first beam_width columns, best first)
     tokens: Int32
-    scores: Float32
-    logprobs: Float32
-    ranks: Int32
+    scores: Float32  # [S, C] for beam rows: processed log-probability of each candidate; -inf if impossible
+    logprobs: Float32  # [S, C] under the model's own distribution
+    ranks: Int32  # [S, C] rank under the model's own distribution, 0 if not requested
+    # top_ids, top_logprobs: [S, L] most probable tokens, if requested
     top_ids: Int32
     top_logprobs: Float32
+    # [S, W] log-probabilities of the batch's `watched` under the model's own distribution
     watched: Float32 | None = None
+    # [N] how many of each row's sampled tokens follow its sequence: those up to and including the first that differs
+    # from its draft. None if each row has one.
     accepted: Int32 | None = None
-    prompt_logprobs: TokenScores | None = None
-    pooled: tuple[PooledRow, ...] = ()
+    prompt_logprobs: TokenScores | None = None  # for the plan's prompt positions, in their order
+    pooled: tuple[PooledRow, ...] = ()  # for the plan's `pooling`, in their order
 
     @classmethod
     def empty(cls) -> StepResult:

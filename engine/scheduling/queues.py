@@ -22,10 +22,8 @@ class WaitingQueue:
     tenant passes it at most once. If a group was admitted and preempted, its tenant gets the turn back. Tenants without
     a waiting group leave no trace.
 
-    A tenant's pooling inputs have a separate line and separate turns.
-
-    Attributes:
-        lacks_room: whether rows or pages were missing for the first in line when it was last examined.
+    A tenant's pooling inputs have a separate line and separate turns. `lacks_room`: whether rows or pages were missing
+    for the first in line when it was last examined.
     """
 
     def __init__(self) -> None:
@@ -51,11 +49,7 @@ class WaitingQueue:
         self.lacks_room = True
 
     def first(self, pooled: bool = True) -> SequenceGroup | None:
-        """The group that is admitted next.
-
-        Args:
-            pooled: whether it may be a pooling input.
-        """
+        """The group that is admitted next. `pooled`: whether it may be a pooling input."""
         lines = (line for (_, is_pooled), line in self._lines.items() if pooled or not is_pooled)
         return None if (line := next(lines, None)) is None else line.first()
 
@@ -87,11 +81,8 @@ def _line_of(group: SequenceGroup) -> _Name:
 
 @dataclass(slots=True)
 class _Line:
-    """Waiting groups of one tenant, `num_waiting` of them.
-
-    Attributes:
-        heap: priority, arrival and group; may hold a bounded number of finished groups.
-    """
+    """Waiting groups of one tenant, `num_waiting` of them. `heap`: priority, arrival and group; may hold a bounded
+    number of finished groups."""
 
     heap: list[tuple[int, int, SequenceGroup]] = field(default_factory=list)
     num_waiting: int = 0

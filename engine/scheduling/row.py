@@ -16,41 +16,30 @@ from engine.scheduling.sequence import Sequence, SequenceGroup
 
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """State slots of a row (`engine.scheduling.state_slots`).
+    """State slots of a row (`engine.scheduling.state_slots`)."""
 
-    Attributes:
-        source, target: the slot of the state before its first token, which it reads, and of the one after its last
-            token, which it writes.
-        snapshot: the slot of the state after its first `after` tokens, which it also writes; 0 for none.
-    """
-
+    # source, target: the slot of the state before its first token, which it reads, and of the one after its last token,
+    # which it writes
     source: int
     target: int
-    snapshot: int = 0
+    snapshot: int = 0  # the slot of the state after its first `after` tokens, which it also writes; 0 for none
     after: int = 0
 
 
 @dataclass(slots=True)
 class Row:
     """`count` tokens of a sequence from `start` on. Immutable, except for `belong`, and for `state` while it is
-    planned.
-
-    Attributes:
-        sampled: how many of the last positions are sampled: none if known tokens are left, else one, plus one per
-            draft.
-        num_releases: the sequence's `num_releases` when this was planned.
-        drafts: the row's last tokens, which are not known but expected.
-        state: where its sequence's states are, if the model's layers have any.
-    """
+    planned."""
 
     group: SequenceGroup
     sequence: Sequence
     start: int
     count: int
+    # how many of the last positions are sampled: none if known tokens are left, else one, plus one per draft
     sampled: int
-    num_releases: int = 0
-    drafts: tuple[int, ...] = ()
-    state: RowState | None = None
+    num_releases: int = 0  # the sequence's `num_releases` when this was planned
+    drafts: tuple[int, ...] = ()  # the row's last tokens, which are not known but expected
+    state: RowState | None = None  # where its sequence's states are, if the model's layers have any
 
     @property
     def is_void(self) -> bool:
@@ -77,7 +66,6 @@ class Row:
         return range(first, max(first, min(self.start + self.count, self.sequence.num_prompt - 1)))
 
     def drafting(self, drafts: tuple[int, ...]) -> Row:
-        """This row, which has no drafts, with these drafts."""
         return replace(self, count=self.count + len(drafts), sampled=1 + len(drafts), drafts=drafts)
 
     def keeping(self, count: int) -> Row:

@@ -56,15 +56,6 @@ class Restores(Protocol):
 class Scheduler:
     """Queues, budget, preemption. The only writer of sequences and groups.
 
-    Attributes:
-        drafter: predicts tokens of decoding sequences, so that a step may check several; None: no drafts.
-        draft_costs: decides how many of its drafts a step has; None: all that fit.
-        drafting: whether the drafter served a request that ran when the last step was planned.
-        drafts_forced_tokens: whether one step takes several tokens each of which is the only one that a constraint
-            allows.
-        events: what the prefix cache gains and loses, if that is reported (`record_events`).
-        restores: asked for pages of each new prompt that are not in memory; None: nothing is restored.
-
     Use: `schedule()`, run the plan, `update()`; or `fail()` if the plan could not be run. While a plan runs,
     `schedule_ahead()` may return the next one; answers are applied in the order of the plans.
     """
@@ -79,11 +70,13 @@ class Scheduler:
     ):
         self.config = config
         self.pool = pool
+        # predicts tokens of decoding sequences, so that a step may check several; None: no drafts
         self.drafter = drafter
-        self.draft_costs: DraftCosts | None = None
+        self.draft_costs: DraftCosts | None = None  # decides how many of its drafts a step has; None: all that fit
+        # whether one step takes several tokens each of which is the only one that a constraint allows
         self.drafts_forced_tokens = True
         self._draft_places = DraftPlaces()
-        self.drafting = False
+        self.drafting = False  # whether the drafter served a request that ran when the last step was planned
         self._hasher = hasher or PageHasher()
         self._groups: dict[str, SequenceGroup] = {}
         self._waiting = WaitingQueue()
@@ -99,7 +92,9 @@ class Scheduler:
         self._last = LastStep()
         self._outbox: list[RequestDelta] = []
         self.stats = EngineStats(pages_total=pool.total, block_size=config.block_size)
+        # what the prefix cache gains and loses, if that is reported (`record_events`)
         self.events: PageEvents | None = None
+        # asked for pages of each new prompt that are not in memory; None: nothing is restored
         self.restores: Restores | None = None
         self._num_restoring = 0
         self._tables = Tables(pool, self._hasher, config, states=self.states)
@@ -115,11 +110,8 @@ class Scheduler:
     # ---------------------------------------------------------------- adding and ending requests
 
     def check_fits(self, request: Request) -> None:
-        """Refuse a request that could never run.
-
-        Raises:
-            InvalidRequestError: it needs more rows or pages than exist, or its id is taken.
-        """
+        """Refuse a request that could never run. Raises InvalidRequestError if it needs more rows or pages than exist,
+        or its id is taken."""
         if request.request_id in self._groups:
             raise InvalidRequestError(
                 f"request id {request.request_id!r} is in use by an unfinished request.", param="request_id"
@@ -192,7 +184,6 @@ class Scheduler:
         return request_id in self._groups
 
     def groups(self) -> Iterator[SequenceGroup]:
-        """All unfinished groups."""
         return iter(self._groups.values())
 
     def adapters_in_use(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -325,11 +316,7 @@ class Scheduler:
 
     def fail(self, message: str, groups: Iterable[SequenceGroup] | None = None) -> list[RequestDelta]:
         """End requests of the oldest step with an error, and no others; the step is over if no request is left.
-
-        Args:
-            message: why.
-            groups: the groups that end; None: all.
-        """
+        `groups`: the groups that end; None: all."""
         deltas = []
         if groups is None:
             groups = dict.fromkeys(row.group for row in self.in_flight.oldest.live()) if self.in_flight else ()
@@ -681,11 +668,8 @@ class Scheduler:
         return stats
 
     def check_integrity(self) -> None:
-        """Compare the pool with the tables of all live sequences; for tests and for idle moments.
-
-        Raises:
-            AssertionError: something leaked, is held twice, or is held although it is outside every window.
-        """
+        """Compare the pool with the tables of all live sequences; for tests and for idle moments. Raises
+        AssertionError: something leaked, is held twice, or is held although it is outside every window."""
         self._tables.check(self._groups.values())
         tables = [list(s.table) for g in self._groups.values() for s in g.sequences]
         tables += [g.encoder_input.pages for g in self._groups.values() if g.encoder_input is not None]

@@ -25,37 +25,24 @@ _FLOAT32 = np.finfo(np.float32)
 
 @dataclass(slots=True)  # a frozen one takes three times as long to make
 class Continuation:
-    """Sequence number `parent` of the group continues with `token`. Immutable by convention.
+    """Sequence number `parent` of the group continues with `token`. Immutable by convention."""
 
-    Attributes:
-        parent: index among the given sequences.
-        token: the new token.
-        score: the sequence's new accumulated log-probability.
-        column: the column of the parent's candidates that contains the token.
-    """
-
-    parent: int
+    parent: int  # index among the given sequences
     token: int
-    score: float
-    column: int
+    score: float  # the sequence's new accumulated log-probability
+    column: int  # the column of the parent's candidates that contains the token
 
 
 @dataclass(slots=True)
 class Ranking:
-    """The best candidates of all beams of a search, best first.
-
-    Attributes:
-        width: number of candidates of each beam.
-        places: for each of the best candidates, the number of the beam that it continues, times width, plus its column
-            among that beam's.
-        tokens: the new tokens.
-        scores: the beams' new accumulated log-probabilities.
-    """
+    """The best candidates of all beams of a search, best first."""
 
     width: int
+    # for each of the best candidates, the number of the beam that it continues, times width, plus its column among that
+    # beam's
     places: list[int]
     tokens: list[int]
-    scores: list[float]
+    scores: list[float]  # the beams' new accumulated log-probabilities
 
     def continuations(self, count: int) -> list[Continuation]:
         """The first `count` continuations."""
@@ -65,21 +52,13 @@ class Ranking:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A finished beam.
+    """A finished beam."""
 
-    Attributes:
-        token_ids: its output, including the ending token.
-        score: sum_logprob / len(token_ids) ** length_penalty.
-        sum_logprob: accumulated processed log-probability.
-        by_length: whether it ended because max_tokens was reached.
-        logprobs: one entry per token, if asked for.
-    """
-
-    token_ids: tuple[int, ...]
-    score: float
-    sum_logprob: float
-    by_length: bool
-    logprobs: tuple[TokenLogprobs, ...] | None = field(default=None, compare=False)
+    token_ids: tuple[int, ...]  # its output, including the ending token
+    score: float  # sum_logprob / len(token_ids) ** length_penalty
+    sum_logprob: float  # accumulated processed log-probability
+    by_length: bool  # whether it ended because max_tokens was reached
+    logprobs: tuple[TokenLogprobs, ...] | None = field(default=None, compare=False)  # one entry per token, if asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +72,11 @@ class Ending:
 
 @dataclass(slots=True)
 class BeamStep:
-    """The decisions of a step of beam search. Immutable by convention.
+    """The decisions of a step of beam search. Immutable by convention."""
 
-    Attributes:
-        live: beams that continue, best first; empty when done.
-        endings: candidates that ended and are good enough to be considered, best first.
-        done: whether the search is over once the endings are merged.
-    """
-
-    live: tuple[Continuation, ...]
-    endings: tuple[Ending, ...]
-    done: bool
+    live: tuple[Continuation, ...]  # beams that continue, best first; empty when done
+    endings: tuple[Ending, ...]  # candidates that ended and are good enough to be considered, best first
+    done: bool  # whether the search is over once the endings are merged
 
 
 def sample(
@@ -128,24 +101,16 @@ def sample(
 
 @dataclass(frozen=True, slots=True)
 class BeamSearch:
-    """The rules of a beam search.
+    """The rules of a beam search."""
 
-    Attributes:
-        num_beams: live beams kept.
-        length_penalty: exponent of the length by which a finished score is divided.
-        early_stopping: True stops as soon as num_beams hypotheses are kept; False when the best live beam, at its
-            current length, cannot beat the worst kept one; "never" when it cannot at any length up to max_tokens.
-        stop_ids: tokens that end a beam.
-        max_tokens: output length at which every beam ends.
-        distinct_ends: whether only the best of the stop tokens with which a beam may end counts.
-    """
-
-    num_beams: int
-    length_penalty: float
+    num_beams: int  # live beams kept
+    length_penalty: float  # exponent of the length by which a finished score is divided
+    # True stops as soon as num_beams hypotheses are kept; False when the best live beam, at its current length, cannot
+    # beat the worst kept one; "never" when it cannot at any length up to max_tokens
     early_stopping: EarlyStopping
     stop_ids: frozenset[int]
-    max_tokens: int
-    distinct_ends: bool = False
+    max_tokens: int  # output length at which every beam ends
+    distinct_ends: bool = False  # whether only the best of the stop tokens with which a beam may end counts
 
     @property
     def num_candidates(self) -> int:
@@ -208,7 +173,6 @@ class BeamSearch:
         return sorted([*kept, *new], key=lambda h: -h.score)[: self.num_beams]
 
     def _considered(self, ranking: Ranking) -> list[Continuation]:
-        """The candidates that count."""
         candidates = ranking.continuations(len(ranking.places))
         if not self.distinct_ends:
             return candidates
@@ -279,7 +243,6 @@ def settled_lengths(live: Sequence[Sequence[int]], kept: Sequence[Sequence[int]]
     so later hypotheses only push others down. The tokens that all of these have in common are settled.
 
     Args:
-        live: outputs of the live beams.
         kept: outputs of the kept hypotheses, best first.
         known: [n] lengths settled before; they only grow.
     """

@@ -24,11 +24,8 @@ _EMPTY = np.zeros(0, dtype=np.int32)
 
 
 class IntBuffer:
-    """A growing int32 array: O(1) append, and slices that need no conversion.
-
-    Attributes:
-        size: the number of its values; do not set it.
-    """
+    """A growing int32 array: O(1) append, and slices that need no conversion. `size`: the number of its values; do not
+    set it."""
 
     __slots__ = ("_data", "size")
 
@@ -52,7 +49,6 @@ class IntBuffer:
         self._data[: self.size][index] = value
 
     def extend(self, values: Iterable[int]) -> None:
-        """Append values."""
         new = list(values)
         end = self.size + len(new)
         if end > len(self._data):
@@ -61,7 +57,6 @@ class IntBuffer:
         self.size = end
 
     def append(self, value: int) -> None:
-        """Append one value."""
         if self.size == len(self._data):
             self._data = self._grown(2 * self.size)
         self._data[self.size] = value
@@ -72,7 +67,6 @@ class IntBuffer:
         return self._data[start : self.size if end is None else end]
 
     def tolist(self) -> list[int]:
-        """The values."""
         return self._data[: self.size].tolist()  # type: ignore[no-any-return]
 
     def assign(self, other: IntBuffer, start: int = 0) -> None:
@@ -96,32 +90,15 @@ class Sequence:
     """One line of tokens with its pages.
 
     Attributes:
-        index: which of the request's answers it is (sampling); for beams just a number.
-        tokens: prompt and output.
-        num_prompt: number of prompt tokens.
         num_computed: number of tokens whose K and V are in the pages.
         num_in_flight: number of tokens after those that steps in flight compute.
         num_pending: number of tokens that those steps sample: they follow `tokens`, and are not known yet; with drafts,
             the maximum.
         num_releases: how often it released its pages or its rows in flight. Results of rows that were planned before
             that are dropped.
-        table: pages, in order; 0 for those outside every layer's window.
         num_writable: number of tokens up to which its pages exist and are referenced once, so that they may be written.
             0 if it is not known yet.
         source: the page to copy to the one that it writes next, before it does; 0 for none.
-        states: slots of the states after `num_computed` tokens and after those of each row in flight; 0 is the state
-            before the first token.
-        snapshots: slots that rows in flight write besides.
-        last_snapshot: the page at whose end the last state of its answer was published.
-        hashes: hashes of the full pages at the beginning, as far as they were needed.
-        num_published: number of full pages already offered to the prefix cache.
-        score: accumulated log-probability of the output.
-        logprobs: one entry per output token, if asked for (beams only: other answers send them at once).
-        uniforms: random numbers for the next output tokens, by position, as far as they were made.
-        constraint: the constraint on its output so far, None if all tokens are allowed.
-        drafting: the drafter's knowledge of the sequence; None until it has been asked.
-        repeats: for each position, how many tokens up to it equal the tokens' end at that length; replaced rather than
-            changed (`engine.scheduling.repetition`).
     """
 
     __slots__ = (
@@ -149,22 +126,28 @@ class Sequence:
     )
 
     def __init__(self, index: int, prompt: Iterable[int], *, with_logprobs: bool):
-        self.index = index
-        self.tokens = prompt if isinstance(prompt, IntBuffer) else IntBuffer(prompt)
-        self.num_prompt = len(self.tokens)
+        self.index = index  # which of the request's answers it is (sampling); for beams just a number
+        self.tokens = prompt if isinstance(prompt, IntBuffer) else IntBuffer(prompt)  # prompt and output
+        self.num_prompt = len(self.tokens)  # number of prompt tokens
         self.num_computed = self.num_in_flight = self.num_pending = self.num_releases = 0
-        self.table = IntBuffer()
+        self.table = IntBuffer()  # pages, in order; 0 for those outside every layer's window
         self.num_writable = self.source = 0
+        # slots of the states after `num_computed` tokens and after those of each row in flight; 0 is the state before
+        # the first token
         self.states: list[int] = [0]
-        self.snapshots: list[int] = []
-        self.last_snapshot: PageHash | None = None
-        self.hashes: list[PageHash] = []
-        self.num_published = 0
-        self.score = 0.0
+        self.snapshots: list[int] = []  # slots that rows in flight write besides
+        self.last_snapshot: PageHash | None = None  # the page at whose end the last state of its answer was published
+        self.hashes: list[PageHash] = []  # hashes of the full pages at the beginning, as far as they were needed
+        self.num_published = 0  # number of full pages already offered to the prefix cache
+        self.score = 0.0  # accumulated log-probability of the output
+        # one entry per output token, if asked for (beams only: other answers send them at once)
         self.logprobs: list[TokenLogprobs] | None = [] if with_logprobs else None
+        # random numbers for the next output tokens, by position, as far as they were made
         self.uniforms: dict[int, float] = {}
-        self.constraint: Constraint | None = None
-        self.drafting: object | None = None
+        self.constraint: Constraint | None = None  # the constraint on its output so far, None if all tokens are allowed
+        self.drafting: object | None = None  # the drafter's knowledge of the sequence; None until it has been asked
+        # for each position, how many tokens up to it equal the tokens' end at that length; replaced rather than changed
+        # (`engine.scheduling.repetition`)
         self.repeats: Int32 = _EMPTY
 
     @property
@@ -257,37 +240,10 @@ class SequenceGroup:
     """All sequences of one request; they are admitted, preempted and aborted together.
 
     Attributes:
-        request: the request itself.
-        arrival: number that orders requests of equal priority.
-        root: hash before the first page, which covers whatever changes K and V besides the tokens.
-        encoder_input: the encoder's input and its pages, for an encoder-decoder model.
-        source: the encoder's input, or the prompt of a decoder-only model, if its n-grams are not to be repeated.
-        favoured: its distinct tokens, if these are favoured or disfavoured.
-        biased: tokens with a bias, and their biases; None if there are none.
-        sequences: the live ones; one until the first sample. Beams: best first.
-        status: the group's current state.
-        started: whether the first token was sampled.
-        fork_point: after a preemption, the number of tokens that all sequences have in common: the first sequence
-            computes them for all, then the others fork from it. None otherwise.
-        beam: the rules of the beam search, None for sampling.
-        kept: finished beams, best first.
-        settled: number of tokens of each answer already sent (beams).
-        prompt_logprobs: the values known so far; the first entry is None.
         num_cached_tokens: number of prompt tokens found in the cache at first admission, and of the encoder's input if
             it was encoded already.
         num_found: number of pages at the beginning of its table that were found in the cache when it was last admitted.
-        admitted: whether it has run before.
-        scheduled_time: `time.monotonic()` seconds at which it was first admitted, None before.
-        unchunked: whether its input is read whole, and stores nothing in pages.
-        sides: facts about its first tokens beside their ids.
-        pooled: its pooling result so far, if the input is computed in parts.
         parameters: the bytes of its row of the sampling table.
-        draws: whether its tokens are drawn, with numbers that follow from the seed.
-        has_penalties, has_bans, has_forced_tokens: whether sampling uses such.
-        has_edits: whether it uses these, or biases, or favoured tokens.
-        has_changing_edits: whether the penalised, banned or forced tokens change as the answer grows.
-        may_be_forced: whether its constraint may force tokens.
-        heeds_tokens: whether sampling depends on which tokens came before, not only on their number.
     """
 
     def __init__(
@@ -302,26 +258,31 @@ class SequenceGroup:
     ):
         decoding = request.decoding
         self.request = request
-        self.arrival = arrival
-        self.root = root
-        self.encoder_input = encoder_input
-        self.unchunked = unchunked
-        self.pooled: Float64 | None = None
-        self.sides = request.sides if sides is None else sides
+        self.arrival = arrival  # number that orders requests of equal priority
+        self.root = root  # hash before the first page, which covers whatever changes K and V besides the tokens
+        self.encoder_input = encoder_input  # the encoder's input and its pages, for an encoder-decoder model
+        self.unchunked = unchunked  # whether its input is read whole, and stores nothing in pages
+        self.pooled: Float64 | None = None  # its pooling result so far, if the input is computed in parts
+        self.sides = request.sides if sides is None else sides  # facts about its first tokens beside their ids
         source = request.encoder_token_ids or request.prompt_token_ids
         source = () if request.signal is not None else source  # it has no tokens that an answer could repeat
+        # the encoder's input, or the prompt of a decoder-only model, if its n-grams are not to be repeated
         self.source: Int32 = np.array(source if decoding.encoder_no_repeat_ngram_size else (), dtype=np.int32)
+        # its distinct tokens, if these are favoured or disfavoured
         self.favoured: Int32 = np.unique(
             np.array(source if decoding.encoder_repetition_penalty != 1.0 else (), dtype=np.int32)
         )
         with_logprobs = decoding.logprobs is not None and decoding.num_beams > 1
+        # the live ones; one until the first sample. Beams: best first.
         self.sequences = [Sequence(0, request.prompt_token_ids, with_logprobs=with_logprobs)]
         if decoding.constraint is not None:
             self.sequences[0].constraint = decoding.constraint.fork()
-        self.status = Status.WAITING
-        self.started = False
+        self.status = Status.WAITING  # the group's current state
+        self.started = False  # whether the first token was sampled
+        # after a preemption, the number of tokens that all sequences have in common: the first sequence computes them
+        # for all, then the others fork from it. None otherwise.
         self.fork_point: int | None = None
-        self.beam: BeamSearch | None = None
+        self.beam: BeamSearch | None = None  # the rules of the beam search, None for sampling
         if decoding.num_beams > 1:
             self.beam = BeamSearch(
                 num_beams=decoding.num_beams,
@@ -331,11 +292,12 @@ class SequenceGroup:
                 max_tokens=decoding.max_tokens,
                 distinct_ends=decoding.distinct_ends,
             )
-        self.kept: list[Hypothesis] = []
-        self.settled = [0] * decoding.n
-        self.prompt_logprobs: list[TokenLogprobs | None] = [None]
+        self.kept: list[Hypothesis] = []  # finished beams, best first
+        self.settled = [0] * decoding.n  # number of tokens of each answer already sent (beams)
+        self.prompt_logprobs: list[TokenLogprobs | None] = [None]  # the values known so far; the first entry is None
         self.num_cached_tokens = self.num_found = 0
-        self.admitted = False
+        self.admitted = False  # whether it has run before
+        # `time.monotonic()` seconds at which it was first admitted, None before
         self.scheduled_time: float | None = None
         # They do not change from step to step, except for the columns that say what is drawn.
         self.parameters = neutral_rows(
@@ -346,16 +308,20 @@ class SequenceGroup:
             renormalize=decoding.renormalize,
             **{name: getattr(decoding, name) for name in REQUESTED},
         ).tobytes()
-        self.biased: tuple[Int32, Float32] | None = None
+        self.biased: tuple[Int32, Float32] | None = None  # tokens with a bias, and their biases; None if there are none
         if decoding.logit_bias:
             tokens, values = zip(*decoding.logit_bias, strict=True)
             self.biased = np.array(tokens, dtype=np.int32), np.array(values, dtype=np.float32)
+        # has_penalties, has_bans, has_forced_tokens: whether sampling uses such
         self.has_penalties = (
             decoding.repetition_penalty != 1.0 or decoding.presence_penalty != 0.0 or decoding.frequency_penalty != 0.0
         )
+        # whether its tokens are drawn, with numbers that follow from the seed
         self.draws = self.beam is None and decoding.temperature > 0.0
         self.seed = decoding.seed
+        # whether its constraint may force tokens
         self.may_be_forced = isinstance(decoding.constraint, Forcing) and self.beam is None
+        # whether sampling depends on which tokens came before, not only on their number
         self.heeds_tokens = self.has_penalties or bool(
             decoding.constraint is not None
             or decoding.dry is not None
@@ -373,9 +339,11 @@ class SequenceGroup:
         )
         self.has_bans = has_changing_bans or bool(decoding.suppress_tokens)
         self.has_forced_tokens = bool(decoding.forced_eos_token_ids) or decoding.forced_bos_token_id is not None
+        # whether the penalised, banned or forced tokens change as the answer grows
         self.has_changing_edits = (
             self.has_penalties or decoding.dry is not None or has_changing_bans or self.has_forced_tokens
         )
+        # whether it uses these, or biases, or favoured tokens
         self.has_edits = self.has_changing_edits or self.has_bans or self.biased is not None or len(self.favoured) > 0
 
     @property
@@ -435,7 +403,6 @@ class SequenceGroup:
 
 
 def pages_needed(num_tokens: int, block_size: int) -> int:
-    """The number of pages for num_tokens tokens."""
     return -(-num_tokens // block_size)
 
 

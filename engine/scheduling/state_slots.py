@@ -20,7 +20,6 @@ class StateSlots:
     """The states of all sequences.
 
     Args:
-        pool: the pool of slots.
         block_size: tokens of a page; snapshots are taken at the ends of pages.
         publishes: whether snapshots are kept for later requests.
     """
@@ -31,11 +30,8 @@ class StateSlots:
         self._publishes = publishes
 
     def take(self, row: Row, least: int) -> bool:
-        """Give a planned row the slot that it writes; returns False if none is left.
-
-        Args:
-            least: slots that must be left if the row is to write a snapshot, too.
-        """
+        """Give a planned row the slot that it writes; returns False if none is left. `least`: slots that must be left
+        if the row is to write a snapshot, too."""
         sequence, slots = row.sequence, self.pool.reserve(1)
         if slots is None:
             return False
@@ -51,11 +47,8 @@ class StateSlots:
         return True
 
     def advance(self, row: Row, hash_of: Callable[[int], PageHash]) -> None:
-        """A row's tokens are computed: its sequence continues from the slot that the row wrote.
-
-        Args:
-            hash_of: returns the hash of this many of the sequence's first pages.
-        """
+        """A row's tokens are computed: its sequence continues from the slot that the row wrote. `hash_of`: returns the
+        hash of this many of the sequence's first pages."""
         state, sequence = row.state, row.sequence
         if state is None:
             return

@@ -17,15 +17,10 @@ from engine.scheduling.sequence import SequenceGroup
 
 @dataclass(slots=True)
 class EncoderRun:
-    """A run of the encoder in a step.
+    """A run of the encoder in a step."""
 
-    Attributes:
-        groups: the step's requests with this input; at least one.
-        done: whether another part of the same step has run it.
-    """
-
-    groups: list[SequenceGroup] = field(default_factory=list)
-    done: bool = False
+    groups: list[SequenceGroup] = field(default_factory=list)  # the step's requests with this input; at least one
+    done: bool = False  # whether another part of the same step has run it
 
     @property
     def encoder_input(self) -> EncoderInput:
@@ -37,50 +32,33 @@ class EncoderRun:
 
 @dataclass(slots=True)
 class SearchAhead:
-    """Rows of a beam search that are planned before it is known which beams continue.
+    """Rows of a beam search that are planned before it is known which beams continue."""
 
-    Attributes:
-        rows: one for each beam. Their sequences are those of the beams before that, until the answer says which they
-            are.
-        pages: the page set aside for each row; 0 for none. Pages that turn out to be unnecessary are returned.
-    """
-
+    # one for each beam. Their sequences are those of the beams before that, until the answer says which they are.
     rows: list[Row]
-    pages: list[int]
+    pages: list[int]  # the page set aside for each row; 0 for none. Pages that turn out to be unnecessary are returned.
 
 
 @dataclass(slots=True)
 class Step:
-    """The work of each group in a step, the pages to copy for it, and the remaining room.
+    """The work of each group in a step, the pages to copy for it, and the remaining room."""
 
-    Attributes:
-        budget: number of tokens that may still be planned.
-        limit: how long the step may take.
-        left: work (see `StepLimit`) that may still be planned; counted since prompts are planned.
-        num_prompts: number of groups planned since prompts are planned; None before.
-        encoder_runs: runs of the encoder, by the key of their input.
-        searches: the beam searches among the groups whose last answer is not known.
-        ahead: whether another step is in flight, so that nothing is preempted for this one.
-        num_drafts: number of tokens that may still be drafted: none once prompts are planned.
-        gain: the gain from drafts in this step.
-        kept_pages: number of pages that running groups still lack for their tokens, if tokens are drafted.
-        image_work: the work of making vectors of images, in tokens.
-    """
-
-    budget: int
-    limit: StepLimit = UNLIMITED
-    left: float = math.inf
-    num_prompts: int | None = None
+    budget: int  # number of tokens that may still be planned
+    limit: StepLimit = UNLIMITED  # how long the step may take
+    left: float = math.inf  # work (see `StepLimit`) that may still be planned; counted since prompts are planned
+    num_prompts: int | None = None  # number of groups planned since prompts are planned; None before
     rows: dict[SequenceGroup, list[Row]] = field(default_factory=dict)
     copies: dict[SequenceGroup, list[tuple[int, int]]] = field(default_factory=dict)
+    # runs of the encoder, by the key of their input
     encoder_runs: dict[PageHash, EncoderRun] = field(default_factory=dict)
+    # the beam searches among the groups whose last answer is not known
     searches: dict[SequenceGroup, SearchAhead] = field(default_factory=dict)
     preempted: bool = False
-    ahead: bool = False
-    num_drafts: int = 0
+    ahead: bool = False  # whether another step is in flight, so that nothing is preempted for this one
+    num_drafts: int = 0  # number of tokens that may still be drafted: none once prompts are planned
     gain: DraftGain = field(default_factory=lambda: DraftGain(None, 0))
-    kept_pages: int = 0
-    image_work: float = 0.0
+    kept_pages: int = 0  # number of pages that running groups still lack for their tokens, if tokens are drafted
+    image_work: float = 0.0  # the work of making vectors of images, in tokens
 
     def begin_prompts(self) -> None:
         """All decoding rows have their token: whatever they took, prompts get their minimum."""

@@ -18,12 +18,8 @@ _BEFORE = "\x02"
 
 
 class BreakerTokens:
-    """The breakers of a model's requests; each set is looked up once.
-
-    Args:
-        tokenizer: returns the model's tokenizer, or None if there is none; called when the first set arrives.
-        vocab_size: number of tokens of the model.
-    """
+    """The breakers of a model's requests; each set is looked up once. `tokenizer`: returns the model's tokenizer, or
+    None if there is none; called when the first set arrives."""
 
     def __init__(self, tokenizer: Callable[[], Tokenizer | None], vocab_size: int):
         self._load, self._vocab_size = tokenizer, vocab_size
@@ -33,11 +29,7 @@ class BreakerTokens:
         self._worker: ThreadPoolExecutor | None = None
 
     def get(self, texts: Sequence[str] | None) -> Breakers:
-        """Texts, or the default breakers, as tokens.
-
-        Raises:
-            InvalidRequestError: the model has no tokenizer.
-        """
+        """Texts, or the default breakers, as tokens. Raises InvalidRequestError if the model has no tokenizer."""
         wanted = frozenset(DEFAULT_BREAKERS if texts is None else texts)
         with self._lock:
             found = self._known.get(wanted)

@@ -34,11 +34,7 @@ Title = str | list[int]
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """Titles to which answers can be limited.
-
-    Attributes:
-        used: [vocabulary] the tokens that occur in titles.
-    """
+    """Titles to which answers can be limited. `used`: [vocabulary] the tokens that occur in titles."""
 
     name: str
     trie: Trie
@@ -51,16 +47,13 @@ class Catalogue:
 
 
 class Catalogues:
-    """The catalogues of an engine.
+    """The catalogues of an engine. Raises ConfigError if a file cannot be read, or a line cannot be a title; the
+    message names the line.
 
     Args:
-        files: the path of each catalogue by name.
         info: facts about the model.
         defaults: the model's defaults for decoding.
         load_tokenizer: loads the model's tokenizer; called only if titles are texts.
-
-    Raises:
-        ConfigError: a file cannot be read, or a line cannot be a title; the message names the line.
     """
 
     def __init__(
@@ -84,11 +77,8 @@ class Catalogues:
         return tuple(catalogue.info for catalogue in self._found.values())
 
     def completed(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
-        """The parameters with room for the longest title, unless they say how long an answer may be.
-
-        Raises:
-            InvalidRequestError: the catalogue does not exist.
-        """
+        """The parameters with room for the longest title, unless they say how long an answer may be. Raises
+        InvalidRequestError if the catalogue does not exist."""
         name = _name(params)
         if name is None:
             return params
@@ -99,12 +89,8 @@ class Catalogues:
         return replace(params, max_tokens=max(min(most, self._info.max_model_len - prompt_len), 1))
 
     def constrained(self, params: SamplingParams, decoding: Decoding) -> Decoding:
-        """The decoding that limits answers to titles, if the parameters ask for that.
-
-        Raises:
-            InvalidRequestError: the catalogue does not exist, or the request asks for something that cannot be combined
-                with it.
-        """
+        """The decoding that limits answers to titles, if the parameters ask for that. Raises InvalidRequestError if the
+        catalogue does not exist, or the request asks for something that cannot be combined with it."""
         name = _name(params)
         if name is None:
             return decoding
@@ -156,11 +142,8 @@ def _refuse(param: str, message: str, code: str = "invalid_value") -> NoReturn:
 
 
 def read_titles(name: str, path: str) -> Iterator[tuple[int, Title]]:
-    """The titles of a file with their line numbers, as texts or as token ids; empty lines are skipped.
-
-    Raises:
-        ConfigError: the file cannot be read, or a line is not a title.
-    """
+    """The titles of a file with their line numbers, as texts or as token ids; empty lines are skipped. Raises
+    ConfigError if the file cannot be read, or a line is not a title."""
     where = f"catalogue {name}: {path}"
     try:
         with Path(path).expanduser().open("rb") as file:
@@ -208,13 +191,7 @@ def _read_title(where: str, line: bytes) -> Title:
 
 @dataclass(slots=True)
 class _Flat:
-    """All titles' tokens, one title after the other.
-
-    Attributes:
-        ids: the tokens, as int64, as they may be any size.
-        lengths: the length of each title.
-        lines: the titles' line numbers.
-    """
+    """All titles' tokens, one title after the other. `ids`: the tokens, as int64, as they may be any size."""
 
     ids: NDArray[np.int32]
     lengths: NDArray[np.int64]
@@ -237,7 +214,6 @@ class _Builder:
         self._opening: list[int] = []
 
     def build(self, name: str, path: str) -> Catalogue:
-        """Build the catalogue of a file."""
         started, where = time.monotonic(), f"catalogue {name}: {path}"
         titles = read_titles(name, path)
         parts = []
@@ -339,10 +315,6 @@ class _Builder:
 
 
 def check_files(files: Mapping[str, str]) -> None:
-    """Refuse files that cannot be read, before a model is loaded.
-
-    Raises:
-        ConfigError: names the first such file.
-    """
+    """Refuse files that cannot be read, before a model is loaded. Raises ConfigError: names the first such file."""
     for name, path in files.items():
         next(read_titles(name, path), None)

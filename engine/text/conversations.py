@@ -59,16 +59,13 @@ def load_renderer() -> Callable[..., tuple[list[str], Any]]:
 def render_conversation(
     template: str, messages: Messages, *, image_mark: str | None = None, image_text: str | None = None, **given: Any
 ) -> str:
-    """Convert messages to a prompt in `transformers`' sandbox.
+    """Convert messages to a prompt in `transformers`' sandbox. Raises ValueError if the template refuses these
+    messages, or fails on them; the text is the template's.
 
     Args:
-        template: a Jinja template.
         messages: {"role": ..., "content": ...} each; arguments of tool calls are JSON text.
         image_mark, image_text: as `engine.text.pictures.with_parts` takes them.
         given: tools, documents, add_generation_prompt, continue_final_message, and variables that the template may use.
-
-    Raises:
-        ValueError: the template refuses these messages, or fails on them; the text is the template's.
     """
 
     def render(probe: Messages) -> str:

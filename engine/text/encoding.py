@@ -15,24 +15,18 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """A text, or a pair of texts, in the form that a model reads; the lists have one entry per token.
-
-    Attributes:
-        ids: the tokens.
-        type_ids: the tokens' segments; all 0 if the tokenizer has none.
-        offsets: the characters [start, end) of its text that a token stands for; (0, 0) for a token that the tokenizer
-            added. None if they are not known: for tokenizers written in Python, and for inputs that arrived as ids.
-        sequence: 0 for tokens of the first text, 1 for the second, None for tokens that the tokenizer added.
-        truncated: whether tokens were left out.
-        words: the index of each token's word in its text, None for a token that belongs to no word; None in all if this
-            was not asked for, or is not known.
-    """
+    """A text, or a pair of texts, in the form that a model reads; the lists have one entry per token."""
 
     ids: list[int]
-    type_ids: list[int]
+    type_ids: list[int]  # the tokens' segments; all 0 if the tokenizer has none
+    # the characters [start, end) of its text that a token stands for; (0, 0) for a token that the tokenizer added. None
+    # if they are not known: for tokenizers written in Python, and for inputs that arrived as ids.
     offsets: list[Offset] | None
+    # 0 for tokens of the first text, 1 for the second, None for tokens that the tokenizer added
     sequence: list[int | None]
-    truncated: bool = False
+    truncated: bool = False  # whether tokens were left out
+    # the index of each token's word in its text, None for a token that belongs to no word; None in all if this was not
+    # asked for, or is not known
     words: list[int | None] | None = None
 
     @classmethod
@@ -73,10 +67,8 @@ def encode_fast(
     pad.
 
     The library would truncate before it adds special tokens, through a setting that all threads share. Removing the
-    same tokens afterwards gives the same result.
-
-    Raises:
-        InvalidRequestError: there are more special tokens than `max_length`.
+    same tokens afterwards gives the same result. Raises InvalidRequestError if there are more special tokens than
+    `max_length`.
     """
     # Not `encode`: that holds Python's lock, and so blocks the rest of the process.
     whole = fast.encode_batch([texts if len(texts) == 2 else texts[0]], add_special_tokens=special)[0]
@@ -125,10 +117,8 @@ def encode_slow(
     marker: int | None = None,
 ) -> Encoding:
     """Encode one or two texts with a `transformers` tokenizer written in Python, which has neither offsets nor words.
-
-    Raises:
-        InvalidRequestError: there are more special tokens than `max_length`, or the tokenizer does not accept pairs.
-    """
+    Raises InvalidRequestError if there are more special tokens than `max_length`, or the tokenizer does not accept
+    pairs."""
     parts = [list(hf.encode(text, add_special_tokens=False, verbose=False)) for text in texts]
     total = sum(map(len, parts))
     added = (len(_joined(hf, [[] for _ in texts])) if special else 0) + (marker is not None)

@@ -79,11 +79,8 @@ def shows_all(text: str, roles: Roles) -> bool:
 
 
 def shows_by(render: Callable[[Messages], str]) -> Shows:
-    """Tests whether a template shows all messages of some roles, by rendering them once.
-
-    Args:
-        render: renders messages with the template; ValueError if the template refuses them.
-    """
+    """Tests whether a template shows all messages of some roles, by rendering them once. `render`: renders messages
+    with the template; ValueError if the template refuses them."""
 
     def shows(roles: Roles) -> bool:
         try:
@@ -95,11 +92,8 @@ def shows_by(render: Callable[[Messages], str]) -> Shows:
 
 
 def fitted(messages: Messages, shows: Shows, writing: Writing) -> Messages:
-    """The same messages, changed as little as the template requires.
-
-    Args:
-        writing: the model's format of calls, for a template that cannot write them.
-    """
+    """The same messages, changed as little as the template requires. `writing`: the model's format of calls, for a
+    template that cannot write them."""
     made = _with_calls(messages, shows, writing)
     lead = next((place for place, one in enumerate(made) if one["role"] not in _LEADING), len(made))
     made = _system(made[:lead], made[lead:], shows) + [_later(one, shows) for one in made[lead:]]
@@ -201,7 +195,6 @@ def _parted(message: dict[str, Any]) -> Messages:
 
 
 def _system(lead: Messages, others: Messages, shows: Shows) -> Messages:
-    """Move system messages before all others."""
     roles = tuple(one["role"] for one in lead)
     if len(lead) > 1 and not shows((*roles[:2], "user")):
         lead = _joined(lead, lambda one, next_: True)

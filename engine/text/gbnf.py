@@ -42,22 +42,14 @@ Ranges = tuple[tuple[int, int], ...]  # ranges of code points, sorted and disjoi
 
 @dataclass(eq=False, slots=True)
 class _Node:
-    """A part of a grammar.
+    """A part of a grammar."""
 
-    Attributes:
-        kind: chars, seq, alt, repeat or ref.
-        parts: the parts of seq and alt; the one part of repeat.
-        ranges: the code points of chars.
-        least: the minimum number of repetitions; most, the maximum, is None if there is no limit.
-        name: the rule that a ref names.
-    """
-
-    kind: str
-    parts: list[_Node] = field(default_factory=list)
-    ranges: Ranges = ()
-    least: int = 0
+    kind: str  # chars, seq, alt, repeat or ref
+    parts: list[_Node] = field(default_factory=list)  # the parts of seq and alt; the one part of repeat
+    ranges: Ranges = ()  # the code points of chars
+    least: int = 0  # the minimum number of repetitions; most, the maximum, is None if there is no limit
     most: int | None = None
-    name: str = ""
+    name: str = ""  # the rule that a ref names
 
 
 def is_gbnf(text: str) -> bool:
@@ -66,11 +58,8 @@ def is_gbnf(text: str) -> bool:
 
 
 def gbnf_to_lark(text: str) -> str:
-    """The Lark grammar that accepts the same texts.
-
-    Raises:
-        ValueError: names the part that cannot be read or translated.
-    """
+    """The Lark grammar that accepts the same texts. Raises ValueError: names the part that cannot be read or
+    translated."""
     rules = _Reader(grammar_tokens(_TOKEN, text)).rules()
     if "root" not in rules:
         raise ValueError("the grammar has no rule root")
@@ -211,13 +200,7 @@ def _meet(first: Ranges, second: Ranges) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Flow:
-    """The order of a part's positions, which are its characters or its lexemes.
-
-    Attributes:
-        empty: whether the part may be empty.
-        first: positions at which it may begin.
-        last: positions at which it may end.
-    """
+    """The order of a part's positions, which are its characters or its lexemes."""
 
     empty: bool
     first: frozenset[int] = frozenset()
@@ -226,13 +209,7 @@ class _Flow:
 
 @dataclass(slots=True)
 class _Lexeme:
-    """A regular expression as an automaton over character positions.
-
-    Attributes:
-        text: the expression.
-        chars: the characters at each position.
-        after: the positions that may follow each position.
-    """
+    """A regular expression as an automaton over character positions."""
 
     text: str
     chars: list[Ranges] = field(default_factory=list)
@@ -273,7 +250,6 @@ class _Translation:
     flows: dict[str, _Flow] = field(default_factory=dict)
 
     def lark(self) -> str:
-        """The translation."""
         self._find_regular()
         self._find_endless()
         while conflicts := self._conflicts():
@@ -459,7 +435,6 @@ class _Translation:
         return found
 
     def _written(self, node: _Node, names: dict[str, str]) -> str:
-        """A part written in Lark."""
         lexeme = self._lexeme(node)
         if lexeme is not None:
             return f"/{lexeme.text}/{'?' if lexeme.flow.empty else ''}"

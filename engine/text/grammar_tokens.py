@@ -6,14 +6,8 @@ import re
 
 
 def grammar_tokens(pattern: re.Pattern[str], text: str) -> list[tuple[str, str]]:
-    """Pairs of a token's kind and text.
-
-    Args:
-        pattern: has one named group per kind; matches of the group `space` are skipped.
-
-    Raises:
-        ValueError: names a part of the text that matches nothing.
-    """
+    """Pairs of a token's kind and text. `pattern`: has one named group per kind; matches of the group `space` are
+    skipped. Raises ValueError: names a part of the text that matches nothing."""
     found, at = [], 0
     while at < len(text):
         token = pattern.match(text, at)

@@ -71,11 +71,7 @@ FEW_THREADS = 2
 
 
 def _llguidance() -> Any:
-    """The library.
-
-    Raises:
-        InvalidRequestError: llguidance is not installed.
-    """
+    """The library. Raises InvalidRequestError: llguidance is not installed."""
     try:
         import llguidance
     except ImportError as error:
@@ -107,14 +103,12 @@ def plain(problem: str) -> str:
 
 
 def grammar_text(params: StructuredOutputsParams, *, may_open_with_space: bool = False, may_force: bool = True) -> str:
-    """A request's grammar in the form that llguidance reads.
+    """A request's grammar in the form that llguidance reads. Raises InvalidRequestError if the grammar cannot be read,
+    or would allow too much.
 
     Args:
         may_open_with_space: whether an answer may begin with a space that is not part of its text.
         may_force: whether forced text uses the tokenizer's own tokens rather than any tokens.
-
-    Raises:
-        InvalidRequestError: the grammar cannot be read, or would allow too much.
     """
     parts: dict[str, dict[str, Any]] = {}
     kind = params.kind
@@ -237,11 +231,7 @@ class Trial:
         self._tokens = single_bytes(library)
 
     def check(self, params: StructuredOutputsParams) -> None:
-        """Compile a grammar, and begin an answer.
-
-        Raises:
-            InvalidRequestError: the grammar cannot be used.
-        """
+        """Compile a grammar, and begin an answer. Raises InvalidRequestError if the grammar cannot be used."""
         text, limits = grammar_text(params), limits_of(self._library, params)
         # Special tokens are not known here; only the model's tokenizer can check a grammar that names some.
         failed, messages = self._library.LLMatcher.validate_grammar_with_warnings(text, limits=limits)
@@ -459,11 +449,8 @@ class Grammars:
         self._worker: ThreadPoolExecutor | None = None
 
     def get(self, params: StructuredOutputsParams) -> GrammarConstraint:
-        """The initial state of a grammar for a request; compiles the grammar if necessary.
-
-        Raises:
-            InvalidRequestError: the grammar cannot be used, or this model cannot use grammars.
-        """
+        """The initial state of a grammar for a request; compiles the grammar if necessary. Raises InvalidRequestError
+        if the grammar cannot be used, or this model cannot use grammars."""
         with self._lock:
             found = self._compiled.get(params)
             if found is not None:

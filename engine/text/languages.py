@@ -17,21 +17,16 @@ _SHOWN = 6
 
 @dataclass(frozen=True, slots=True)
 class Languages:
-    """The tokens that stand for languages, and their position in an input.
+    """The tokens that stand for languages, and their position in an input."""
 
-    Attributes:
-        ids: token id by language code; empty if the tokenizer has none.
-        place: the position of the language token in an input: 0, or -1 for the end.
-        starts: whether the decoder begins with the target's token; other models generate this token first. Only PLBART
-            has codes between underscores after the text (`__java__`), which identify it.
-        marked_side: which language that token names: the text's own, or the one to translate into.
-        pair: the source and target of a model that translates nothing else and needs no language tokens.
-    """
-
-    ids: Mapping[str, int] = field(default_factory=dict)
-    place: int = 0
+    ids: Mapping[str, int] = field(default_factory=dict)  # token id by language code; empty if the tokenizer has none
+    place: int = 0  # the position of the language token in an input: 0, or -1 for the end
+    # whether the decoder begins with the target's token; other models generate this token first. Only PLBART has codes
+    # between underscores after the text (`__java__`), which identify it.
     starts: bool = False
+    # which language that token names: the text's own, or the one to translate into
     marked_side: Literal["source", "target"] = "source"
+    # the source and target of a model that translates nothing else and needs no language tokens
     pair: tuple[str, str] | None = None
 
     @classmethod
@@ -52,11 +47,8 @@ class Languages:
         return cls()
 
     def id(self, language: str, param: str) -> int:
-        """The token of a language.
-
-        Raises:
-            InvalidRequestError: the tokenizer does not know this language, or knows none.
-        """
+        """The token of a language. Raises InvalidRequestError if the tokenizer does not know this language, or knows
+        none."""
         if not self.ids:
             raise InvalidRequestError(
                 f"{param}: this model's tokenizer has no language tokens. Remove it, and describe the task in the "

@@ -33,11 +33,7 @@ _BETWEEN = re.compile(r"[\s,]*")
 
 
 def read_tokenizer(file: Path) -> Tokenizer:
-    """The tokenizer of a file.
-
-    Raises:
-        Exception: the tokenizers library cannot read it.
-    """
+    """The tokenizer of a file. Raises Exception if the tokenizers library cannot read it."""
     if file.stat().st_size >= LARGE and (found := _built(file)) is not None:
         return found
     return Tokenizer.from_file(str(file))
@@ -76,11 +72,8 @@ def _are_tokens(added: object) -> bool:
 
 
 def _parted(text: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """The content without its merges, and the merges, in which equal strings share one object.
-
-    Raises:
-        ValueError, IndexError, TypeError: the file is not JSON, or does not have its merges in one place.
-    """
+    """The content without its merges, and the merges, in which equal strings share one object. Raises ValueError,
+    IndexError, TypeError if the file is not JSON, or does not have its merges in one place."""
     places = list(_MERGES.finditer(text))
     if len(places) != 1:
         raise ValueError("there are no merges, or several")

@@ -17,12 +17,8 @@ _known: dict[tuple[str, str | None], tuple[bool, bool]] = {}
 
 
 class Pictures:
-    """The images of a conversation, in the order of their marks.
-
-    Attributes:
-        mark: stands in texts for an image. Nobody can guess it, so no client's text holds it.
-        images: as they were given.
-    """
+    """The images of a conversation, in the order of their marks. `mark`: stands in texts for an image. Nobody can guess
+    it, so no client's text holds it."""
 
     def __init__(self) -> None:
         self.mark = f"[image {secrets.token_hex(8)}]"

@@ -36,10 +36,6 @@ class PlainTokenizer:
         settings: the content of tokenizer_config.json.
         chat_template: Jinja text, or None.
         folder: the folder of these files.
-
-    Attributes:
-        special_tokens_map: the special tokens that have a name, by name.
-        all_special_tokens: these and the other special tokens, each once.
     """
 
     is_fast = True
@@ -50,8 +46,10 @@ class PlainTokenizer:
         self.chat_template = chat_template
         self.truncation_side = settings.get("truncation_side", "right")
         self.model_input_names = settings.get("model_input_names", ["input_ids", "attention_mask"])
+        # the special tokens that have a name, by name
         self.special_tokens_map: dict[str, str] = {name: settings[name] for name in NAMED if name in settings}
         extra: list[str] = next((settings[name] for name in _EXTRA[::-1] if settings.get(name)), [])
+        # these and the other special tokens, each once
         self.all_special_tokens = list(dict.fromkeys([*self.special_tokens_map.values(), *extra]))
         self._add(settings.get("added_tokens_decoder", {}))
         if backend.post_processor is None:
@@ -98,7 +96,6 @@ class PlainTokenizer:
         return found
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Ids to text."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def whole(self) -> Any:
@@ -111,14 +108,12 @@ class PlainTokenizer:
 
 
 def read_plain(folder: Path, settings: Mapping[str, Any]) -> PlainTokenizer | None:
-    """The tokenizer of a folder whose settings are plain; None if `transformers` has to read it.
+    """The tokenizer of a folder whose settings are plain; None if `transformers` has to read it. Raises Exception if
+    the tokenizers library cannot read the file.
 
     Args:
         folder: has a tokenizer.json, and `transformers` has no specific class for it.
         settings: the content of tokenizer_config.json.
-
-    Raises:
-        Exception: the tokenizers library cannot read the file.
     """
     given = {name: value for name, value in settings.items() if value is not None and name not in _IDLE}
     plain = (

@@ -22,11 +22,7 @@ __all__ = [
 
 def spell_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
     """The parameters with `bad_words` added to `bad_words_ids`: each word as it is at the start of a text, and after a
-    space.
-
-    Raises:
-        InvalidRequestError: there is no tokenizer, or the words have too many tokens.
-    """
+    space. Raises InvalidRequestError if there is no tokenizer, or the words have too many tokens."""
     if not params.bad_words:
         return replace(params, bad_words=None) if params.bad_words is not None else params
     if tokenizer is None:
@@ -51,29 +47,19 @@ def spell_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> Samp
 
 @dataclass(slots=True, kw_only=True)
 class ChoiceText:
-    """News of one choice.
+    """News of one choice."""
 
-    Attributes:
-        index: which of the n answers this is.
-        text: new text only, without text that may still change or become a stop string.
-        token_ids: new ids only.
-        logprobs: one entry per new id with `decoded_token` filled in, if asked for.
-        finish_reason: set in the choice's last item.
-        stop_reason: the stop string or stop token id that ended the choice, or why it was aborted.
-        cumulative_logprob: the sum over the choice's tokens so far (for beams, in the last item).
-        score: a beam's score, in its last item.
-        stopped_by_text: whether a stop string ended the choice here, which the engine cannot know; the caller must
-            abort the choice. Later deltas of the choice are ignored.
-    """
-
-    index: int
-    text: str = ""
+    index: int  # which of the n answers this is
+    text: str = ""  # new text only, without text that may still change or become a stop string
     token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None = None
-    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprobs] | None = None  # one entry per new id with `decoded_token` filled in, if asked for
+    finish_reason: FinishReason | None = None  # set in the choice's last item
+    # the stop string or stop token id that ended the choice, or why it was aborted
     stop_reason: int | str | None = None
-    cumulative_logprob: float | None = None
-    score: float | None = None
+    cumulative_logprob: float | None = None  # the sum over the choice's tokens so far (for beams, in the last item)
+    score: float | None = None  # a beam's score, in its last item
+    # whether a stop string ended the choice here, which the engine cannot know; the caller must abort the choice. Later
+    # deltas of the choice are ignored.
     stopped_by_text: bool = False
 
     def extend(self, later: ChoiceText) -> None:
@@ -98,17 +84,12 @@ class OutputProcessor:
     Text is streamed as soon as it is certain; the total does not depend on how the tokens arrive. Without a tokenizer
     it is always "". The id that ended a choice is part of its token_ids; its text is shown only with
     include_stop_str_in_output, an EOS also with skip_special_tokens=False. The text of the first min_tokens tokens
-    cannot complete a stop string.
+    cannot complete a stop string. Raises InvalidRequestError if stop strings are asked for, but there is no tokenizer.
 
     Args:
         tokenizer: the model's, or None.
         prompt_token_ids: the prompt that the answer continues (the decoder's prompt for encoder-decoder models).
-        params: the request's.
         keep_logprobs: whether `outputs` include log-probabilities; a stream passes them on and need not keep them.
-        shown_special: special tokens whose text is shown although other special tokens' text is not.
-
-    Raises:
-        InvalidRequestError: stop strings are asked for, but there is no tokenizer.
 
     Attributes:
         prompt_logprobs: as in `RequestDelta`, with `decoded_token` filled in, once they are known.

@@ -92,11 +92,8 @@ def _narrow_wide_bounds(item: dict[str, Any]) -> None:
 
 
 def _narrow_exclusive_bounds(item: dict[str, Any], combined: bool) -> None:
-    """llguidance accepts an excluded whole number (0 in 0 < x < 0.5) if no other lies between the bounds.
-
-    Args:
-        combined: whether bounds of other schemas may combine with those of this one.
-    """
+    """llguidance accepts an excluded whole number (0 in 0 < x < 0.5) if no other lies between the bounds. `combined`:
+    whether bounds of other schemas may combine with those of this one."""
     if item.get("type") == "integer":
         return
     bounds = {name: item[name] for name in _BOUNDS if _is_number(item.get(name))}
@@ -299,7 +296,6 @@ def _types_of(value: Any) -> frozenset[str]:
 
 
 def _values(schema: Mapping[str, Any]) -> list[Any] | None:
-    """All possible values, if they are listed."""
     if "const" in schema:
         return [schema["const"]]
     listed = schema.get("enum")

@@ -30,10 +30,6 @@ def cutting_tokens(added: Collection[AddedToken], wanted: str) -> list[str]:
     that begins with it depends on the text before it (`single_word`) or absorbs spaces there (`lstrip`). No other token
     that is looked for in the original text extends over the cut: none contains a beginning of this one except at its
     own beginning. The first character is neither a space, which the token before might absorb, nor part of a word.
-
-    Args:
-        added: all added tokens of the tokenizer.
-        wanted: a text; only tokens that it contains are returned.
     """
     found = [token for token in added if token.content and not token.normalized]
     return [

@@ -12,11 +12,7 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """A request's stop strings, prepared once and shared by its choices.
-
-    Args:
-        strings: non-empty strings.
-    """
+    """A request's stop strings, prepared once and shared by its choices. `strings`: non-empty strings."""
 
     __slots__ = ("failures", "first", "strings")
 
@@ -44,7 +40,6 @@ class StopMatcher:
         """Take the next piece of text.
 
         Args:
-            text: the piece of text; may be empty.
             accept: whether this piece may complete a stop string; one that is completed while this is false counts as
                 ordinary text.
             include: whether to keep the stop string at the end of the released text.

@@ -60,29 +60,14 @@ class Tokenizer:
         hf: the tokenizer object, fast (Rust) or slow (Python).
         lower_case: whether texts are lower-cased first.
         marked_side: which language an input's language token names, if it has one (`Languages`).
-
-    Attributes:
-        eos_token_id: the tokenizer's own end-of-sequence id, or None.
-        bos_token_id: the tokenizer's own beginning-of-sequence id, or None.
-        mask_token_id, mask_token: the token that marks a position to predict, and its text, or None.
-        unk_token_id: the token for text that the vocabulary does not cover, or None.
-        pad_token_id: the token with which other programs pad short inputs, or None.
-        cls_token_id: the token that stands for a whole input, or None.
-        frame_ids: the tokens that begin, separate, end or pad inputs.
-        truncation_side: the side from which inputs that are too long are cut.
-        subword_prefix: how the vocabulary marks a token that continues a word (WordPiece's "##"), if it does.
-        vocab_size: number of ids, added tokens included.
-        plain_size: number of ids without added tokens; 0 for a slow tokenizer, which does not distinguish them.
-        languages: the languages that it knows.
-        encode_long: texts of more than the given number of characters are encoded by this function, which is given the
-            text and whether to add special tokens; None: all are encoded here. It is only for tokenizers that can be
-            saved.
     """
 
     def __init__(
         self, hf: Any, *, lower_case: bool = False, marked_side: Literal["source", "target"] = "source"
     ) -> None:
         self._hf = hf
+        # texts of more than the given number of characters are encoded by this function, which is given the text and
+        # whether to add special tokens; None: all are encoded here. It is only for tokenizers that can be saved.
         self.encode_long: tuple[int, Callable[[str, bool], list[int]]] | None = None
         self._lower_case = lower_case
         self._fast: Any = getattr(hf, "_tokenizer", None) if getattr(hf, "is_fast", False) else None
@@ -101,28 +86,37 @@ class Tokenizer:
         else:
             # A folder need not list the tokens that stand for languages.
             self._special = frozenset(hf.all_special_ids) | frozenset(getattr(hf, "lang_token_to_id", {}).values())
-        self.eos_token_id: int | None = hf.eos_token_id
-        self.bos_token_id: int | None = hf.bos_token_id
+        self.eos_token_id: int | None = hf.eos_token_id  # the tokenizer's own end-of-sequence id, or None
+        self.bos_token_id: int | None = hf.bos_token_id  # the tokenizer's own beginning-of-sequence id, or None
+        # the token for text that the vocabulary does not cover, or None
         self.unk_token_id: int | None = getattr(hf, "unk_token_id", None)
         mask = getattr(hf, "mask_token_id", None)
         if mask == self.unk_token_id:  # one that is named, but is not in the vocabulary
             mask = None
+        # mask_token_id, mask_token: the token that marks a position to predict, and its text, or None
         self.mask_token_id: int | None = mask
         self.mask_token: str | None = None if mask is None else hf.mask_token
+        # the token with which other programs pad short inputs, or None
         self.pad_token_id: int | None = getattr(hf, "pad_token_id", None)
+        # the token that stands for a whole input, or None
         self.cls_token_id: int | None = getattr(hf, "cls_token_id", None)
         frame = (getattr(hf, f"{name}_token_id", None) for name in ("bos", "eos", "cls", "sep", "pad"))
+        # the tokens that begin, separate, end or pad inputs
         self.frame_ids: frozenset[int] = frozenset(token for token in frame if token is not None)
+        # the side from which inputs that are too long are cut
         self.truncation_side: Side = "left" if getattr(hf, "truncation_side", "right") == "left" else "right"
         model = None if self._fast is None else self._fast.model
+        # how the vocabulary marks a token that continues a word (WordPiece's "##"), if it does
         self.subword_prefix: str | None = getattr(model, "continuing_subword_prefix", None) or None
         self._segments = "token_type_ids" in getattr(hf, "model_input_names", ())
         # The two sides of Marian and FSMT may have separate vocabularies.
         other = (len(getattr(hf, "target_encoder", ())), getattr(hf, "tgt_vocab_size", 0))
-        self.vocab_size: int = max(len(hf), *other)
+        self.vocab_size: int = max(len(hf), *other)  # number of ids, added tokens included
+        # number of ids without added tokens; 0 for a slow tokenizer, which does not distinguish them
         self.plain_size: int = 0 if self._fast is None else self._fast.get_vocab_size(with_added_tokens=False)
         special = {text: hf.convert_tokens_to_ids(text) for text in hf.all_special_tokens}
         special |= getattr(hf, "lang_token_to_id", {})
+        # the languages that it knows
         self.languages = replace(Languages.among(special, self.encode("")), marked_side=marked_side, pair=_pair(hf))
         self._answers: Any = None  # encodes the beginning of an answer, if another tokenizer does that
         self._known: dict[int, bool] = {}
@@ -177,14 +171,8 @@ class Tokenizer:
         }
 
     def need_chat_template(self, *, tools: bool = False) -> str:
-        """The model's own chat template (Jinja).
-
-        Args:
-            tools: whether the conversation has tools; some models have a separate template for these.
-
-        Raises:
-            InvalidRequestError: the model has no such template.
-        """
+        """The model's own chat template (Jinja). `tools`: whether the conversation has tools; some models have a
+        separate template for these. Raises InvalidRequestError if the model has no such template."""
         template = (self._template("tool_use") if tools else None) or self.chat_template
         if template is None:
             raise InvalidRequestError(
@@ -215,14 +203,9 @@ class Tokenizer:
         return template if isinstance(template, str) else None
 
     def encode(self, text: str, add_special_tokens: bool = True, src_lang: str | None = None) -> list[int]:
-        """Text to ids.
-
-        Args:
-            src_lang: the text's language, for tokenizers that mark it with a special token; None means their default.
-
-        Raises:
-            InvalidRequestError: the text is not valid Unicode (unpaired surrogates), or the language has no token.
-        """
+        """Text to ids. `src_lang`: the text's language, for tokenizers that mark it with a special token; None means
+        their default. Raises InvalidRequestError if the text is not valid Unicode (unpaired surrogates), or the
+        language has no token."""
         source = None if src_lang is None or not add_special_tokens else self.languages.id(src_lang, "src_lang")
         text = self._given(text)
         if self.encode_long is not None and len(text) > self.encode_long[0]:
@@ -245,7 +228,8 @@ class Tokenizer:
         words: bool = False,
         marker: int | None = None,
     ) -> Encoding:
-        """Convert a text, or a pair of texts, to an encoder's input.
+        """Convert a text, or a pair of texts, to an encoder's input. Raises InvalidRequestError if a text is not valid
+        Unicode, there is no room for the special tokens, or the tokenizer takes no pairs.
 
         Args:
             max_length: the maximum number of tokens; the rest is left out, of a pair from the longer text first
@@ -254,10 +238,6 @@ class Tokenizer:
             words: whether to return each token's word, too.
             marker: a token that is inserted after the first one, or at the start if there are no special tokens; it
                 counts as a special token.
-
-        Raises:
-            InvalidRequestError: a text is not valid Unicode, there is no room for the special tokens, or the tokenizer
-                takes no pairs.
         """
         texts = tuple(self._given(part, "input") for part in (text, pair) if part is not None)
         encode, by = (encode_slow, self._hf) if self._fast is None else (encode_fast, self._fast)
@@ -274,11 +254,8 @@ class Tokenizer:
         )
 
     def encode_words(self, words: Sequence[str]) -> Encoding:
-        """Convert words that are already separated to an encoder's input; `Encoding.words` counts them.
-
-        Raises:
-            InvalidRequestError: a word is not valid Unicode, or the tokenizer does not say which word a token is of.
-        """
+        """Convert words that are already separated to an encoder's input; `Encoding.words` counts them. Raises
+        InvalidRequestError if a word is not valid Unicode, or the tokenizer does not say which word a token is of."""
         if self._fast is None:
             raise InvalidRequestError(
                 "the model's tokenizer is a Python tokenizer and does not report the words of tokens, which this "
@@ -289,11 +266,8 @@ class Tokenizer:
         return encode_words(self._fast, [self._given(word, "input") for word in words], segments=self._segments)
 
     def encode_answer(self, text: str) -> list[int]:
-        """Convert the beginning of an encoder-decoder model's answer to ids, without special tokens.
-
-        Raises:
-            InvalidRequestError: the text is not valid Unicode.
-        """
+        """Convert the beginning of an encoder-decoder model's answer to ids, without special tokens. Raises
+        InvalidRequestError if the text is not valid Unicode."""
         if self._fast is not None:
             return self.encode(text, add_special_tokens=False)
         text = self._given(text)
@@ -338,12 +312,10 @@ class Tokenizer:
         return self.without(ids, self._special if skip_special_tokens else frozenset())
 
     def without(self, ids: Sequence[int], hidden: frozenset[int]) -> list[int]:
-        """The ids that are known to the tokenizer and not hidden."""
         return [token for token in ids if token not in hidden and self._is_known(token)]
 
     @property
     def special_token_ids(self) -> frozenset[int]:
-        """The ids of the special tokens."""
         return self._special
 
     def special_texts(self) -> dict[int, str]:
@@ -416,7 +388,8 @@ class Tokenizer:
     ) -> str:
         """Convert messages to a prompt, by the model's chat template in `transformers`' sandbox.
 
-        The template writes the special tokens itself: encode the result with `add_special_tokens=False`.
+        The template writes the special tokens itself: encode the result with `add_special_tokens=False`. Raises
+        InvalidRequestError if the model has no template, or it refuses these messages.
 
         Args:
             messages: {"role": ..., "content": ...} each, with text contents.
@@ -425,9 +398,6 @@ class Tokenizer:
             add_generation_prompt: whether to end with the text that opens the assistant's answer.
             variables: continue_final_message, documents, image_mark, image_text, and variables that the template may
                 use (enable_thinking ...).
-
-        Raises:
-            InvalidRequestError: the model has no template, or it refuses these messages.
         """
         from engine.text.conversations import fit_messages, render_conversation  # slow to import
 

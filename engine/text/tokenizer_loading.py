@@ -63,7 +63,8 @@ def load_tokenizer(
     chat_template: str | None = None,
     alone: bool = False,
 ) -> Tokenizer | None:
-    """Load a model's tokenizer, without running any code that comes with it.
+    """Load a model's tokenizer, without running any code that comes with it. Raises ModelLoadError if the tokenizer
+    cannot be fetched, or its files cannot be read. ConfigError if the chat template does not exist.
 
     Args:
         path_or_id: a folder, or a model's id on the hub (offline mode is respected).
@@ -75,10 +76,6 @@ def load_tokenizer(
             (`engine.configs.alone`).
 
     Returns: The tokenizer, or None if there are no tokenizer files at all.
-
-    Raises:
-        ModelLoadError: the tokenizer cannot be fetched, or its files cannot be read.
-        ConfigError: the chat template does not exist.
     """
     template = None if chat_template is None else read_template(chat_template)
     folder = Path(path_or_id)
@@ -107,10 +104,7 @@ def load_tokenizer(
 
 def check_vocabulary(info: EngineInfo, tokenizer: Tokenizer | None) -> None:
     """Refuse a tokenizer that was made for a larger vocabulary than the model's, and warn of single tokens beyond it.
-
-    Raises:
-        ModelLoadError: the tokenizer has more tokens than the model, not counting added ones.
-    """
+    Raises ModelLoadError if the tokenizer has more tokens than the model, not counting added ones."""
     size = max(info.vocab_size, info.encoder_vocab_size or 0)
     if tokenizer is None or not size:  # a model without a vocabulary reads no tokens
         return

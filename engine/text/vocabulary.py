@@ -19,20 +19,15 @@ class Vocabulary:
     """The tokens of a model in the form that llguidance expects (its `TokenizerWrapper`).
 
     Args:
-        tokenizer: the model's tokenizer.
         size: number of ids of the model; ids that the tokenizer does not know have no bytes, and are never allowed.
         eos_ids: tokens that end answers.
-
-    Attributes:
-        tokens: the bytes of each token within a text, empty for tokens without bytes or whose bytes are not known.
-        special_token_ids: tokens that no text stands for; a grammar can name them.
-        writes_all: whether each printable ASCII character has a token, so that any text can be written.
-        opens_without_space: whether a text's first token loses its leading space.
     """
 
     def __init__(self, tokenizer: Tokenizer, size: int, eos_ids: Sequence[int]):
+        # the bytes of each token within a text, empty for tokens without bytes or whose bytes are not known
         self.tokens = [self._plain(found) for found in tokenizer.all_token_bytes(size)]
         special_ids = {token for token in tokenizer.special_token_ids if token < size}
+        # tokens that no text stands for; a grammar can name them
         self.special_token_ids = sorted({*special_ids, *eos_ids})
         for token in self.special_token_ids:
             self.tokens[token] = self.tokens[token] or f"<[{token}]>".encode()
@@ -46,9 +41,11 @@ class Vocabulary:
         for token, found in enumerate(self.tokens):
             if found and token not in special:
                 self._ids.setdefault(found, token)
+        # whether each printable ASCII character has a token, so that any text can be written
         self.writes_all = all(bytes([value]) in self._ids for value in range(32, 127))
         self._before = tokenizer.encode(_BEFORE, add_special_tokens=False)
         spaced = next((t for t, b in enumerate(self.tokens) if b[:1] == b" " and b.strip() and t not in special), None)
+        # whether a text's first token loses its leading space
         self.opens_without_space = spaced is not None and not tokenizer.decode([spaced]).startswith(" ")
 
     @staticmethod

@@ -8,12 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """The format of an argument: begin NAME middle VALUE end.
-
-    Attributes:
-        middle_of_json: used instead of `middle` if the value is JSON rather than text, in formats that distinguish
-            them.
-    """
+    """The format of an argument: begin NAME middle VALUE end. `middle_of_json`: used instead of `middle` if the value
+    is JSON rather than text, in formats that distinguish them."""
 
     begin: str
     middle: str
@@ -23,23 +19,17 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writing:
-    """The format of a family's calls: first, then begin NAME middle ARGUMENTS end for each call, then last.
-
-    Attributes:
-        between: separates two calls; None if only one call is possible.
-        pair: the format of each argument, with text unchanged and all else as JSON; None if the arguments are one
-            object.
-        quote: the mark around strings if the object is JSON except for these marks and its unquoted keys; None for
-            JSON.
-    """
+    """The format of a family's calls: first, then begin NAME middle ARGUMENTS end for each call, then last."""
 
     first: str
     begin: str
     middle: str
     end: str
-    between: str | None
+    between: str | None  # separates two calls; None if only one call is possible
     last: str
+    # the format of each argument, with text unchanged and all else as JSON; None if the arguments are one object
     pair: Pair | None = None
+    # the mark around strings if the object is JSON except for these marks and its unquoted keys; None for JSON
     quote: str | None = None
 
     @property

@@ -46,14 +46,12 @@ async def encode_prompts(
     src_lang: str | None = None,
     truncation: Truncation | None = None,
 ) -> list[Prompt]:
-    """Prompts as token ids; texts are tokenised in a thread.
+    """Prompts as token ids; texts are tokenised in a thread. Raises ApiError if a text without a tokenizer, a text that
+    is far too long, or ids outside the vocabulary.
 
     Args:
         src_lang: the language of the texts, for tokenizers that mark it.
         truncation: the rule that cuts longer prompts.
-
-    Raises:
-        ApiError: a text without a tokenizer, a text that is far too long, or ids outside the vocabulary.
     """
     tokenizer, info = service.tokenizer, service.client.info
     vocab_size = info.vocab_size if info.encoder_vocab_size is None else info.encoder_vocab_size
@@ -177,11 +175,8 @@ class Run(ABC, Generic[Piece, Choice]):
 
     @property
     def truncation(self) -> Truncation | None:
-        """The rule for cutting prompts, if the request has one.
-
-        Raises:
-            ApiError: the limit exceeds the model's, or leaves no token.
-        """
+        """The rule for cutting prompts, if the request has one. Raises ApiError if the limit exceeds the model's, or
+        leaves no token."""
         info = self.service.client.info
         free = tokens_to_keep_free(self.shape.params, info, self.usual_answer)
         return Truncation.of(self.body.truncate_prompt_tokens, info, self.service.tokenizer, free)
@@ -210,11 +205,8 @@ class Run(ABC, Generic[Piece, Choice]):
         return Response(content, media_type="application/json", headers=headers)
 
     async def begin(self, request: Request) -> tuple[dict[str, str], Place]:
-        """The headers of the answer, and the request's slots.
-
-        Raises:
-            ApiError, EngineDeadError: the request cannot be served now.
-        """
+        """The headers of the answer, and the request's slots. Raises ApiError, EngineDeadError if the request cannot be
+        served now."""
         headers = self.prepare(request)
         # This comes before any task is created, so a refusal does not wait for a busy event loop.
         with self.record.refusals():
@@ -230,14 +222,8 @@ class Run(ABC, Generic[Piece, Choice]):
         return self.headers
 
     async def admitted(self, *, patient: bool = False) -> Place:
-        """The request's slots.
-
-        Args:
-            patient: the request will be tried again, so a refusal does not count.
-
-        Raises:
-            ApiError, EngineDeadError: the request cannot be served now.
-        """
+        """The request's slots. `patient`: the request will be tried again, so a refusal does not count. Raises
+        ApiError, EngineDeadError if the request cannot be served now."""
         self._ticket = await self.service.admit(*self.size(), self.terms, patient=patient)
         return self._ticket
 

@@ -12,12 +12,8 @@ _SHAPES = {"properties", "items", "prefixItems"}  # keywords of objects and arra
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """The allowed form of a value: any text, one of several texts, or JSON that matches a schema.
-
-    Attributes:
-        texts: the allowed texts, as keys.
-        json: the schemas, one of which must match; the keys are their identities.
-    """
+    """The allowed form of a value: any text, one of several texts, or JSON that matches a schema. `json`: the schemas,
+    one of which must match; the keys are their identities."""
 
     any_text: bool = False
     texts: Mapping[str, None] = field(default_factory=dict)
@@ -38,11 +34,8 @@ def typed(schema: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 class Values:
-    """The values of one function's arguments.
-
-    Args:
-        schema: the schema of all arguments, in which references are resolved.
-    """
+    """The values of one function's arguments. `schema`: the schema of all arguments, in which references are
+    resolved."""
 
     def __init__(self, schema: Mapping[str, Any]):
         self._schema = schema
@@ -116,11 +109,8 @@ def _json(schema: Any) -> Form:
 
 
 def _listed(values: list[Any], others: list[Any]) -> Form:
-    """The form of one of several values.
-
-    Args:
-        others: the other allowed types besides text; if none is named, everything is read as text.
-    """
+    """The form of one of several values. `others`: the other allowed types besides text; if none is named, everything
+    is read as text."""
     texts = dict.fromkeys(value for value in values if isinstance(value, str))
     rest = [value for value in values if not isinstance(value, str)]
     if not rest or (texts and not others):

@@ -41,10 +41,6 @@ class Background:
             when the engine has accepted the request, and last when the answer has ended.
         failing: makes the last events for an error.
         interrupted: called with the reason if the answer was abandoned.
-
-    Attributes:
-        events: all events so far, indexed by number.
-        done: whether there will be no more events.
     """
 
     def __init__(
@@ -56,8 +52,8 @@ class Background:
         failing: Callable[[ApiError], str],
         interrupted: Callable[[str], None],
     ):
-        self.events: list[str] = []
-        self.done = False
+        self.events: list[str] = []  # all events so far, indexed by number
+        self.done = False  # whether there will be no more events
         self._service = service
         self._source = events
         self._streamed = streamed
@@ -69,14 +65,8 @@ class Background:
         self._accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def start(self, ended: Callable[[], None]) -> None:
-        """Begin the answer; returns when the engine has accepted the request and the store has it.
-
-        Args:
-            ended: called when everything is done.
-
-        Raises:
-            ApiError, OctavoError, StoreError: the request is refused or cannot be stored.
-        """
+        """Begin the answer; returns when the engine has accepted the request and the store has it. `ended`: called when
+        everything is done. Raises ApiError, OctavoError, StoreError if the request is refused or cannot be stored."""
         task = asyncio.create_task(self._make())
         task.add_done_callback(lambda _: ended())
         await asyncio.shield(self._accepted)
@@ -130,12 +120,7 @@ class Background:
 
 class Patience:
     """The wait of one request for room in the service. At most two waiting responses ask for room at a time,
-    round-robin over tenants.
-
-    Args:
-        service: the service that lacks room.
-        terms: the request's terms; the deadline ends the wait.
-    """
+    round-robin over tenants. `terms`: the request's terms; the deadline ends the wait."""
 
     def __init__(self, service: Service, terms: Terms):
         self._service = service
@@ -144,14 +129,8 @@ class Patience:
         self._waiting: asyncio.Timeout | None = None
 
     async def place(self, admit: Callable[[], Awaitable[Place]]) -> Place | None:
-        """The request's slots, once there is room; None if the wait was abandoned.
-
-        Args:
-            admit: asks for the slots.
-
-        Raises:
-            ApiError: there will be no room, or none before the deadline.
-        """
+        """The request's slots, once there is room; None if the wait was abandoned. Raises ApiError if there will be no
+        room, or none before the deadline."""
         if self._given_up:
             return None
         try:
@@ -189,11 +168,7 @@ async def _nothing() -> Message:
 async def follow(service: Service, id_: str, tenant: str | None, after: int) -> AsyncGenerator[str, None]:
     """The events of an answer after this number, to the end, whichever process makes them. The last event is always
     sent with a higher number than the client's: a client may have seen higher numbers than the store has, if the
-    process that made the answer was killed.
-
-    Args:
-        id_: the id of an answer whose stream is kept.
-    """
+    process that made the answer was killed. `id_`: the id of an answer whose stream is kept."""
     store, made = service.response_store, service.background.get(id_)
     assert store is not None
     yield ""  # errors no longer matter
@@ -221,7 +196,6 @@ async def follow(service: Service, id_: str, tenant: str | None, after: int) -> 
 
 
 def _numbered(event: str, number: int) -> str:
-    """A typed event with a new number."""
     name, data = event.split("data: ", 1)
     return f"{name}data: {to_json(from_json(data) | {'sequence_number': number}).decode()}\n\n"
 

@@ -18,11 +18,8 @@ _MOST_COUNTED = 64  # maximum array items whose number is enforced
 
 
 def shared_rules(mark: str) -> list[str]:
-    """The rules that all arguments share, besides `string_end`: any text, and the mark after it.
-
-    Args:
-        mark: the mark around strings, as the grammar writes it.
-    """
+    """The rules that all arguments share, besides `string_end`: any text, and the mark after it. `mark`: the mark
+    around strings, as the grammar writes it."""
     return [
         f"string: {mark} string_end",
         'any: string | NUMBER | BOOLEAN | "null" | any_object | any_array',
@@ -41,7 +38,6 @@ class BareObjects:
 
     Args:
         name: the name of the first rule; the names of the others begin with it.
-        schema: the schema of all arguments.
         mark: the mark around strings, as the grammar writes it.
     """
 
@@ -55,15 +51,10 @@ class BareObjects:
         self._schema = schema
 
     def rules(self) -> list[str]:
-        """All rules.
-
-        Raises:
-            ValueError: the schema cannot be written in this form.
-        """
+        """All rules. Raises ValueError if the schema cannot be written in this form."""
         return [f"{self._name}: {self._object(self._schema)}", *self._rules]
 
     def _value(self, schema: Any) -> str:
-        """The expression for a value of this schema."""
         if not isinstance(schema, dict):
             if schema is False:
                 raise ValueError("the schema allows no value for an argument, so the call cannot be enforced")
@@ -92,7 +83,6 @@ class BareObjects:
         return self._rule(self._object(schema) if kind == "object" else self._array(schema))
 
     def _rule(self, body: str) -> str:
-        """The name of a new rule."""
         self._count += 1
         self._rules.append(f"{self._name}_{self._count}: {body}")
         return f"{self._name}_{self._count}"

@@ -20,27 +20,17 @@ _ID_PREFIXES: dict[Kind, str] = {"text": "msg_", "reasoning": "rs_", "call": "fc
 
 @dataclass(slots=True)
 class Block:
-    """A part of an answer.
-
-    Attributes:
-        index: the block's index in the answer.
-        call_id: for a call, the id that its result refers to.
-        name: for a call, the function.
-        parts: the parts of the text, or of a call's arguments.
-        logprobs: log-probabilities of a text's tokens, if requested.
-        ended: whether the block is finished.
-        complete: whether it was not cut off.
-    """
+    """A part of an answer."""
 
     kind: Kind
-    index: int
+    index: int  # the block's index in the answer
     id: str
-    call_id: str = ""
+    call_id: str = ""  # for a call, the id that its result refers to
     name: str = ""
-    parts: list[str] = field(default_factory=list)
-    logprobs: list[ChatTokenLogprob] = field(default_factory=list)
-    ended: bool = False
-    complete: bool = False
+    parts: list[str] = field(default_factory=list)  # the parts of the text, or of a call's arguments
+    logprobs: list[ChatTokenLogprob] = field(default_factory=list)  # log-probabilities of a text's tokens, if requested
+    ended: bool = False  # whether the block is finished
+    complete: bool = False  # whether it was not cut off
 
     @property
     def text(self) -> str:
@@ -64,22 +54,13 @@ class Listener(Protocol):
 
 
 class Blocks:
-    """The blocks of one answer.
-
-    Args:
-        listener: is notified at once.
-
-    Attributes:
-        made: the blocks so far.
-        finish_reason: as in chat answers; None until known.
-        stop_reason: the stop string or token that ended the answer.
-    """
+    """The blocks of one answer. `listener`: is notified at once."""
 
     def __init__(self, listener: Listener | None = None):
         self._listener = listener
         self.made: list[Block] = []
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
+        self.finish_reason: str | None = None  # as in chat answers; None until known
+        self.stop_reason: int | str | None = None  # the stop string or token that ended the answer
 
     def feed(self, news: ChatPiece | PlainText) -> None:
         """Add a part of the answer."""
@@ -109,7 +90,6 @@ class Blocks:
         return self.made[-1] if self.made and not self.made[-1].ended else None
 
     def _current(self, kind: Kind) -> Block:
-        """The open block if it is of that kind, else a new one."""
         block = self._open
         return block if block is not None and block.kind == kind else self._begin(kind)
 

@@ -32,15 +32,11 @@ def call_grammar(parsing: Parsing, special: Mapping[int, str], *, formed: bool =
     """The grammar of the answer, in llguidance's form of Lark; None if any answer is allowed.
 
     If calls are required, the answer contains only calls, and reasoning if the model reasons. If calls are optional,
-    the arguments of strict functions follow their schemas.
+    the arguments of strict functions follow their schemas. Raises ValueError if the model's format cannot be enforced.
 
     Args:
-        parsing: how the answer is parsed, and the functions that it may call.
         special: the ids of special tokens by their texts; a grammar refers to them by id.
         formed: an answer without calls has its own format, which `@answer` stands for.
-
-    Raises:
-        ValueError: the model's format cannot be enforced.
     """
     tools, format = parsing.tools, parsing.formats.calls
     quoted = _Quoted(special)
@@ -76,7 +72,6 @@ class _Quoted:
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) if longest_first else r"(?!)")
 
     def __call__(self, text: str) -> str:
-        """The text; nothing for an empty one."""
         parts, at = [], 0
         for found in self._pattern.finditer(text):
             parts += [_literal(text[at : found.start()]), f"<[{self._ids[found.group()]}]>"]
@@ -113,12 +108,8 @@ def _literal(text: str) -> str:
 def _calls(
     writing: Writing, functions: Iterable[Function], quoted: _Quoted, *, several: bool, every: bool
 ) -> list[str]:
-    """The rule `calls` and its parts: `call`, `body` (without its opening), and `more` for the calls after it.
-
-    Args:
-        several: there may be more than one call.
-        every: enforce the arguments of all functions, not only of strict ones.
-    """
+    """The rule `calls` and its parts: `call`, `body` (without its opening), and `more` for the calls after it. `every`:
+    enforce the arguments of all functions, not only of strict ones."""
     lines, names, size = [], [], 0
     for index, function in enumerate(functions):
         names.append(f"call_{index}")

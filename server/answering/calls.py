@@ -20,7 +20,6 @@ _STRING_END = re.compile(r'["\\]')
 
 
 def new_id() -> str:
-    """A new id for a call."""
     return "".join(secrets.choice(_ALPHABET) for _ in range(_ID_LENGTH))
 
 
@@ -47,7 +46,6 @@ class Calls:
         return self._names is None or name in self._names
 
     def begin(self, name: str) -> Calls.Open:
-        """A new call."""
         index = self.count
         if self._most is not None and index >= self._most:
             return Calls.Open(None, name)
@@ -69,7 +67,6 @@ class Calls:
             self._name = None
 
         def more(self, arguments: str) -> Iterable[Part]:
-            """Report more of its arguments."""
             if arguments and self._index is not None:
                 self._has_arguments = True
                 yield Call(self._index, arguments=arguments)
@@ -91,11 +88,7 @@ class _MalformedError(Exception):
 
 
 class _Value:
-    """Follows one JSON value to its end without interpreting it.
-
-    Attributes:
-        broken: the value ended with invalid JSON.
-    """
+    """Follows one JSON value to its end without interpreting it."""
 
     def __init__(self) -> None:
         self.broken = False
@@ -144,15 +137,8 @@ class Region(ABC):
     """A part of an answer that should contain calls, parsed while it is written.
 
     It ends with its closing mark, unless the mark is within a string. If no call has begun in it, everything is text,
-    including the marks. Within or after a reported call, anything that is neither call nor text is dropped.
-
-    Args:
-        opening: the text that opened it.
-        closing: the mark that ends it; None if it extends to the end of the answer and anything after calls is text.
-
-    Attributes:
-        ended: whether the closing mark was read.
-        rest: the unread text. After the end of the part, the text after it.
+    including the marks. Within or after a reported call, anything that is neither call nor text is dropped. `closing`:
+    the mark that ends it; None if it extends to the end of the answer and anything after calls is text.
     """
 
     def __init__(self, calls: Calls, opening: str, closing: str | None):
@@ -161,11 +147,10 @@ class Region(ABC):
         self._raw = opening  # all text since the last call; shown if it turns out to be no call
         self._failed = self._left_out = False  # the rest is text or dropped
         self._told = False  # the call being written
-        self.ended = False
+        self.ended = False  # whether the closing mark was read
         self.rest = ""
 
     def feed(self, text: str) -> Iterable[Part]:
-        """Add text."""
         if not self._told and not self._failed:
             self._raw += text
         self.rest += text
@@ -406,11 +391,8 @@ def _decoded(text: str) -> str:
 
 
 class NamedCalls(Region):
-    """A name between marks, then the arguments as a JSON value; one such call or several.
-
-    Args:
-        head: the pattern before the arguments, with the group `name`.
-    """
+    """A name between marks, then the arguments as a JSON value; one such call or several. `head`: the pattern before
+    the arguments, with the group `name`."""
 
     def __init__(self, calls: Calls, opening: str, closing: str | None, head: re.Pattern[str]):
         super().__init__(calls, opening, closing)

@@ -25,12 +25,7 @@ from server.api.chat_schemas import (
 
 @dataclass(slots=True)
 class ChatPieces(PieceMaker[ChatPiece]):
-    """The first piece of each choice has the role; text follows.
-
-    Attributes:
-        role: the role of the answer's message.
-        echoed: text at the beginning of each choice.
-    """
+    """The first piece of each choice has the role; text follows. `role`: the role of the answer's message."""
 
     role: str = "assistant"
     echoed: str = ""

@@ -28,11 +28,6 @@ class ChatImages:
         info: of a model that reads images among its tokens.
         settings: with the limits of an image, and of their number.
         workers: by default those that all jobs share.
-
-    Attributes:
-        vision: the images that the model reads.
-        most: images of a prompt.
-        most_tokens: of an image.
     """
 
     def __init__(self, info: EngineInfo, settings: ServerSettings, workers: WorkerPool | None = None):
@@ -50,11 +45,8 @@ class ChatImages:
         self._turns = asyncio.Semaphore(_AT_ONCE)
 
     def check_count(self, pictures: Pictures) -> None:
-        """Refuse a conversation with too many images, before any is decoded.
-
-        Raises:
-            InvalidRequestError: names the limit.
-        """
+        """Refuse a conversation with too many images, before any is decoded. Raises InvalidRequestError: names the
+        limit."""
         count = len(pictures.images)
         if count > self.most:
             raise InvalidRequestError(
@@ -65,12 +57,8 @@ class ChatImages:
             )
 
     async def read(self, pictures: Pictures) -> list[CroppedImage]:
-        """The images of a conversation as crops, in their order.
-
-        Raises:
-            InvalidRequestError: one cannot be read, is too large, or names an address; says which. Or there are too
-                many, or they take too long together.
-        """
+        """The images of a conversation as crops, in their order. Raises InvalidRequestError if one cannot be read, is
+        too large, or names an address; says which. Or there are too many, or they take too long together."""
         self.check_count(pictures)
         found: list[CroppedImage] = []
         left, size, count = MOST_SECONDS, 0, len(pictures.images)
@@ -95,20 +83,13 @@ class ChatImages:
         return found
 
     def place(self, ids: Sequence[int], images: Sequence[CroppedImage]) -> tuple[list[int], list[PlacedImage]]:
-        """A prompt's tokens with those of its images, and where these are.
-
-        Raises:
-            InvalidRequestError: the prompt has more or fewer image tokens than images.
-        """
+        """A prompt's tokens with those of its images, and where these are. Raises InvalidRequestError if the prompt has
+        more or fewer image tokens than images."""
         with _of_messages():
             return place(ids, images, self.vision)
 
     def expand(self, text: str, token: str, images: Sequence[CroppedImage]) -> str:
-        """A rendered text with the texts around the crops of its images.
-
-        Raises:
-            InvalidRequestError: as `place`.
-        """
+        """A rendered text with the texts around the crops of its images. Raises InvalidRequestError: as `place`."""
         with _of_messages():
             return expand(text, token, images, self.vision)
 

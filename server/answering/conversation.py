@@ -27,11 +27,8 @@ from server.errors import ApiError
 
 
 async def render_chat(service: Service, chat: ChatCompletionRequest) -> Prompt:
-    """The prompt of a chat request that is rendered, not answered.
-
-    Raises:
-        ApiError, InvalidRequestError: the request cannot be rendered, or is far too long.
-    """
+    """The prompt of a chat request that is rendered, not answered. Raises ApiError, InvalidRequestError if the request
+    cannot be rendered, or is far too long."""
     pictures = pictures_for(service)
     messages = read_messages(chat.messages, pictures)
     rendering = read_rendering(chat, read_tools(chat.tools, chat.tool_choice, chat.parallel_tool_calls))
@@ -47,14 +44,7 @@ def pictures_for(service: Service) -> Pictures | None:
 
 @dataclass(slots=True)
 class ConversationRun(Run[ChatPiece, Choice]):
-    """Answers a chat request in any endpoint's shape.
-
-    Attributes:
-        ignored: names of fields of the endpoint's own shape that the chat request lacks.
-        pictures: the images in the messages; None: the model reads none.
-        prediction: a text that the answer is expected to repeat.
-        lowered: whether the prompt leaves less room than max_tokens; the answer gets the room that is left.
-    """
+    """Answers a chat request in any endpoint's shape."""
 
     bytes_per_logprob = 400
     usual_answer = CHAT_ROOM
@@ -62,22 +52,22 @@ class ConversationRun(Run[ChatPiece, Choice]):
     messages: list[Message] = field(kw_only=True)
     rendering: Rendering = field(kw_only=True)
     tools: Tools | None = field(kw_only=True)
-    prediction: str | None = field(default=None, kw_only=True)
+    prediction: str | None = field(default=None, kw_only=True)  # a text that the answer is expected to repeat
+    # names of fields of the endpoint's own shape that the chat request lacks
     ignored: Ignored = field(default_factory=Ignored, kw_only=True)
+    # the images in the messages; None: the model reads none
     pictures: Pictures | None = field(default=None, kw_only=True)
     parsing: Parsing | None = None
-    lowered: bool = False
+    lowered: bool = False  # whether the prompt leaves less room than max_tokens; the answer gets the room that is left
 
     @classmethod
     def of(cls, body: ChatCompletionRequest, service: Service, arrival: float, **more: Any) -> Self:
-        """The run that answers a request.
+        """The run that answers a request. Raises ApiError, InvalidRequestError if the body contains an invalid or
+        unsupported field.
 
         Args:
             arrival: `time.monotonic()` seconds.
             more: further attributes of the run.
-
-        Raises:
-            ApiError, InvalidRequestError: the body contains an invalid or unsupported field.
         """
         if body.top_logprobs and not body.logprobs:
             message = f"top_logprobs ({body.top_logprobs}) needs logprobs to be true."

@@ -36,19 +36,12 @@ _SPLIT = f"<{uuid.uuid4().hex}>"  # placeholder for the question when the conver
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question in the form that the model reads.
-
-    Attributes:
-        instructions: the question.
-        lines: the meaning of each label.
-        labels: the accepted replies, each one token.
-        reply: tells the model to reply with a label; ends with a full stop.
-    """
+    """A question in the form that the model reads."""
 
     instructions: str
     lines: tuple[str, ...]
-    labels: tuple[str, ...]
-    reply: str = "Reply with the letter of one option."
+    labels: tuple[str, ...]  # the accepted replies, each one token
+    reply: str = "Reply with the letter of one option."  # tells the model to reply with a label; ends with a full stop
 
     @property
     def text(self) -> str:
@@ -60,17 +53,11 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The model's answer to a question.
+    """The model's answer to a question."""
 
-    Attributes:
-        shares: the probability of each label, relative to all labels.
-        mass: the total probability of all labels over the vocabulary.
-        is_label: whether the most probable token is a label.
-    """
-
-    shares: list[float]
-    mass: float
-    is_label: bool
+    shares: list[float]  # the probability of each label, relative to all labels
+    mass: float  # the total probability of all labels over the vocabulary
+    is_label: bool  # whether the most probable token is a label
 
     @property
     def best(self) -> int:
@@ -90,25 +77,16 @@ def described(name: str, description: str | None) -> str:
 
 @dataclass(slots=True)
 class DecisionRun(TextRun):
-    """Asks all questions in one batch.
-
-    Attributes:
-        given: the request in the endpoint's shape.
-        state: the subject of the questions.
-        questions: at least one.
-        answer: makes the response from the readings, the usage and this run.
-        instructions: a system message, or None.
-        variables: further variables for the template.
-        param: the field with the state.
-    """
+    """Asks all questions in one batch."""
 
     id_prefix = "decision-"
-    given: ServedBody = field(kw_only=True)
+    given: ServedBody = field(kw_only=True)  # the request in the endpoint's shape
     state: str = field(kw_only=True)
     questions: Sequence[Question] = field(kw_only=True)
+    # makes the response from the readings, the usage and this run
     answer: Callable[[Sequence[Reading], Usage, DecisionRun], BaseModel] = field(kw_only=True)
-    instructions: str | None = field(default=None, kw_only=True)
-    variables: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    instructions: str | None = field(default=None, kw_only=True)  # a system message, or None
+    variables: Mapping[str, Any] = field(default_factory=dict, kw_only=True)  # further variables for the template
     param: str = field(default="input", kw_only=True)
     ids: dict[str, int] = field(default_factory=dict)  # of labels
 
@@ -186,14 +164,7 @@ class DecisionRun(TextRun):
 
 
 def label_ids(tokenizer: Tokenizer, context: str, labels: Sequence[str] | Mapping[str, Any]) -> dict[str, int]:
-    """The token of each label after the prompt.
-
-    Args:
-        context: the end of the prompt.
-
-    Raises:
-        ApiError: a label is not a single token there.
-    """
+    """The token of each label after the prompt. Raises ApiError if a label is not a single token there."""
     base, found = tokenizer.encode(context, add_special_tokens=False), dict[str, int]()
     for label in labels:
         ids = tokenizer.encode(context + label, add_special_tokens=False)

@@ -45,11 +45,8 @@ def _estimate(item: Text | list[int]) -> int:
 
 
 async def read_images(service: Service, inputs: Sequence[object]) -> dict[int, PixelInput]:
-    """The images among the inputs, by index, in the engine's form.
-
-    Raises:
-        InvalidRequestError: the model takes no images, or an image cannot be read.
-    """
+    """The images among the inputs, by index, in the engine's form. Raises InvalidRequestError if the model takes no
+    images, or an image cannot be read."""
     found = {place: item for place, item in enumerate(inputs) if isinstance(item, Image)}
     if not found:
         return {}
@@ -76,10 +73,11 @@ async def encode_all(
 ) -> list[T]:
     """Tokenise texts in a thread, in parts; returns the result of `keep` for each text.
 
-    An `Encoding` takes up to 200 bytes per token. Only one exists at a time, unless `keep` returns it.
+    An `Encoding` takes up to 200 bytes per token. Only one exists at a time, unless `keep` returns it. Raises ApiError
+    if there is no tokenizer; a text has more tokens than the model allows and is not to be cut; or the texts together
+    have more than one request may have.
 
     Args:
-        keep: runs in the thread.
         param: the request's field with the texts.
         places: the texts' indices in that field, for errors (default: the field has nothing else).
         name: the name of a text in the error about its length (default: its field and index).
@@ -87,10 +85,6 @@ async def encode_all(
         marker: a token after the first token of each text.
         may_be_empty: texts without tokens are allowed.
         advice: what to do about a text that is too long, besides shortening it.
-
-    Raises:
-        ApiError: there is no tokenizer; a text has more tokens than the model allows and is not to be cut; or the texts
-            together have more than one request may have.
     """
     tokenizer = need_tokenizer(service, param)
     limit = service.client.info.max_model_len
@@ -170,7 +164,8 @@ async def read_inputs(
     boxes: Boxes | None = None,
     advice: str = ADVICE,
 ) -> list[TokenInput]:
-    """Texts or lists of token ids in the engine's form.
+    """Texts or lists of token ids in the engine's form. Raises ApiError: as in `encode_all`; or ids are outside the
+    vocabulary, or boxes outside the page.
 
     Args:
         prompt: a prefix for each text; token ids are unchanged.
@@ -178,9 +173,6 @@ async def read_inputs(
         most: texts are also cut to this many tokens.
         boxes: see `check_boxes`.
         advice: see `encode_all`.
-
-    Raises:
-        ApiError: as in `encode_all`; or ids are outside the vocabulary, or boxes outside the page.
     """
     _need_vocabulary(service, param)
     texts = {place: prompt + item for place, item in enumerate(given) if isinstance(item, str)}
@@ -214,16 +206,12 @@ def read_ids(
     alone: bool,
     advice: str = ADVICE,
 ) -> dict[int, TokenInput]:
-    """Token ids in the engine's form, by their indices among the request's inputs.
+    """Token ids in the engine's form, by their indices among the request's inputs. Raises ApiError: ids are outside the
+    vocabulary, there are more than the model or one request allows, or their boxes are invalid.
 
     Args:
         truncate: cut each input to this many tokens.
         boxes: the boxes of all inputs of the request, by index.
-        alone: the request has no other input.
-
-    Raises:
-        ApiError: ids are outside the vocabulary, there are more than the model or one request allows, or their boxes
-            are invalid.
     """
     if not alone and sum(map(len, given.values())) > (most := _most_tokens(service)):
         raise _too_many(param, len(given), most)
@@ -246,11 +234,8 @@ def read_ids(
 
 
 def check_boxes(service: Service, boxes: Boxes | None, given: Sequence[object]) -> None:
-    """Refuse boxes that do not match their inputs or the model.
-
-    Raises:
-        ApiError: the model takes no boxes, an input lacks boxes, or an input with boxes has no tokens.
-    """
+    """Refuse boxes that do not match their inputs or the model. Raises ApiError if the model takes no boxes, an input
+    lacks boxes, or an input with boxes has no tokens."""
     if boxes is None:
         return
     if "boxes" not in service.client.info.sides:
@@ -284,11 +269,7 @@ def _check_own(ids: Sequence[int], info: EngineInfo, param: str) -> None:
 
 
 def need_tokenizer(service: Service, param: str) -> Tokenizer:
-    """The model's tokenizer.
-
-    Raises:
-        ApiError: there is no tokenizer, or the model takes no texts.
-    """
+    """The model's tokenizer. Raises ApiError if there is no tokenizer, or the model takes no texts."""
     _need_vocabulary(service, param)
     if service.tokenizer is None:
         message = f"{service.model_id} has no tokenizer: send {param} as token ids if the endpoint accepts them."

@@ -161,14 +161,8 @@ def served_endpoints(info: EngineInfo, tokenizer: Tokenizer | None) -> list[str]
 
 
 def require(service: Service, endpoint: str) -> None:
-    """Refuse a request to an endpoint that the model cannot serve.
-
-    Args:
-        endpoint: a path of `ENDPOINTS`.
-
-    Raises:
-        ApiError: 400, code unsupported_endpoint; gives the reason and the supported endpoints.
-    """
+    """Refuse a request to an endpoint that the model cannot serve. `endpoint`: a path of `ENDPOINTS`. Raises ApiError:
+    400, code unsupported_endpoint; gives the reason and the supported endpoints."""
     info, tokenizer = service.client.info, service.tokenizer
     reason = ENDPOINTS[endpoint](info, tokenizer)
     if reason is not None:

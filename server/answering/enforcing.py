@@ -16,16 +16,9 @@ from server.errors import ApiError
 
 async def enforce(service: Service, shape: Shape, tools: Tools | None, parsing: Parsing | None) -> Shape:
     """The constraints for the engine: the answer has the required calls, arguments of strict functions match their
-    schemas, and a requested format applies only to the text.
-
-    Args:
-        shape: the request's other settings.
-        parsing: how the answer is parsed; None for plain text.
-
-    Raises:
-        ApiError: the model's call format is unknown or cannot be enforced.
-        InvalidRequestError: a function's schema cannot be compiled.
-    """
+    schemas, and a requested format applies only to the text. Raises ApiError if the model's call format is unknown or
+    cannot be enforced. InvalidRequestError if a function's schema cannot be compiled. `parsing`: how the answer is
+    parsed; None for plain text."""
     forced = tools is not None and tools.forced
     form = None if forced else shape.params.structured_outputs  # if only calls are allowed there is no text
     if parsing is None or (tools is not None and parsing.tools is None):

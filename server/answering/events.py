@@ -23,17 +23,12 @@ Extra = Mapping[str, Any]
 
 
 class Events(ABC, Generic[Piece]):
-    """Writes the events of one answer.
+    """Writes the events of one answer."""
 
-    Attributes:
-        silence: sent after a long time without events.
-        maker: turns updates into pieces.
-    """
-
-    silence: ClassVar[str] = COMMENT
+    silence: ClassVar[str] = COMMENT  # sent after a long time without events
 
     def __init__(self, maker: PieceMaker[Piece]):
-        self.maker = maker
+        self.maker = maker  # turns updates into pieces
 
     def opening(self) -> str:
         """The events after the engine has accepted the request; may be empty."""
@@ -83,7 +78,6 @@ class Chunks(Events[Piece]):
         return "".join(written)
 
     def _usage(self) -> Extra:
-        """The usage so far, for each event."""
         return {"usage": self.maker.usage() if self._continuous else None} if self._with_usage else {}
 
     def closing(self) -> str:

@@ -11,9 +11,7 @@ class FairSlots:
     """Like a semaphore, but slots are given round-robin over the waiting tenants, and no tenant gets all slots.
 
     So whatever one key decodes, another key's next part finds a slot, or waits for at most one part of someone else.
-
-    Args:
-        slots: the number of slots, at least 2.
+    `slots`: the number of slots, at least 2.
     """
 
     def __init__(self, slots: int):
@@ -31,7 +29,6 @@ class FairSlots:
         return Turn(self, tenant)
 
     async def take(self, tenant: str | None) -> None:
-        """Wait for a slot."""
         place = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(place)
         self._hand_out()
@@ -45,7 +42,6 @@ class FairSlots:
             raise
 
     def give_back(self, tenant: str | None) -> None:
-        """Release a slot."""
         self._held[tenant] -= 1
         if not self._held[tenant]:
             del self._held[tenant]

@@ -27,29 +27,21 @@ _PLAIN = ({"type": "function", "function": "{content}"}, {"function": "{content}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFormat:
-    """A format for calls.
-
-    Attributes:
-        name: its name in settings.
-        models: some models that use it.
-        regions: where calls are, in the fields of a response template: open or open_pattern, close or close_pattern
-            (default: the end); `shown` is the pattern as plain text.
-        drops: marks around several calls; they are not shown.
-        head: for a region with a name followed by JSON arguments: the pattern before the arguments, with the group
-            `name`. None for objects with a name and arguments, or a list of such objects.
-        field: for a region that is parsed whole at its end: the other keys of the response template's field.
-        known_names_only: a call of an unknown function is text; for formats without marks.
-        writing: how an enforced call is written; None if calls cannot be enforced.
-    """
+    """A format for calls."""
 
     name: str
-    models: str
+    models: str  # some models that use it
+    # where calls are, in the fields of a response template: open or open_pattern, close or close_pattern (default: the
+    # end); `shown` is the pattern as plain text
     regions: Sequence[Mapping[str, Any]]
-    drops: Sequence[str] = ()
+    drops: Sequence[str] = ()  # marks around several calls; they are not shown
+    # for a region with a name followed by JSON arguments: the pattern before the arguments, with the group `name`. None
+    # for objects with a name and arguments, or a list of such objects.
     head: str | None = None
+    # for a region that is parsed whole at its end: the other keys of the response template's field
     field: Mapping[str, Any] | None = None
-    known_names_only: bool = False
-    writing: Writing | None = None
+    known_names_only: bool = False  # a call of an unknown function is text; for formats without marks
+    writing: Writing | None = None  # how an enforced call is written; None if calls cannot be enforced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +56,8 @@ class ReasoningFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formats:
-    """The formats for parsing one model's answers. If both are None, answers are plain text.
-
-    Attributes:
-        prompted: the templates do not support tools, so a system message describes the tools and the call format.
-    """
+    """The formats for parsing one model's answers. If both are None, answers are plain text. `prompted`: the templates
+    do not support tools, so a system message describes the tools and the call format."""
 
     calls: CallFormat | None = None
     reasoning: ReasoningFormat | None = None
@@ -97,11 +86,7 @@ def _files(folder: str) -> tuple[_File, ...]:
 
 
 def check_name(folder: str, name: str) -> None:
-    """Refuse an unknown format name.
-
-    Raises:
-        ConfigError: lists the known names.
-    """
+    """Refuse an unknown format name. Raises ConfigError: lists the known names."""
     files = _files(folder)
     known = [AUTO, NONE, *sorted(name for file in files for name in (file.name, *file.also))]
     if name not in known:
@@ -119,15 +104,12 @@ def _find(folder: str, wanted: str, template: str) -> _File | None:
 def choose_formats(
     templates: str, calls: str = AUTO, reasoning: str = AUTO, response_template: Mapping[str, Any] | None = None
 ) -> Formats:
-    """Choose the formats for parsing a model's answers.
+    """Choose the formats for parsing a model's answers. Raises ConfigError if there is no format of that name; lists
+    the known names.
 
     Args:
         templates: all chat templates of the model together; "" if it has none.
-        calls, reasoning: auto, none or the name of a format.
         response_template: the model's own, which takes precedence over the files with auto.
-
-    Raises:
-        ConfigError: there is no format of that name; lists the known names.
     """
     call_file = _find(CALLS, calls, templates)
     reasoning_file = _find(REASONING, reasoning, templates)

@@ -33,24 +33,16 @@ BYTES_PER_LOGPROB = 320
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """New results for one prompt.
+    """New results for one prompt."""
 
-    Attributes:
-        prompt_index: the index of the prompt.
-        choices: its answers with new results, one item each.
-        prompt_logprobs: as in `RequestDelta`, with texts, once known.
-        num_cached_tokens: as in `RequestDelta`.
-        num_draft_tokens, num_accepted_draft_tokens: as in `RequestDelta`, of all steps so far.
-        beams: the decisions of each step of a beam search, if the stream reports them.
-    """
-
-    prompt_index: int
-    choices: Sequence[ChoiceText]
-    prompt_logprobs: list[TokenLogprobs | None] | None
-    num_cached_tokens: int
+    prompt_index: int  # the index of the prompt
+    choices: Sequence[ChoiceText]  # its answers with new results, one item each
+    prompt_logprobs: list[TokenLogprobs | None] | None  # as in `RequestDelta`, with texts, once known
+    num_cached_tokens: int  # as in `RequestDelta`
+    # num_draft_tokens, num_accepted_draft_tokens: as in `RequestDelta`, of all steps so far
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
-    beams: Sequence[BeamMoves] = ()
+    beams: Sequence[BeamMoves] = ()  # the decisions of each step of a beam search, if the stream reports them
 
 
 class Generation:
@@ -62,7 +54,6 @@ class Generation:
 
     Args:
         request_id: prefix of the engine's request ids, one per prompt.
-        terms: the terms of all prompts.
         record: is notified of what happens.
         ticket: its slots are released as the prompts end.
         shown_special: special tokens whose text is always shown.
@@ -281,25 +272,18 @@ class Generation:
 
 @dataclass(slots=True, kw_only=True)
 class _Run:
-    """The state of one prompt in the engine.
-
-    Attributes:
-        unfinished: its incomplete answers.
-        heard: whether the engine has accepted it.
-        ended: whether the engine's client delivers nothing more.
-        aborted: the reason if the engine ended it.
-        outcome: how its unfinished answers are counted; None if it was never accepted and does not count.
-    """
+    """The state of one prompt in the engine."""
 
     index: int
     request_id: str
     prompt: Prompt
     times: PromptTimes
     processor: OutputProcessor
-    unfinished: set[int] = field(default_factory=set)
+    unfinished: set[int] = field(default_factory=set)  # its incomplete answers
     submitted: bool = False
-    heard: bool = False
+    heard: bool = False  # whether the engine has accepted it
     started: bool = False
-    ended: bool = False
-    aborted: str | None = None
+    ended: bool = False  # whether the engine's client delivers nothing more
+    aborted: str | None = None  # the reason if the engine ended it
+    # how its unfinished answers are counted; None if it was never accepted and does not count
     outcome: str | None = "abort"

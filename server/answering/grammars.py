@@ -22,11 +22,7 @@ MAX_KNOWN = 4096  # formats that passed and need no second trial
 
 
 class GrammarChecks:
-    """Tries new formats; use it from one event loop only.
-
-    Args:
-        workers: the pool (default: the process's shared pool).
-    """
+    """Tries new formats; use it from one event loop only. `workers`: the pool (default: the process's shared pool)."""
 
     def __init__(self, workers: WorkerPool | None = None) -> None:
         self._workers = workers or shared_workers()
@@ -34,14 +30,8 @@ class GrammarChecks:
         self._known: OrderedDict[bytes, None] = OrderedDict()
 
     async def check(self, params: StructuredOutputsParams, seconds: float) -> None:
-        """Check whether the format can be compiled.
-
-        Args:
-            seconds: the time limit.
-
-        Raises:
-            InvalidRequestError: it cannot be compiled, or takes too much time or memory.
-        """
+        """Check whether the format can be compiled. `seconds`: the time limit. Raises InvalidRequestError if it cannot
+        be compiled, or takes too much time or memory."""
         key = blake2b(repr(params).encode(), digest_size=32).digest()
         if key in self._known:
             self._known.move_to_end(key)

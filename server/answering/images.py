@@ -27,15 +27,13 @@ _AT_ONCE = 2  # images decoded at once for all requests: the largest allowed ima
 
 
 class ImageReading:
-    """Decodes the images of all requests, a few at a time.
+    """Decodes the images of all requests, a few at a time. Raises UnsupportedModelError if the model's preprocessor is
+    not implemented.
 
     Args:
         info: facts about the model.
         settings: contains the limits for an image.
         workers: the pool (default: the shared pool).
-
-    Raises:
-        UnsupportedModelError: the model's preprocessor is not implemented.
     """
 
     def __init__(self, info: EngineInfo, settings: ServerSettings, workers: WorkerPool | None = None):
@@ -48,15 +46,9 @@ class ImageReading:
         self._turns = asyncio.Semaphore(_AT_ONCE)
 
     async def read(self, images: Sequence[str]) -> list[PixelInput]:
-        """The images in the engine's form, in order.
-
-        Args:
-            images: `data:` URLs, or base64.
-
-        Raises:
-            InvalidRequestError: an image cannot be read, is too large, or is a web address; the error names it. Or
-                there are too many images, or they take too long together.
-        """
+        """The images in the engine's form, in order. `images`: `data:` URLs, or base64. Raises InvalidRequestError if
+        an image cannot be read, is too large, or is a web address; the error names it. Or there are too many images, or
+        they take too long together."""
         steps = need_steps(self._steps, self._info)
         assert self._info.signal is not None
         most = max(MOST_PIXEL_BYTES // (4 * math.prod(self._info.signal.shape)), 1)
@@ -92,16 +84,14 @@ async def run_limited(
     memory: int,
     param: str,
 ) -> _Read:
-    """What a worker makes of an image.
+    """What a worker makes of an image. Raises InvalidRequestError if it cannot be read, or takes too long or too much
+    memory.
 
     Args:
         where: follows the reason if it is refused.
         left: seconds that the request's images may still take.
         memory: bytes that the worker may take.
         param: the field that holds the image.
-
-    Raises:
-        InvalidRequestError: it cannot be read, or takes too long or too much memory.
     """
     problem, code = "", "image_too_costly"
     try:

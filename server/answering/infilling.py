@@ -42,19 +42,14 @@ _ENDS = (
 
 @dataclass(frozen=True, slots=True)
 class Infilling:
-    """The prompt format of a fill-in-the-middle model.
-
-    Attributes:
-        prefix, suffix, middle: the tokens that open these parts.
-        file: the token that opens another file; None if there is none.
-        ends: the tokens that end the middle.
-    """
+    """The prompt format of a fill-in-the-middle model."""
 
     tokenizer: Tokenizer
+    # prefix, suffix, middle: the tokens that open these parts
     prefix: int
     suffix: int
     middle: int
-    file: int | None
+    file: int | None  # the token that opens another file; None if there is none
     ends: tuple[int, ...]
 
     @classmethod
@@ -73,11 +68,7 @@ class Infilling:
 
     @classmethod
     def need(cls, service: Service, param: str) -> Infilling:
-        """The format of the served model.
-
-        Raises:
-            ApiError: the model has no such tokens.
-        """
+        """The format of the served model. Raises ApiError if the model has no such tokens."""
         found = cls.of(service.tokenizer)
         if found is None:
             message = (
@@ -98,14 +89,8 @@ class Infilling:
         return await asyncio.to_thread(self.prompt, before, after, room, others)
 
     def prompt(self, before: str, after: str, room: Room, others: Sequence[tuple[str, str]] = ()) -> Prompt:
-        """The prompt whose answer belongs between two texts. The texts are plain: a mark in them is text too.
-
-        Args:
-            others: further files, by name.
-
-        Raises:
-            ApiError: a text is too long.
-        """
+        """The prompt whose answer belongs between two texts. The texts are plain: a mark in them is text too. `others`:
+        further files, by name. Raises ApiError if a text is too long."""
 
         def encode(text: str) -> list[int]:
             encoded = (self.tokenizer.encode(piece, add_special_tokens=False) for piece in self._pieces(text))

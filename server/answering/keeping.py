@@ -20,11 +20,7 @@ def tenant_of(request: Request) -> str | None:
 
 
 def store_of(service: Service, name: str) -> ResponseStore:
-    """The store, for a field or an endpoint that needs one.
-
-    Raises:
-        ApiError: there is no store.
-    """
+    """The store, for a field or an endpoint that needs one. Raises ApiError if there is no store."""
     if service.response_store is None:
         message = f"{name} needs a response store, but this server has none: start it with --response-store FILE"
         raise ApiError(400, f"{message}, or send the whole conversation.", param=name, code="unsupported_parameter")
@@ -32,11 +28,7 @@ def store_of(service: Service, name: str) -> ResponseStore:
 
 
 async def asked(service: Service, answer: Awaitable[T]) -> T:
-    """The result of a call to the store.
-
-    Raises:
-        ApiError: 500 if the call failed.
-    """
+    """The result of a call to the store. Raises ApiError: 500 if the call failed."""
     try:
         return await answer
     except StoreError as problem:
@@ -44,11 +36,7 @@ async def asked(service: Service, answer: Awaitable[T]) -> T:
 
 
 def failed(service: Service, problem: StoreError) -> NoReturn:
-    """The error for a request whose store failed.
-
-    Raises:
-        ApiError: 500, always.
-    """
+    """The error for a request whose store failed. Raises ApiError: 500, always."""
     note_failure(service, problem)
     message = "The response store failed. See the server's log for the reason."
     raise ApiError(500, message, code="internal_error") from problem

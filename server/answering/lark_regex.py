@@ -41,11 +41,8 @@ Token = tuple[str, str]  # its kind and text
 
 
 def lark_to_regex(grammar: str) -> str:
-    """The regular expression that matches the same texts as the grammar's rule `start`.
-
-    Raises:
-        ValueError: names the part of the grammar that cannot be converted.
-    """
+    """The regular expression that matches the same texts as the grammar's rule `start`. Raises ValueError: names the
+    part of the grammar that cannot be converted."""
     if len(grammar) > _MOST_CHARACTERS:
         raise ValueError(f"the grammar has {len(grammar)} characters; at most {_MOST_CHARACTERS} are allowed")
     return _Expander(_rules(grammar)).expanded("start")

@@ -34,11 +34,8 @@ class LongTexts:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def encode(self, text: str, special: bool) -> list[int]:
-        """The text's token ids, with special tokens if requested.
-
-        Raises:
-            InvalidRequestError: tokenising takes too much time or memory.
-        """
+        """The text's token ids, with special tokens if requested. Raises InvalidRequestError if tokenising takes too
+        much time or memory."""
         with self._lock:
             job = Text(self._file(), text, special)
             try:

@@ -44,12 +44,8 @@ class Asked:
 
 
 def read_conversation(body: MatrixBody, service: Service) -> Asked | None:
-    """The conversation of a request; None if the request has other inputs.
-
-    Raises:
-        ApiError: the conversation is invalid, there are both or neither, or the body has a field that no model here
-            supports.
-    """
+    """The conversation of a request; None if the request has other inputs. Raises ApiError if the conversation is
+    invalid, there are both or neither, or the body has a field that no model here supports."""
     if body.input is None and body.messages is None:
         raise ApiError(400, "input or messages is required.", param="input", code="missing_required_parameter")
     if body.input is not None and body.messages is not None:
@@ -95,23 +91,16 @@ class _Whole(Room):
 
 @dataclass(slots=True)
 class MatrixRun(PoolingRun):
-    """A request for vectors or matrices.
-
-    Attributes:
-        params: the parameters of all inputs, except for the prompt's tokens.
-        asked: the conversation, if there is one.
-        prompt: a prefix for each text.
-        truncate: the number of tokens to cut an input to, if any.
-        shape: a template for an item of the answer, with placeholders for its index and numbers.
-    """
+    """A request for vectors or matrices."""
 
     param: ClassVar[str] = "input"  # the request's field with the inputs
 
     body: MatrixBody
-    params: PoolingParams = field(kw_only=True)
-    asked: Asked | None = field(kw_only=True)
-    prompt: str = field(default="", kw_only=True)
-    truncate: int | None = field(kw_only=True)
+    params: PoolingParams = field(kw_only=True)  # the parameters of all inputs, except for the prompt's tokens
+    asked: Asked | None = field(kw_only=True)  # the conversation, if there is one
+    prompt: str = field(default="", kw_only=True)  # a prefix for each text
+    truncate: int | None = field(kw_only=True)  # the number of tokens to cut an input to, if any
+    # a template for an item of the answer, with placeholders for its index and numbers
     shape: bytes = field(kw_only=True)
 
     @property

@@ -68,14 +68,8 @@ def in_anthropics_words(max_model_len: int) -> Iterator[None]:
 
 
 def ending(blocks: Blocks, *, lowered: bool) -> Message:
-    """The reason why the answer ended.
-
-    Args:
-        lowered: whether the context left it less room than requested.
-
-    Raises:
-        ApiError: the answer was cut off by its deadline or a failure.
-    """
+    """The reason why the answer ended. `lowered`: whether the context left it less room than requested. Raises ApiError
+    if the answer was cut off by its deadline or a failure."""
     reason, stop = blocks.finish_reason or "", blocks.stop_reason
     if reason not in _STOP_REASONS:
         if stop == "deadline":
@@ -170,7 +164,6 @@ class MessageRun(ConversationRun[ChatPiece]):
 
 
 def written(kind: str, fields: Mapping[str, Any]) -> str:
-    """One event."""
     return f"event: {kind}\ndata: {to_json({'type': kind, **fields}).decode()}\n\n"
 
 

@@ -102,14 +102,8 @@ _CALLS = ("tool_use", "server_tool_use", "mcp_tool_use")
 
 
 def read_chat(body: MessageRequest, ignored: Ignored) -> ChatCompletionRequest:
-    """The equivalent chat request.
-
-    Args:
-        ignored: receives the names of ignored parts.
-
-    Raises:
-        ApiError: the request is invalid or not supported.
-    """
+    """The equivalent chat request. `ignored`: receives the names of ignored parts. Raises ApiError if the request is
+    invalid or not supported."""
     fields: dict[str, Any] = {name: getattr(body, name) for name in _TERMS if getattr(body, name) is not None}
     fields |= {"stream": bool(body.stream), "max_completion_tokens": body.max_tokens}
     if body.stop_sequences:
@@ -118,14 +112,8 @@ def read_chat(body: MessageRequest, ignored: Ignored) -> ChatCompletionRequest:
 
 
 def read_prompt(body: CountTokensRequest, ignored: Ignored) -> ChatCompletionRequest:
-    """A chat request with the same prompt.
-
-    Args:
-        ignored: receives the names of ignored parts.
-
-    Raises:
-        ApiError: the request is invalid or not supported.
-    """
+    """A chat request with the same prompt. `ignored`: receives the names of ignored parts. Raises ApiError if the
+    request is invalid or not supported."""
     return chat_request(_prompt_fields(body, ignored), NAMES)
 
 
@@ -329,7 +317,6 @@ def _readable(value: Any) -> Any:
 
 
 def _last(messages: list[dict[str, Any]], role: str) -> dict[str, Any]:
-    """The last message, if it has that role, else a new one."""
     if not messages or messages[-1]["role"] != role:
         messages.append({"role": role})
     return messages[-1]

@@ -25,13 +25,9 @@ def read_messages(given: Sequence[Any], pictures: Pictures | None = None) -> lis
     """Messages for templates: role, content as text, and the other fields of each role.
 
     An assistant message may have `reasoning_content` and `tool_calls`, whose arguments stay text; a tool message has
-    `tool_call_id`. Text parts are joined with line breaks, because most templates do not support parts.
-
-    Args:
-        pictures: gets the images, for which the texts have marks; None: the model reads none.
-
-    Raises:
-        ApiError: names the first invalid part.
+    `tool_call_id`. Text parts are joined with line breaks, because most templates do not support parts. `pictures`:
+    gets the images, for which the texts have marks; None: the model reads none. Raises ApiError: names the first
+    invalid part.
     """
     if not given:
         _fail("messages", "messages must hold at least one message, got an empty list.")

@@ -36,21 +36,16 @@ class Listener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RequestUsage:
-    """The resources that a request used.
-
-    Attributes:
-        finish_reasons: why each answer ended; None while it runs.
-        draft_tokens, accepted_draft_tokens: drafted tokens, and those of them that came.
-        first_token: the time of the first token of any answer, in seconds of `time.monotonic()`.
-    """
+    """The resources that a request used."""
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    # draft_tokens, accepted_draft_tokens: drafted tokens, and those of them that came
     draft_tokens: int
     accepted_draft_tokens: int
-    finish_reasons: list[str | None]
-    first_token: float | None
+    finish_reasons: list[str | None]  # why each answer ended; None while it runs
+    first_token: float | None  # the time of the first token of any answer, in seconds of `time.monotonic()`
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,23 +54,17 @@ class RequestRecord:
 
     The line's request_id comes from where requests get their public ids. The line contains prompts and answers only if
     `log_prompts` is set.
-
-    Attributes:
-        id: the answer's id, `cmpl-...`.
-        arrival: `time.monotonic()` seconds.
-        listener: the tracer of the request, if there is one.
-        ignored: names of ignored fields, as in the answer's header.
     """
 
-    id: str
+    id: str  # the answer's id, `cmpl-...`
     path: str
     model: str
     stream: bool
     n: int
-    arrival: float
+    arrival: float  # `time.monotonic()` seconds
     log_prompts: bool = False
-    listener: Listener | None = None
-    ignored: str | None = None
+    listener: Listener | None = None  # the tracer of the request, if there is one
+    ignored: str | None = None  # names of ignored fields, as in the answer's header
     _cut: str | None = None  # the engine's reason for ending an answer
     _said: bool = False
     _times: list[PromptTimes] = field(default_factory=list)

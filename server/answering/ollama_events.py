@@ -41,23 +41,16 @@ def moment() -> str:
 
 
 def written(line: Line) -> str:
-    """A line of a stream."""
     return to_json(line).decode() + "\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The form of an answer.
+    """The form of an answer."""
 
-    Attributes:
-        model: the name that the client sent.
-        chat: whether the answer is a message, as in /api/chat; else it is a text, as in /api/generate.
-        context: whether the last line has the token ids of prompt and answer.
-    """
-
-    model: str
-    chat: bool
-    context: bool = False
+    model: str  # the name that the client sent
+    chat: bool  # whether the answer is a message, as in /api/chat; else it is a text, as in /api/generate
+    context: bool = False  # whether the last line has the token ids of prompt and answer
 
     def part(self, text: str = "", thinking: str = "", calls: Sequence[OllamaCall] = ()) -> Line:
         """A line, or a whole answer without its end."""
@@ -76,11 +69,8 @@ class Form:
 
 
 def ending(blocks: Blocks) -> Line:
-    """The fields that say why the answer ended.
-
-    Raises:
-        ApiError: the answer was cut off, by its deadline or by a failure.
-    """
+    """The fields that say why the answer ended. Raises ApiError if the answer was cut off, by its deadline or by a
+    failure."""
     reason = _REASONS.get(blocks.finish_reason or "")
     if reason is None:
         if blocks.stop_reason == "deadline":
@@ -122,11 +112,7 @@ def _taken(piece: ChatPiece) -> tuple[list[ChatTokenLogprob], ChatPiece]:
 
 
 def whole_of(form: Form, pieces: Sequence[ChatPiece], usage: Usage, record: RequestRecord, prompt: Prompt) -> Line:
-    """The body of an unstreamed answer.
-
-    Raises:
-        ApiError: the answer was cut off.
-    """
+    """The body of an unstreamed answer. Raises ApiError if the answer was cut off."""
     blocks, logprobs, ids = Blocks(), list[ChatTokenLogprob](), list[int]()
     for piece in pieces:
         found, plain = _taken(piece)
@@ -149,11 +135,7 @@ _KINDS = ("text", "reasoning")
 
 
 class OllamaEvents(Events[ChatPiece]):
-    """Lines of a stream: parts of the answer, each call as a whole, then the numbers.
-
-    Args:
-        record: of the request.
-    """
+    """Lines of a stream: parts of the answer, each call as a whole, then the numbers."""
 
     def __init__(self, maker: PieceMaker[ChatPiece], form: Form, record: RequestRecord):
         super().__init__(maker)
@@ -220,17 +202,13 @@ class OllamaEvents(Events[ChatPiece]):
 
 
 def failure(problem: ApiError) -> str:
-    """An error as a line."""
     return written({"error": problem.message})
 
 
 @dataclass(slots=True)
 class OllamaRun(ConversationRun[ChatPiece]):
-    """A conversation, answered in Ollama's shape.
-
-    Attributes:
-        before: token ids before the prompt: those of an earlier answer's `context`.
-    """
+    """A conversation, answered in Ollama's shape. `before`: token ids before the prompt: those of an earlier answer's
+    `context`."""
 
     id_prefix = "ollama-"
     stream_type = NDJSON

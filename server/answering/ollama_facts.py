@@ -27,21 +27,13 @@ _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """The files of a model.
+    """The files of a model."""
 
-    Attributes:
-        size: bytes of the weights.
-        digest: 64 hexadecimal digits that change with the files' names, sizes and times.
-        modified: the newest file's time, in RFC 3339.
-        parameters: the number of parameters; None if the files do not say.
-        config: the model's config.json.
-    """
-
-    size: int
-    digest: str
-    modified: str
-    parameters: int | None
-    config: dict[str, Any]
+    size: int  # bytes of the weights
+    digest: str  # 64 hexadecimal digits that change with the files' names, sizes and times
+    modified: str  # the newest file's time, in RFC 3339
+    parameters: int | None  # the number of parameters; None if the files do not say
+    config: dict[str, Any]  # the model's config.json
 
 
 @functools.lru_cache(maxsize=8)

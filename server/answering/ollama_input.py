@@ -71,11 +71,8 @@ def tagged(name: str) -> str:
 
 
 def find_model(service: Service, name: str | None) -> str | None:
-    """The served name that a client means, whether it has the tag latest or not; None: the request names none.
-
-    Raises:
-        ApiError: 404, code model_not_found.
-    """
+    """The served name that a client means, whether it has the tag latest or not; None: the request names none. Raises
+    ApiError: 404, code model_not_found."""
     if name is None:
         return None
     names = served_names(service)
@@ -94,13 +91,8 @@ def find_model(service: Service, name: str | None) -> str | None:
 
 def read_options(body: OllamaAnswerBody, service: Service, ignored: Ignored) -> dict[str, Any]:
     """The sampling fields of a chat request or a completion that the options, and the fields beside them, ask for.
-
-    Args:
-        ignored: collects the names of what is left out or lowered.
-
-    Raises:
-        ApiError: something is wrong, or not supported.
-    """
+    `ignored`: collects the names of what is left out or lowered. Raises ApiError: something is wrong, or not
+    supported."""
     unknown = {name: value for name, value in (body.model_extra or {}).items() if value is not None}
     refuse_unsupported(unknown)
     ignored.update(body.ignored_fields())
@@ -172,15 +164,12 @@ def read_chat(
     service: Service,
     ignored: Ignored,
 ) -> ChatCompletionRequest:
-    """The equivalent chat request.
+    """The equivalent chat request. Raises ApiError: something is wrong, or not supported.
 
     Args:
         messages: messages in the form that Ollama's clients send.
         model: the served name.
         ignored: collects the names of what it leaves out or lowers.
-
-    Raises:
-        ApiError: something is wrong, or not supported.
     """
     fields = read_options(body, service, ignored)
     fields |= {"model": model, "messages": _read_messages(messages, sees=service.chat_images is not None)}
@@ -209,11 +198,7 @@ def _with_images(content: Any, images: Any, where: str) -> Any:
 
 
 def refuse_images(images: Any, where: str) -> None:
-    """Refuse images for a model that reads none with a text.
-
-    Raises:
-        ApiError: there are images.
-    """
+    """Refuse images for a model that reads none with a text. Raises ApiError if there are images."""
     if images:
         fail(where, f"{where} is not supported: this model reads text only. Remove it.", code="unsupported_parameter")
 
@@ -283,14 +268,8 @@ def _named_result(item: Mapping[str, Any], where: str, calls: list[tuple[str, An
 
 
 def check_generate(body: OllamaGenerateRequest, *, sees: bool) -> None:
-    """Refuse fields of /api/generate that are not supported, or contradict each other.
-
-    Args:
-        sees: the model reads images.
-
-    Raises:
-        ApiError: names the first one.
-    """
+    """Refuse fields of /api/generate that are not supported, or contradict each other. `sees`: the model reads images.
+    Raises ApiError: names the first one."""
     if not sees:
         refuse_images(body.images, "images")
     for name in ("raw", "suffix", "context") if body.images else ():

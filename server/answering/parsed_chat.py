@@ -26,11 +26,7 @@ class _Choice:
 
 @dataclass(slots=True)
 class ParsedChatPieces(ChatPieces):
-    """The pieces of parsed answers.
-
-    Attributes:
-        parsing: how.
-    """
+    """The pieces of parsed answers."""
 
     parsing: Parsing = field(kw_only=True)
     _choices_read: dict[int, _Choice] = field(default_factory=dict)

@@ -31,25 +31,16 @@ _ANYWHERE = {"start_anchor_pattern": r"\A"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parsing:
-    """The settings for parsing the answers to one request.
+    """The settings for parsing the answers to one request."""
 
-    Attributes:
-        formats: the model's formats, as far as they are used.
-        template: the regions, compiled.
-        tools: the functions that may be called; None if calls are text.
-        shown_special: special tokens whose text is needed to parse the answer.
-        begins_in_reasoning: whether the prompt has opened reasoning.
-        reasoning_ends_with: the single token that ends reasoning, if there is one; reasoning tokens can then be
-            counted.
-        typed: the functions with the types of their arguments, for calls that are parsed when complete.
-    """
-
-    formats: Formats
-    template: Any
-    tools: Tools | None
-    shown_special: frozenset[int]
-    begins_in_reasoning: bool
+    formats: Formats  # the model's formats, as far as they are used
+    template: Any  # the regions, compiled
+    tools: Tools | None  # the functions that may be called; None if calls are text
+    shown_special: frozenset[int]  # special tokens whose text is needed to parse the answer
+    begins_in_reasoning: bool  # whether the prompt has opened reasoning
+    # the single token that ends reasoning, if there is one; reasoning tokens can then be counted
     reasoning_ends_with: int | None = None
+    # the functions with the types of their arguments, for calls that are parsed when complete
     typed: list[dict[str, Any]] | None = None
 
 
@@ -191,18 +182,12 @@ def _regions(formats: Formats) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class AnswerParser:
-    """Parses one answer.
-
-    Attributes:
-        called: whether the answer has a call.
-        reasoned: whether the answer has reasoning, perhaps empty.
-        reasons: whether the next text is reasoning.
-    """
+    """Parses one answer."""
 
     parsing: Parsing
     called: bool = False
-    reasoned: bool = False
-    reasons: bool = False
+    reasoned: bool = False  # whether the answer has reasoning, perhaps empty
+    reasons: bool = False  # whether the next text is reasoning
     _parser: Any = field(init=False)
     _calls: Calls = field(init=False)
     _region: Region | None = None
@@ -226,7 +211,6 @@ class AnswerParser:
         list(self._parts(self._parser.initial_events))
 
     def feed(self, text: str) -> list[Part]:
-        """Add text."""
         return self._tidied(self._parts(self._parser.feed(text)))
 
     def finish(self) -> list[Part]:
@@ -283,7 +267,6 @@ class AnswerParser:
             yield from self._parts(self._parser.feed(rest))
 
     def _whole(self, format: CallFormat, region: Mapping[str, Any], value: Mapping[str, str]) -> Iterable[Part]:
-        """A region that is parsed at its end."""
         text = value["opening"] + value["content"]
         cut, text = text.endswith(_END), text.removesuffix(_END)
         text = text if cut else text + region.get("close", "")
@@ -330,11 +313,7 @@ class AnswerParser:
 def _read_whole(
     format: CallFormat, region: Mapping[str, Any], text: str, tools: list[dict[str, Any]] | None
 ) -> Sequence[tuple[str, str]]:
-    """Names and arguments of the calls in a region; none if it cannot be parsed.
-
-    Args:
-        tools: the types of arguments.
-    """
+    """Names and arguments of the calls in a region; none if it cannot be parsed."""
     assert format.field is not None
     transform = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
     fields = {"tool_calls": {**region, "transform": transform, **format.field, "repeats": True}}

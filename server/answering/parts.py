@@ -22,19 +22,12 @@ class Reasoning:
 @dataclass(slots=True)
 class Call:
     """New data of one call, as OpenAI streams it: the first part has the id and the function's name, later ones have
-    more of the arguments.
+    more of the arguments."""
 
-    Attributes:
-        index: the call's index in the answer, from 0.
-        id: the id that the result refers to; None after the first part.
-        name: the function's name; None after the first part.
-        arguments: new text of the arguments; all texts together are JSON.
-    """
-
-    index: int
-    id: str | None = None
-    name: str | None = None
-    arguments: str = ""
+    index: int  # the call's index in the answer, from 0
+    id: str | None = None  # the id that the result refers to; None after the first part
+    name: str | None = None  # the function's name; None after the first part
+    arguments: str = ""  # new text of the arguments; all texts together are JSON
 
 
 Part = Text | Reasoning | Call

@@ -48,16 +48,11 @@ _WIDE = {"token_embed": "vectors", "sparse_embed": "vectors", "entities": "score
 
 @dataclass(frozen=True, slots=True)
 class PoolingInput:
-    """One input in the engine's form, with its parameters.
+    """One input in the engine's form, with its parameters."""
 
-    Attributes:
-        source: the input; its `text` is only for the log.
-        positions: for an image, the number of tokens that it counts as.
-    """
-
-    source: TokenInput | PixelInput
+    source: TokenInput | PixelInput  # the input; its `text` is only for the log
     params: PoolingParams
-    positions: int = 0
+    positions: int = 0  # for an image, the number of tokens that it counts as
 
     @property
     def num_tokens(self) -> int:
@@ -66,7 +61,6 @@ class PoolingInput:
 
 
 def image_input(image: PixelInput, params: PoolingParams, info: EngineInfo) -> PoolingInput:
-    """An image with its parameters."""
     assert info.signal is not None
     return PoolingInput(image, params, info.signal.positions)
 
@@ -77,26 +71,19 @@ class PoolingRun(ABC):
 
     `respond` admits the request, gets its inputs, lets the engine answer them, and sends the result of `render`. If the
     client leaves, an input fails or the service stops, the inputs that still run are aborted.
-
-    Attributes:
-        advice: what a client may do about a text that is too long, besides shortening it.
-        request_id: the answer's id: `id_prefix` and a random part.
-        created: Unix seconds.
-        num_tokens: the tokens of all inputs, once known.
-        media_type: the media type of the body.
-        headers: headers of the answer, besides those of every answer; `render` may add some.
     """
 
     id_prefix: ClassVar[str]
-    advice: ClassVar[str] = ADVICE
+    advice: ClassVar[str] = ADVICE  # what a client may do about a text that is too long, besides shortening it
 
     service: Service
     body: NumbersBody
     arrival: float  # seconds of time.monotonic()
-    request_id: str = field(init=False)
-    created: int = field(default_factory=lambda: int(time.time()))
-    num_tokens: int = 0
+    request_id: str = field(init=False)  # the answer's id: `id_prefix` and a random part
+    created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
+    num_tokens: int = 0  # the tokens of all inputs, once known
     media_type: str = "application/json"
+    # headers of the answer, besides those of every answer; `render` may add some
     headers: dict[str, str] = field(default_factory=dict)
     record: PoolingRecord = field(init=False)
     terms: Terms = field(init=False)
@@ -128,7 +115,6 @@ class PoolingRun(ABC):
         return PoolingUsage(prompt_tokens=self.num_tokens, total_tokens=self.num_tokens)
 
     async def respond(self, request: Request) -> Response:
-        """The answer."""
         headers = ignored_header(self.body.ignored_fields())
         self.terms = read_terms(self.body, request, self.service.settings, self.arrival, self.service.client.adapters)
         self.record = PoolingRecord(
@@ -211,12 +197,8 @@ class _Answers(Lane):
 
     Args:
         request_id: prefix of the engine's request ids, one per input.
-        terms: the terms of all inputs.
         record: is notified of what happens.
         ticket: with every answer, fewer of its tokens wait.
-
-    Attributes:
-        num_unfinished: inputs without an answer.
     """
 
     def __init__(
@@ -240,7 +222,7 @@ class _Answers(Lane):
         self._found: list[Pooled | None] = [None] * len(inputs)
         self._problem: Exception | None = None
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.num_unfinished = len(inputs)
+        self.num_unfinished = len(inputs)  # inputs without an answer
         self._size = 0  # bytes of answers with many numbers per input
 
     def __enter__(self) -> Self:
@@ -261,12 +243,8 @@ class _Answers(Lane):
             turns.ended(run.num_tokens)
 
     async def all(self) -> list[Pooled]:
-        """One answer for each input, in order, when all are known.
-
-        Raises:
-            InvalidRequestError: an input was refused.
-            RequestFailedError, EngineDeadError: from the engine.
-        """
+        """One answer for each input, in order, when all are known. Raises InvalidRequestError if an input was refused.
+        RequestFailedError, EngineDeadError: from the engine."""
         self._settle()
         await self._over
         if self._problem is not None:

@@ -20,23 +20,16 @@ _SLICE = 65536  # characters tokenised at once if only the number of tokens is n
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt in the engine's form.
+    """A prompt in the engine's form."""
 
-    Attributes:
-        token_ids: the prompt; for an encoder-decoder model the encoder's input.
-        text: the text; None if the prompt came as token ids.
-        decoder_ids: for an encoder-decoder model the given beginning of the answer; None for a decoder-only model.
-        images: the images among the tokens.
-    """
-
-    token_ids: list[int]
-    text: str | None = None
+    token_ids: list[int]  # the prompt; for an encoder-decoder model the encoder's input
+    text: str | None = None  # the text; None if the prompt came as token ids
+    # for an encoder-decoder model the given beginning of the answer; None for a decoder-only model
     decoder_ids: list[int] | None = None
     images: tuple[PlacedImage, ...] = ()
 
     @property
     def num_tokens(self) -> int:
-        """All tokens of the request."""
         return len(self.token_ids) + len(self.decoder_ids or ())
 
     @property
@@ -46,18 +39,14 @@ class Prompt:
 
     @property
     def source(self) -> TokenInput | Seq2SeqInput:
-        """The input for the engine."""
         if self.decoder_ids:
             return Seq2SeqInput(self.token_ids, self.decoder_ids)
         return TokenInput(self.token_ids, self.text, images=self.images)
 
 
 class TooLongError(ApiError):
-    """A prompt has more tokens than fit.
-
-    Attributes:
-        tokens: the prompt's tokens; an estimate if the text was too long to be tokenised whole.
-    """
+    """A prompt has more tokens than fit. `tokens`: the prompt's tokens; an estimate if the text was too long to be
+    tokenised whole."""
 
     def __init__(self, message: str, param: str, tokens: int):
         super().__init__(400, message, param=param, code="context_length_exceeded")
@@ -66,17 +55,11 @@ class TooLongError(ApiError):
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The limit on a prompt's length, and the error for a longer prompt, in the engine's words.
+    """The limit on a prompt's length, and the error for a longer prompt, in the engine's words."""
 
-    Attributes:
-        tokens: maximum tokens, including the answer if it continues the prompt.
-        param: the request's field with the prompt.
-        encoder: whether the prompt is an encoder's input.
-    """
-
-    tokens: int
-    param: str = "prompt"
-    encoder: bool = False
+    tokens: int  # maximum tokens, including the answer if it continues the prompt
+    param: str = "prompt"  # the request's field with the prompt
+    encoder: bool = False  # whether the prompt is an encoder's input
 
     @classmethod
     def of_prompt(cls, info: EngineInfo, param: str = "prompt") -> Room:
@@ -111,27 +94,20 @@ def most_characters(tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """The rule for cutting longer prompts (`truncate_prompt_tokens`).
+    """The rule for cutting longer prompts (`truncate_prompt_tokens`)."""
 
-    Attributes:
-        tokens: the number of tokens that stay.
-        side: where tokens are removed: the beginning of a prompt that an answer continues; for an encoder's input, the
-            tokenizer's side.
-    """
-
-    tokens: int
+    tokens: int  # the number of tokens that stay
+    # where tokens are removed: the beginning of a prompt that an answer continues; for an encoder's input, the
+    # tokenizer's side
     side: Literal["left", "right"] = "left"
 
     @classmethod
     def of(cls, asked: int | None, info: EngineInfo, tokenizer: Tokenizer | None, free: int) -> Self | None:
-        """Read a request's field.
+        """Read a request's field. Raises ApiError if the value is more than the model allows, or none.
 
         Args:
             asked: the field; -1 keeps as many tokens as leave `free` tokens for the answer.
             free: free tokens of the context.
-
-        Raises:
-            ApiError: the value is more than the model allows, or none.
         """
         if asked is None:
             return None
@@ -153,12 +129,8 @@ class Truncation:
         return list(ids[-self.tokens :] if self.side == "left" else ids[: self.tokens])
 
     def encode(self, tokenizer: Tokenizer, text: str, room: Room, *, add_special_tokens: bool) -> list[int]:
-        """A text's token ids after cutting, including special tokens.
-
-        Raises:
-            ApiError: the text has far too many characters for so few tokens.
-            InvalidRequestError: the special tokens alone exceed the limit.
-        """
+        """A text's token ids after cutting, including special tokens. Raises ApiError if the text has far too many
+        characters for so few tokens. InvalidRequestError if the special tokens alone exceed the limit."""
         plain = functools.partial(tokenizer.encode, add_special_tokens=False)
         beyond = count_beyond(plain, text, self.tokens, left=self.side == "left")
         if beyond is not None:  # the rest does not matter and may take minutes
@@ -172,21 +144,14 @@ class Truncation:
 
 
 def check_length(count: int, room: Room) -> None:
-    """Refuse far too many token ids before they are sent to the engine, which would refuse them too.
-
-    Raises:
-        ApiError: there are more than twice as many as fit. The engine refuses smaller excesses.
-    """
+    """Refuse far too many token ids before they are sent to the engine, which would refuse them too. Raises ApiError if
+    there are more than twice as many as fit. The engine refuses smaller excesses."""
     if count > 2 * room.tokens:
         raise room.refusal(f"it has {count}", count)
 
 
 def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Refuse ids outside the vocabulary.
-
-    Raises:
-        ApiError: names the range and a wrong id.
-    """
+    """Refuse ids outside the vocabulary. Raises ApiError: names the range and a wrong id."""
     if not 0 <= min(ids) <= max(ids) < vocab_size:
         wrong = min(ids) if min(ids) < 0 else max(ids)
         message = f"{param}: token ids must be from 0 to {vocab_size - 1}, got {shown(wrong)}."
@@ -198,13 +163,9 @@ def count_beyond(
 ) -> tuple[int, int] | None:
     """The number of characters that have more than twice the given tokens, and the number of their tokens.
 
-    The text is tokenised in slices and no further than needed, because the whole text may take minutes and gigabytes.
-    A cut between slices changes only a few tokens, because token boundaries depend only on nearby text. At twice the
-    limit, the text cannot fit whatever follows.
-
-    Args:
-        encode: text to ids, without special tokens.
-        left: count from the end.
+    The text is tokenised in slices and no further than needed, because the whole text may take minutes and gigabytes. A
+    cut between slices changes only a few tokens, because token boundaries depend only on nearby text. At twice the
+    limit, the text cannot fit whatever follows. `encode`: text to ids, without special tokens.
 
     Returns: None if the text may fit; for a text longer than `most_characters`, that number and its tokens.
     """
@@ -221,14 +182,8 @@ def count_beyond(
 
 
 def encode_fitting(encode: Callable[[str], Sequence[int]], text: str, room: Room) -> list[int]:
-    """A text's token ids.
-
-    Args:
-        encode: text to ids.
-
-    Raises:
-        ApiError: the text is far too long. The engine, which counts exactly, refuses smaller excesses.
-    """
+    """A text's token ids. Raises ApiError if the text is far too long. The engine, which counts exactly, refuses
+    smaller excesses."""
     beyond = count_beyond(encode, text, room.tokens)
     if beyond is not None:
         size, count = beyond

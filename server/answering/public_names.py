@@ -52,24 +52,14 @@ def public_names(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def chat_request(fields: Mapping[str, Any], names: Mapping[str, str]) -> ChatCompletionRequest:
-    """The chat request that an endpoint builds.
-
-    Args:
-        fields: the chat request's fields; the endpoint may allow more than chat does.
-        names: the client's names by those of chat requests.
-
-    Raises:
-        ApiError: names the client's invalid field.
-    """
+    """The chat request that an endpoint builds. Raises ApiError: names the client's invalid field. `fields`: the chat
+    request's fields; the endpoint may allow more than chat does."""
     return valid(ChatCompletionRequest, fields, names)
 
 
 def valid(model: type[Model], fields: Mapping[str, Any], names: Mapping[str, str]) -> Model:
-    """A body of that class, which an endpoint creates itself.
-
-    Raises:
-        ApiError: names the client's field that is wrong.
-    """
+    """A body of that class, which an endpoint creates itself. Raises ApiError: names the client's field that is
+    wrong."""
     with public_names(names):
         try:
             return model.model_validate(fields)

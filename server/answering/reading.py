@@ -11,24 +11,16 @@ MAX_ID = 256  # characters
 
 
 def fail(param: str, message: str, code: str = "invalid_value") -> NoReturn:
-    """Refuse a value.
-
-    Raises:
-        ApiError: 400, always.
-    """
+    """Refuse a value. Raises ApiError: 400, always."""
     raise ApiError(400, message, param=param, code=code)
 
 
 def read_text(item: Mapping[str, Any], name: str, where: str, *, least: int = 0, most: int | None = None) -> str:
-    """A string of an object.
+    """A string of an object. Raises ApiError if the value is not a string, or has the wrong length.
 
     Args:
-        where: the path of the object.
         least: minimum characters.
         most: maximum characters.
-
-    Raises:
-        ApiError: the value is not a string, or has the wrong length.
     """
     text, field = item.get(name), f"{where}.{name}"
     if not isinstance(text, str):
@@ -40,11 +32,8 @@ def read_text(item: Mapping[str, Any], name: str, where: str, *, least: int = 0,
 
 
 class Ignored(set[str]):
-    """Names of ignored parts of a request, for a header and the log.
-
-    Attributes:
-        sees: the model reads images, so they are not among these.
-    """
+    """Names of ignored parts of a request, for a header and the log. `sees`: the model reads images, so they are not
+    among these."""
 
     def __init__(self, *, sees: bool = False) -> None:
         super().__init__()
@@ -62,7 +51,6 @@ PartReader = Callable[[Mapping[str, Any], str, Ignored], str]
 
 
 def text_in(name: str) -> PartReader:
-    """Returns a reader of the string in that field of a part."""
     return lambda part, where, ignored: read_text(part, name, where)
 
 
@@ -78,11 +66,8 @@ def unseen(what: str, why: str = "this model reads text only") -> PartReader:
 
 
 def seen(address: Callable[[Mapping[str, Any], str], str | None]) -> PartReader:
-    """Reads an image, or puts a note in its place if the model reads none.
-
-    Args:
-        address: finds the image's address in a part; None: it has none.
-    """
+    """Reads an image, or puts a note in its place if the model reads none. `address`: finds the image's address in a
+    part; None: it has none."""
 
     def read(part: Mapping[str, Any], where: str, ignored: Ignored) -> str:
         if not ignored.sees:
@@ -107,14 +92,8 @@ def joined(parts: Sequence[str]) -> str | list[dict[str, Any]]:
 
 def read_parts(content: Any, where: str, readers: Mapping[str, PartReader], ignored: Ignored) -> str:
     """Content that is a string or a list of parts; the parts' texts are joined with line breaks. Images are left out.
-
-    Args:
-        readers: readers of the allowed types of parts.
-        ignored: receives the names of parts that cannot be read.
-
-    Raises:
-        ApiError: names the first part that is invalid or of an unknown type.
-    """
+    Raises ApiError: names the first part that is invalid or of an unknown type. `ignored`: receives the names of parts
+    that cannot be read."""
     note = unseen("An image", "images are not read here")
     parts = list_parts(content, where, readers, ignored)
     return "\n".join(note({"type": "image"}, where, ignored) if isinstance(one, Picture) else one for one in parts)

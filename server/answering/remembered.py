@@ -19,11 +19,8 @@ _OVERHEAD = 256  # bytes of a segment in addition to its ids
 class RememberedTokens:
     """Tokenises prompts and remembers their segments; the least recently used segments are dropped.
 
-    A segment is identified by a keyed hash; its text is not kept. It is safe to use from several threads.
-
-    Args:
-        tokenizer: encodes the prompts.
-        most_bytes: limits the memory of all segments.
+    A segment is identified by a keyed hash; its text is not kept. It is safe to use from several threads. `most_bytes`:
+    limits the memory of all segments.
     """
 
     def __init__(self, tokenizer: Tokenizer, most_bytes: int = MOST_BYTES):
@@ -37,15 +34,9 @@ class RememberedTokens:
         self._lock = threading.Lock()
 
     def encode(self, text: str, room: Room, salt: str | None) -> list[int]:
-        """The token ids of a prompt, equal to those of `encode_fitting`.
-
-        Args:
-            salt: prompts with different salts share nothing, not even the time saved by tokenising.
-
-        Raises:
-            ApiError: the text is far too long.
-            InvalidRequestError: the text is not valid Unicode.
-        """
+        """The token ids of a prompt, equal to those of `encode_fitting`. `salt`: prompts with different salts share
+        nothing, not even the time saved by tokenising. Raises ApiError if the text is far too long. InvalidRequestError
+        if the text is not valid Unicode."""
         segments = self._segmenter.split(text)
         root = f"{salt or ''}\0".encode()
         names = [

@@ -44,23 +44,14 @@ _RESERVED = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendering:
-    """The inputs of a template besides the messages, and the end of the prompt.
+    """The inputs of a template besides the messages, and the end of the prompt."""
 
-    Attributes:
-        tools: {"type": "function", "function": {...}} each, or None.
-        documents: objects in the template's form, or None.
-        variables: further variables, such as enable_thinking.
-        add_generation_prompt: open the assistant's answer.
-        continue_final_message: leave the last message open instead.
-        characters: the total characters of all strings in these.
-    """
-
-    tools: list[dict[str, Any]] | None = None
-    documents: list[dict[str, Any]] | None = None
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    characters: int = 0
+    tools: list[dict[str, Any]] | None = None  # {"type": "function", "function": {...}} each, or None
+    documents: list[dict[str, Any]] | None = None  # objects in the template's form, or None
+    variables: Mapping[str, Any] = field(default_factory=dict)  # further variables, such as enable_thinking
+    add_generation_prompt: bool = True  # open the assistant's answer
+    continue_final_message: bool = False  # leave the last message open instead
+    characters: int = 0  # the total characters of all strings in these
 
     @property
     def num_tokens(self) -> int:
@@ -69,14 +60,8 @@ class Rendering:
 
 
 def read_rendering(body: TemplateFields, tools: Tools | None) -> Rendering:
-    """Read the body's fields about rendering.
-
-    Args:
-        tools: the tools that the answer may call.
-
-    Raises:
-        ApiError: names the invalid field, or the field that contradicts another.
-    """
+    """Read the body's fields about rendering. `tools`: the tools that the answer may call. Raises ApiError: names the
+    invalid field, or the field that contradicts another."""
     variables: dict[str, Any] = {}
     characters = 0 if tools is None else tools.characters
     if body.reasoning_effort is not None:
@@ -129,17 +114,11 @@ def _fail(param: str, message: str) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class ImageMarks:
-    """The images of a conversation, in its texts.
+    """The images of a conversation, in its texts."""
 
-    Attributes:
-        mark: stands for an image in the messages.
-        token: stands for an image in a rendered text.
-        expand: puts texts around the crops of the images in a rendered text.
-    """
-
-    mark: str
+    mark: str  # stands for an image in the messages
     token: str
-    expand: Callable[[str], str]
+    expand: Callable[[str], str]  # puts texts around the crops of the images in a rendered text
 
 
 class ChatRenderer:

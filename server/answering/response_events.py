@@ -48,12 +48,7 @@ def usage_of(usage: Usage) -> ResponseUsage:
 
 
 def completed(frame: Response, blocks: Blocks, usage: Usage, name_of: NameOf) -> Response:
-    """The completed answer.
-
-    Args:
-        frame: the answer without the fields that are only known at its end.
-        blocks: finished.
-    """
+    """The completed answer. `frame`: the answer without the fields that are only known at its end."""
     reason, problem = blocks.finish_reason, None
     status, details = "completed", None
     if reason == "length":
@@ -78,7 +73,6 @@ def _cut_off(blocks: Blocks) -> str:
 
 
 def item_of(block: Block, name_of: NameOf) -> OutputItem:
-    """A block as an output item."""
     status: Any = "in_progress" if not block.ended else "completed" if block.complete else "incomplete"
     if block.kind == "text":
         content = [_text_part(block)] if block.parts or block.ended else []
@@ -120,13 +114,11 @@ def opening(frame: Response) -> str:
 
 
 def closing(number: int, final: Response) -> str:
-    """The last event."""
     kind = "incomplete" if final["status"] == "cancelled" else final["status"]
     return written(f"response.{kind}", number, response=final)
 
 
 def written(kind: str, number: int, **fields: Any) -> str:
-    """One event."""
     return f"event: {kind}\ndata: {to_json({'type': kind, 'sequence_number': number, **fields}).decode()}\n\n"
 
 
@@ -137,9 +129,6 @@ class ResponseEvents(Events[ChatPiece]):
         frame: the answer without the fields that are only known later.
         name_of: returns the client's name for a function.
         opened: whether the first events have been sent.
-
-    Attributes:
-        final: the whole answer, once it has ended.
     """
 
     def __init__(self, maker: PieceMaker[ChatPiece], frame: Response, name_of: NameOf, *, opened: bool = False):
@@ -150,7 +139,7 @@ class ResponseEvents(Events[ChatPiece]):
         self._number = NUM_OPENING if opened else 0
         self._begun = not frame["background"]
         self._written: list[str] = []
-        self.final: Response | None = None
+        self.final: Response | None = None  # the whole answer, once it has ended
 
     # ---------------------------------------------------------------- called by the stream
 

@@ -66,15 +66,8 @@ _LEFT_OUT = (
 
 
 def read_items(given: Any, ignored: Ignored, name: str = "input") -> list[Item]:
-    """The input as items of a uniform form: with a type and an id, and content as lists of parts.
-
-    Args:
-        name: the field that contains them.
-        ignored: receives the names of ignored items.
-
-    Raises:
-        ApiError: names the first invalid item.
-    """
+    """The input as items of a uniform form: with a type and an id, and content as lists of parts. `name`: the field
+    that contains them. Raises ApiError: names the first invalid item."""
     if isinstance(given, str):
         if not given:
             fail(name, f"{name} must not be empty.")
@@ -223,10 +216,8 @@ _READERS = {
 def to_messages(items: Iterable[Mapping[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
     """The messages for a chat request.
 
-    Successive reasoning, text and calls form one assistant message.
-
-    Args:
-        items: as returned by `read_items`, or from an answer's output.
+    Successive reasoning, text and calls form one assistant message. `items`: as returned by `read_items`, or from an
+    answer's output.
     """
     messages: list[dict[str, Any]] = []
     if instructions:
@@ -296,7 +287,6 @@ def _is_image(part: Any) -> bool:
 
 
 def _content(content: Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
-    """The content of a chat message."""
     if not any(map(_is_image, content)):
         return _text(content)
     return [

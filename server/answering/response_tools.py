@@ -34,15 +34,7 @@ class Called(NamedTuple):
 
 
 class ResponseTools:
-    """The tools of one request.
-
-    Args:
-        ignored: receives the names of tools that would run at OpenAI.
-
-    Attributes:
-        shown: the callable tools of the request, as the answer repeats them.
-        enforced: enforced schemas of arguments by function name, if they differ from those that the model sees.
-    """
+    """The tools of one request. `ignored`: receives the names of tools that would run at OpenAI."""
 
     def __init__(self, ignored: Ignored):
         self._ignored = ignored
@@ -50,7 +42,8 @@ class ResponseTools:
         self._called: dict[str, Called] = {}
         self._patterns: dict[str, str | None] = {}  # as enforced by the grammar; None if it is not enforced
         self._grammar_room = _MOST_GRAMMAR
-        self.shown: list[dict[str, Any]] = []
+        self.shown: list[dict[str, Any]] = []  # the callable tools of the request, as the answer repeats them
+        # enforced schemas of arguments by function name, if they differ from those that the model sees
         self.enforced: dict[str, dict[str, Any]] = {}
 
     @property
@@ -63,17 +56,13 @@ class ResponseTools:
         return self._called.get(function) or Called(function)
 
     def add(self, tool: Any, where: str, *, namespace: str | None = None, again: bool = False) -> bool:
-        """Add a tool.
+        """Add a tool. Raises ApiError: names the invalid part.
 
         Args:
             where: the tool's path.
-            namespace: the namespace that contains it.
             again: it may have come before; the newer one counts.
 
         Returns: Whether it contains something callable.
-
-        Raises:
-            ApiError: names the invalid part.
         """
         if not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
             fail(where, f'{where} must be an object such as {{"type": "function", "name": ...}}, got {shown(tool)}.')
@@ -113,7 +102,6 @@ class ResponseTools:
         return self._patterns[grammar]
 
     def _expression(self, grammar: str) -> str | None:
-        """A grammar as a regular expression, if possible."""
         try:
             if len(grammar) > self._grammar_room:
                 raise ValueError(f"the grammars of the request have more than {_MOST_GRAMMAR} characters together")
@@ -135,15 +123,12 @@ class ResponseTools:
 
 
 def read_response_tools(given: Sequence[Any], items: Iterable[Mapping[str, Any]], ignored: Ignored) -> ResponseTools:
-    """The tools of a request.
+    """The tools of a request. Raises ApiError: names the first invalid tool.
 
     Args:
         given: the field `tools`.
         items: the conversation's items; those of type additional_tools add tools.
         ignored: receives the names of tools that would run at OpenAI.
-
-    Raises:
-        ApiError: names the first invalid tool.
     """
     tools = ResponseTools(ignored)
     check_value(list(given), "tools")
@@ -163,7 +148,6 @@ def _repeated(tool: Tool) -> dict[str, Any]:
 
 
 def _custom(tool: Tool, where: str) -> dict[str, Any]:
-    """A custom tool as a function with one string argument."""
     described = [read_text(tool, "description", where)] if tool.get("description") is not None else []
     format_, place = tool.get("format") or {"type": "text"}, f"{where}.format"
     if not isinstance(format_, dict) or format_.get("type") not in ("text", "grammar"):

@@ -66,14 +66,12 @@ _TERMS = (*ServedBody.model_fields, *ONE_ANSWER_FIELDS, "reasoning_budget")
 def read_chat(
     body: ResponseRequest, items: Sequence[Mapping[str, Any]], ignored: Ignored
 ) -> tuple[ChatCompletionRequest, ResponseTools]:
-    """The equivalent chat request, and its tools with the client's names.
+    """The equivalent chat request, and its tools with the client's names. Raises ApiError if the request is invalid or
+    not supported.
 
     Args:
         items: the items of the whole conversation.
         ignored: receives the names of ignored parts.
-
-    Raises:
-        ApiError: the request is invalid or not supported.
     """
     _refuse(body)
     ignored.update(_ignored_fields(body))
@@ -199,11 +197,8 @@ def _ignored_fields(body: ResponseRequest) -> list[str]:
 
 
 def conversation_id(given: Any) -> str:
-    """The id in the field `conversation`, which is a string or an object with an id.
-
-    Raises:
-        ApiError: it is neither.
-    """
+    """The id in the field `conversation`, which is a string or an object with an id. Raises ApiError if it is
+    neither."""
     id_ = given.get("id") if isinstance(given, dict) else given
     if not isinstance(id_, str) or not 0 < len(id_) <= MAX_ID:
         wanted = f"the id of a conversation, at most {MAX_ID} characters, or an object with it"

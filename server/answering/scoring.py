@@ -24,35 +24,23 @@ from server.answering.pooling import PoolingInput, PoolingRun
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One side of the pairs.
+    """One side of the pairs."""
 
-    Attributes:
-        param: the request's field with its texts.
-        name: the name of its texts in errors, if it differs.
-        most: maximum tokens of each text, without special ones; texts are cut to it first; None or 0: no limit.
-    """
-
-    param: str
+    param: str  # the request's field with its texts
     texts: Sequence[str]
+    # maximum tokens of each text, without special ones; texts are cut to it first; None or 0: no limit
     most: int | None = None
-    name: str | None = None
+    name: str | None = None  # the name of its texts in errors, if it differs
 
 
 @dataclass(slots=True)
 class ScoringRun(PoolingRun):
-    """A request whose answer is made of scores of pairs.
+    """A request whose answer is made of scores of pairs."""
 
-    Attributes:
-        first: the first text of each pair; a single one is used for all pairs.
-        second: the second text of each pair.
-        truncate: the number of tokens to cut an input to, if any.
-        use_activation: False returns the raw number of a cross-encoder's head.
-    """
-
-    first: Side = field(kw_only=True)
-    second: Side = field(kw_only=True)
-    truncate: int | None = field(kw_only=True)
-    use_activation: bool | None = field(kw_only=True)
+    first: Side = field(kw_only=True)  # the first text of each pair; a single one is used for all pairs
+    second: Side = field(kw_only=True)  # the second text of each pair
+    truncate: int | None = field(kw_only=True)  # the number of tokens to cut an input to, if any
+    use_activation: bool | None = field(kw_only=True)  # False returns the raw number of a cross-encoder's head
     _vectors: list[tuple[int, int]] = field(default_factory=list)  # for each pair, the inputs of its two texts
 
     def size(self) -> int:
@@ -65,7 +53,6 @@ class ScoringRun(PoolingRun):
             return await (self._joined() if self._crosses else self._apart())
 
     async def _joined(self) -> list[PoolingInput]:
-        """Each pair as one input."""
         params = PoolingParams(task="classify", use_activation=self.use_activation)
         return await encode_all(
             self.service,
@@ -117,7 +104,6 @@ class ScoringRun(PoolingRun):
         return inputs
 
     def scores(self, answers: Sequence[Pooled]) -> list[float]:
-        """One score for each pair."""
         if self._crosses:
             return [float(answer.values()[0, 0]) for answer in answers]
         comparer = Comparer(self.service.client.info)

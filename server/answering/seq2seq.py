@@ -24,19 +24,12 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """The beginning of an encoder-decoder model's answers.
+    """The beginning of an encoder-decoder model's answers."""
 
-    Attributes:
-        prompt: the beginning, as text or token ids; None if the model begins itself.
-        first: the token that the request forces; None if none.
-        start: the decoder's start token, if the request sets it.
-        marked: the language whose token marks the encoder's input, if the request names one.
-    """
-
-    prompt: str | list[int] | None = None
-    first: int | None = None
-    start: int | None = None
-    marked: str | None = None
+    prompt: str | list[int] | None = None  # the beginning, as text or token ids; None if the model begins itself
+    first: int | None = None  # the token that the request forces; None if none
+    start: int | None = None  # the decoder's start token, if the request sets it
+    marked: str | None = None  # the language whose token marks the encoder's input, if the request names one
 
     def force(self, params: SamplingParams) -> SamplingParams:
         """The parameters, with the request's tokens for the beginning."""
@@ -47,10 +40,7 @@ class Decoder:
         """The beginning for the decoder, after its start token.
 
         A text is preceded by the forced first token of the answer, unless it already contains it; ids are used
-        unchanged.
-
-        Raises:
-            ApiError: the text is far too long.
+        unchanged. Raises ApiError if the text is far too long.
         """
         if not isinstance(self.prompt, str):
             return self.prompt or []
@@ -67,12 +57,8 @@ class Decoder:
 
 def read_decoder(fields: Mapping[str, Any], prompts: Sequence[str | list[int]], service: Service) -> Decoder | None:
     """Read the fields `decoder_prompt`, `forced_bos_token`, `src_lang` and `tgt_lang`; returns None for a decoder-only
-    model.
-
-    Raises:
-        ApiError, InvalidRequestError: the model does not support a field, fields contradict each other, or a token or
-            language is unknown.
-    """
+    model. Raises ApiError, InvalidRequestError if the model does not support a field, fields contradict each other, or
+    a token or language is unknown."""
     info = service.client.info
     given = {name: fields[name] for name in _ELSEWHERE if fields.get(name) is not None}
     if info.max_encoder_len is None:
@@ -150,11 +136,8 @@ def _tokenizer(service: Service, name: str) -> Tokenizer:
 
 
 def refuse_chat(service: Service, param: str) -> None:
-    """Refuse messages to an encoder-decoder model or to a model without a decoder.
-
-    Raises:
-        ApiError: gives the reason.
-    """
+    """Refuse messages to an encoder-decoder model or to a model without a decoder. Raises ApiError: gives the
+    reason."""
     if service.client.info.encoder_only:
         message = (
             f"{service.model_id} is an encoder-only model and does not support conversations. Send a text as prompt."
@@ -169,11 +152,7 @@ def refuse_chat(service: Service, param: str) -> None:
 
 
 def refuse_echo(service: Service) -> None:
-    """Refuse to begin an encoder-decoder model's answer with its prompt.
-
-    Raises:
-        ApiError: gives the reason.
-    """
+    """Refuse to begin an encoder-decoder model's answer with its prompt. Raises ApiError: gives the reason."""
     if service.client.info.max_encoder_len is not None:
         message = (
             f"echo: {service.model_id} is an encoder-decoder model, whose answer does not continue the prompt. For "

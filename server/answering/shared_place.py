@@ -14,12 +14,8 @@ class SharedPlace:
     """Several prompts share each slot. A slot is free once the last of its prompts has ended.
 
     Args:
-        place: the slots.
         slots: how many there are.
         prompts: how many share them.
-
-    Attributes:
-        num_unfinished: prompts that have not ended normally.
     """
 
     def __init__(self, place: Place, slots: int, prompts: int) -> None:
@@ -45,11 +41,7 @@ class SharedPlace:
         self._place.__exit__(kind, problem, trace)
 
     async def measured(self, tokens: Sequence[int]) -> None:
-        """Replace the estimate by each prompt's number of tokens.
-
-        Raises:
-            ApiError: 503 if there are too many tokens.
-        """
+        """Replace the estimate by each prompt's number of tokens. Raises ApiError: 503 if there are too many tokens."""
         self._tokens = list(tokens)
         await self._place.measured([sum(tokens[slot :: self._slots]) for slot in range(self._slots)])
 

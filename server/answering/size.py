@@ -15,17 +15,11 @@ from server.errors import ApiError
 
 @dataclass(frozen=True, slots=True)
 class AnswerSize:
-    """The memory of an answer, estimated from the request.
+    """The memory of an answer, estimated from the request."""
 
-    Attributes:
-        shape: the number of answers, tokens and log-probabilities.
-        bytes_per_logprob: bytes in the endpoint's shape.
-        info: facts about the model.
-    """
-
-    shape: Shape
-    bytes_per_logprob: int
-    info: EngineInfo
+    shape: Shape  # the number of answers, tokens and log-probabilities
+    bytes_per_logprob: int  # bytes in the endpoint's shape
+    info: EngineInfo  # facts about the model
 
     @property
     def bytes_per_token(self) -> int:
@@ -34,16 +28,11 @@ class AnswerSize:
         return self.shape.params.n * (BYTES_PER_TOKEN + self._logprobs(self.shape.params.logprobs) + listed)
 
     def most_tokens(self, settings: ServerSettings) -> int:
-        """Tokens that each answer to one prompt may have."""
         return max(_limit(settings) // self.bytes_per_token, 1)
 
     def check(self, prompts: Sequence[Prompt], settings: ServerSettings, *, stream: bool) -> int:
         """The maximum bytes of the answer to these prompts. A stream holds the data about prompts, and only the parts
-        of answers that have not been read.
-
-        Raises:
-            ApiError: this exceeds the limit in the settings.
-        """
+        of answers that have not been read. Raises ApiError if this exceeds the limit in the settings."""
         params = self.shape.params
         size = sum(len(prompt.continued) for prompt in prompts) * self._logprobs(params.prompt_logprobs)
         if not stream:

@@ -38,13 +38,7 @@ async def windows(
     workers: WorkerPool | None = None,
 ) -> AsyncGenerator[Window, None]:
     """The windows of a file's sound, in order; a part is decoded only when the windows before it have been taken.
-
-    Args:
-        turn: a context that is entered for each decoded part.
-
-    Raises:
-        ApiError: the file is not sound, is too long, or takes a worker too much time or memory.
-    """
+    Raises ApiError if the file is not sound, is too long, or takes a worker too much time or memory."""
     pool, cutter, rate = workers or shared_workers(), Cutter(log_mel.window_samples, log_mel.rate), log_mel.rate
     start, count, spent, budget = 0, PART * rate, 0.0, BUDGET
     while True:
@@ -85,7 +79,6 @@ async def _decoded(pool: WorkerPool, part: SoundPart, seconds: float) -> Decoded
 
 
 def too_long(seconds: float, most: float) -> ApiError:
-    """The error for a sound that is too long."""
     message = (
         f"file: the sound has {seconds:.0f} seconds or more, but the limit is {most:g} (max_audio_seconds). Send it "
         "in parts, or raise --max-audio-seconds."

@@ -43,11 +43,8 @@ class Wanted:
     async def run(self, scope: Scope, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         """Run `work`; cancel it and wait for its end as soon as its result is no longer wanted.
 
-        The request's body must already be read, because messages from `receive` are discarded.
-
-        Raises:
-            ClientGoneError: the client left first.
-            ApiError: the service is stopping and cannot wait longer.
+        The request's body must already be read, because messages from `receive` are discarded. Raises ClientGoneError
+        if the client left first. ApiError if the service is stopping and cannot wait longer.
         """
         task = asyncio.ensure_future(work)
         watch = asyncio.create_task(_until_disconnected(receive))
@@ -80,7 +77,6 @@ async def _until_disconnected(receive: Receive) -> None:
 
 
 def sse(data: str) -> str:
-    """One event."""
     return f"data: {data}\n\n"
 
 
@@ -142,12 +138,10 @@ class EventStream(Response):
     the answer is no longer wanted, the generator is cancelled.
 
     Args:
-        events: the items to send.
         wanted: watches whether the answer is still wanted.
         headers: further headers; they may change until the first item.
         held: a context that is left when the answer has ended, even if `events` has not begun.
         failing: makes the last events for an error.
-        media_type: the answer's media type.
     """
 
     media_type: str = "text/event-stream"

@@ -33,21 +33,14 @@ class DeadlineError(ApiError):
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The terms of one HTTP request, as in `EngineClient.submit`.
+    """The terms of one HTTP request, as in `EngineClient.submit`."""
 
-    Attributes:
-        tenant: identifies the API key; None without keys.
-        cache_salt: requests with the same salt share cached pages; None is shared by all requests without one.
-        priority: lower comes first, among requests of the same tenant.
-        deadline: `time.monotonic()` seconds, or None.
-        adapter: the adapter that the request names as its model; None for the base model.
-    """
-
-    tenant: str | None = None
+    tenant: str | None = None  # identifies the API key; None without keys
+    # requests with the same salt share cached pages; None is shared by all requests without one
     cache_salt: str | None = None
-    priority: int = 0
-    deadline: float | None = None
-    adapter: str | None = None
+    priority: int = 0  # lower comes first, among requests of the same tenant
+    deadline: float | None = None  # `time.monotonic()` seconds, or None
+    adapter: str | None = None  # the adapter that the request names as its model; None for the base model
 
     def keywords(self) -> dict[str, Any]:
         """The arguments for the engine."""
@@ -69,14 +62,11 @@ class Terms:
 def read_terms(
     body: ServedBody, request: Request, settings: ServerSettings, arrival: float, adapters: Container[str] = ()
 ) -> Terms:
-    """The terms in the body and the header.
+    """The terms in the body and the header. Raises ApiError if the header is not a number of seconds.
 
     Args:
         arrival: `time.monotonic()` seconds when the request arrived, unless an outer layer noted an earlier time.
         adapters: the names of the loaded adapters.
-
-    Raises:
-        ApiError: the header is not a number of seconds.
     """
     tenant = getattr(request.state, "tenant", None)
     arrival = getattr(request.state, "arrival", arrival)

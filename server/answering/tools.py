@@ -17,46 +17,29 @@ _NAME = re.compile(FUNCTION_NAME, re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Function:
-    """A function that an answer may call.
+    """A function that an answer may call."""
 
-    Attributes:
-        name: unique in its request.
-        parameters: a JSON schema of the arguments, an object; None if any arguments are allowed.
-        strict: the arguments must match that schema.
-        dropped: whether it had enums that nothing could match, which are left out.
-    """
-
-    name: str
+    name: str  # unique in its request
+    # a JSON schema of the arguments, an object; None if any arguments are allowed
     parameters: Mapping[str, Any] | None = None
-    strict: bool = False
-    dropped: bool = False
+    strict: bool = False  # the arguments must match that schema
+    dropped: bool = False  # whether it had enums that nothing could match, which are left out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools:
-    """The functions of a request, and which of them its answer may call.
-
-    Attributes:
-        functions: all functions, in the order of the request.
-        shown: the functions as the template gets them: {"type": "function", "function": {...}} each.
-        choice: auto, or required (at least one call).
-        named: the function that must be called, if any.
-        allowed: the functions that may be called, if not all shown ones.
-        parallel: whether an answer may have several calls.
-        characters: the total characters of all strings in `shown`.
-    """
+    """The functions of a request, and which of them its answer may call."""
 
     functions: tuple[Function, ...]
-    shown: list[dict[str, Any]]
-    choice: str = "auto"
-    named: str | None = None
-    allowed: frozenset[str] | None = None
-    parallel: bool = True
-    characters: int = 0
+    shown: list[dict[str, Any]]  # the functions as the template gets them: {"type": "function", "function": {...}} each
+    choice: str = "auto"  # auto, or required (at least one call)
+    named: str | None = None  # the function that must be called, if any
+    allowed: frozenset[str] | None = None  # the functions that may be called, if not all shown ones
+    parallel: bool = True  # whether an answer may have several calls
+    characters: int = 0  # the total characters of all strings in `shown`
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of all functions."""
         return frozenset(function.name for function in self.functions)
 
     @property
@@ -85,16 +68,13 @@ class Tools:
 
 
 def read_tools(given: Sequence[Any] | None, choice: Any = None, parallel: bool | None = None) -> Tools | None:
-    """The tools of a request; None if its answer must not call any.
+    """The tools of a request; None if its answer must not call any. Raises ApiError: names the first invalid part.
 
     Args:
         given: the field `tools`.
         choice: the field `tool_choice`: none, auto, required, the function that must be called, or the functions that
             may be.
         parallel: the field `parallel_tool_calls`.
-
-    Raises:
-        ApiError: names the first invalid part.
     """
     if not given:
         if choice not in (None, "none"):

@@ -56,40 +56,28 @@ AT_ONCE = 32  # windows of one request in the engine at a time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heard:
-    """The result of one window.
+    """The result of one window."""
 
-    Attributes:
-        seconds: the end of the window in the whole sound.
-        segments: the spoken segments, without their numbers.
-        words: the words, if requested.
-    """
-
-    seconds: float
-    segments: list[SpokenSegment]
-    words: list[SpokenWord]
+    seconds: float  # the end of the window in the whole sound
+    segments: list[SpokenSegment]  # the spoken segments, without their numbers
+    words: list[SpokenWord]  # the words, if requested
 
 
 @dataclass(slots=True, kw_only=True)
 class TranscriptionRun:
-    """A request being answered.
-
-    Attributes:
-        content: the file's bytes.
-        arrival: seconds of `time.monotonic()`.
-        language: the language of the sound, once known; None for a model with one language.
-    """
+    """A request being answered."""
 
     service: Service
     tokenizer: Tokenizer
     form: SpeechForm
-    content: bytes
+    content: bytes  # the file's bytes
     asking: Asking
     log_mel: LogMel
-    arrival: float
+    arrival: float  # seconds of `time.monotonic()`
     request_id: str = field(init=False)
     record: RequestRecord = field(init=False)
     terms: Terms = field(init=False)
-    language: str | None = None
+    language: str | None = None  # the language of the sound, once known; None for a model with one language
     _ticket: Place | None = None
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     _detected: asyncio.Future[str] | None = None

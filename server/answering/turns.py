@@ -16,11 +16,7 @@ _FIRST = 256  # tokens in the engine before the size of a step is known
 
 
 class Lane(ABC):
-    """The inputs of one request, in order.
-
-    Attributes:
-        tenant: the request's tenant; None if tenants are not distinguished.
-    """
+    """The inputs of one request, in order. `tenant`: the request's tenant; None if tenants are not distinguished."""
 
     tenant: str | None = None
 
@@ -39,9 +35,7 @@ class Turns:
 
     The number of tokens that fit into a step is observed, not set: a step may have a time limit, and then the machine's
     speed decides. If a step leaves nothing waiting in the engine while inputs wait here, it could have held more.
-
-    Args:
-        step_inputs, step_tokens: maximum inputs and tokens of one step of the engine.
+    `step_inputs`, `step_tokens`: maximum inputs and tokens of one step of the engine.
     """
 
     def __init__(self, step_inputs: int, step_tokens: int):

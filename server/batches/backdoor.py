@@ -18,18 +18,14 @@ from server.errors import to_api_error
 
 
 class BackDoor:
-    """The innermost middleware: knows how many clients wait for the model, and takes requests of its own.
-
-    Attributes:
-        num_inside: requests of clients that may make the model work.
-    """
+    """The innermost middleware: knows how many clients wait for the model, and takes requests of its own. `num_inside`:
+    requests of clients that may make the model work."""
 
     def __init__(self) -> None:
         self.num_inside = 0
         self._app: ASGIApp | None = None
 
     def __call__(self, app: ASGIApp) -> ASGIApp:
-        """The routes with this around them."""
         self._app = MessageErrors(app)
 
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
@@ -47,12 +43,8 @@ class BackDoor:
     async def post(
         self, app: FastAPI, path: str, body: dict[str, Any], tenant: str | None, models: list[str] | None
     ) -> tuple[int, str, Any]:
-        """The status of a request, its id, and the answer's body.
-
-        Args:
-            tenant: on whose behalf.
-            models: the only ones that the tenant may use; None: all.
-        """
+        """The status of a request, its id, and the answer's body. `models`: the only ones that the tenant may use;
+        None: all."""
         if self._app is None:
             app.middleware_stack = app.middleware_stack or app.build_middleware_stack()
         assert self._app is not None

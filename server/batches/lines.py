@@ -19,14 +19,10 @@ _PATH = re.compile(r"/(?!/)")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A line's place in its file.
+    """A line's place in its file."""
 
-    Attributes:
-        number: of the line, from 1 on. Empty lines count.
-        begin, size: its bytes.
-    """
-
-    number: int
+    number: int  # of the line, from 1 on. Empty lines count.
+    # begin, size: its bytes
     begin: int
     size: int
 
@@ -56,11 +52,7 @@ def places(path: Path) -> Iterator[tuple[Place, bytes]]:
 
 
 def read_line(line: bytes) -> dict[str, Any]:
-    """A line as an object.
-
-    Raises:
-        ValueError: it is none; says so.
-    """
+    """A line as an object. Raises ValueError if it is none; says so."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -71,11 +63,8 @@ def read_line(line: bytes) -> dict[str, Any]:
 
 
 def check_line(value: dict[str, Any], endpoint: str | None) -> tuple[str, str, str] | None:
-    """The first problem of a line: its code, message and field; None if it has none.
-
-    Args:
-        endpoint: the batch's; None: any.
-    """
+    """The first problem of a line: its code, message and field; None if it has none. `endpoint`: the batch's; None:
+    any."""
     id_, url, body = value.get("custom_id"), value.get("url"), value.get("body")
     if not isinstance(id_, str) or not 0 < len(id_) <= _MOST_ID or not _is_text(id_):
         return (
@@ -106,12 +95,8 @@ def _is_text(value: str) -> bool:
 
 
 def check_file(path: Path, endpoint: str, is_served: Callable[[Any], str | None]) -> tuple[int, list[Problem]]:
-    """The number of requests in a file, and its problems.
-
-    Args:
-        endpoint: that all lines must be for.
-        is_served: says what is wrong with a body's model; None if nothing is.
-    """
+    """The number of requests in a file, and its problems. `is_served`: says what is wrong with a body's model; None if
+    nothing is."""
     problems: list[Problem] = []
     seen: dict[str, int] = {}
     count = 0

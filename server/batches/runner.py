@@ -41,15 +41,9 @@ class BatchRunner:
     """Answers batches until it is stopped; the oldest batch of each tenant, tenants in turn.
 
     Args:
-        app: whose routes answer.
-        service: of the app.
-        store: has the batches.
         door: the way to the routes.
         most: lines that are answered at the same time while no client waits for the model. While one does, no line
             begins.
-
-    Attributes:
-        store: has the batches.
     """
 
     def __init__(self, app: FastAPI, service: Service, store: BatchStore, door: BackDoor, most: int):

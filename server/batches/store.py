@@ -51,26 +51,20 @@ CREATE INDEX IF NOT EXISTS unfinished ON batches (status) WHERE status IN
 
 
 def open_batches(settings: ServerSettings) -> BatchStore | None:
-    """The store that the settings ask for, if they do.
-
-    Raises:
-        ConfigError: the folder cannot be used.
-    """
+    """The store that the settings ask for, if they do. Raises ConfigError if the folder cannot be used."""
     if settings.batch_store is None:
         return None
     return BatchStore(settings.batch_store, parse_bytes(settings.batch_store_max_size, "batch_store_max_size"))
 
 
 class BatchStore:
-    """Files and batches by id, those of each tenant apart.
+    """Files and batches by id, those of each tenant apart. Raises ConfigError if the folder cannot be used, or
+    something else made its file.
 
     Args:
         folder: made if it is not there, for this user alone.
         max_size: bytes of the files of a tenant.
         clock: seconds since 1970.
-
-    Raises:
-        ConfigError: the folder cannot be used, or something else made its file.
     """
 
     def __init__(self, folder: str | Path, max_size: int, clock: Callable[[], float] = time.time):
@@ -99,11 +93,8 @@ class BatchStore:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batch-store")
 
     async def do(self, work: Callable[..., T], *given: Any) -> T:
-        """The result of a method of this store, called in its thread.
-
-        Raises:
-            ApiError: the folder or its file failed.
-        """
+        """The result of a method of this store, called in its thread. Raises ApiError if the folder or its file
+        failed."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work, *given)
         except (OSError, sqlite3.Error) as problem:
@@ -141,11 +132,7 @@ class BatchStore:
     # ---------------------------------------------------------------- files
 
     def add_file(self, tenant: str | None, name: str, content: bytes) -> Row:
-        """Keep an upload.
-
-        Raises:
-            ApiError: the tenant's files would take too much.
-        """
+        """Keep an upload. Raises ApiError if the tenant's files would take too much."""
         (held,) = self._one("SELECT coalesce(sum(bytes), 0) FROM files WHERE tenant = ?", tenant or "")
         if held + len(content) > self._max_size:
             message = (
@@ -160,31 +147,21 @@ class BatchStore:
             return self._register(id_, tenant or "", "batch", name, len(content))
 
     def file(self, id_: str, tenant: str | None) -> Row | None:
-        """A tenant's file; None if there is none with this id."""
         found = self._rows("SELECT * FROM files WHERE id = ? AND tenant = ?", id_, tenant or "")
         return found[0] if found else None
 
     def files(
         self, tenant: str | None, after: str | None, limit: int, purpose: str | None, ascending: bool
     ) -> tuple[list[Row], bool]:
-        """A page of a tenant's files, and whether there are more.
-
-        Raises:
-            KeyError: there is no file `after`.
-        """
+        """A page of a tenant's files, and whether there are more. Raises KeyError if there is no file `after`."""
         more = () if purpose is None else (purpose,)
         return self._page("files", "" if purpose is None else "AND purpose = ?", more, tenant, after, limit, ascending)
 
     def content(self, id_: str) -> bytes:
-        """The bytes of a file."""
         return self.path(id_).read_bytes()
 
     def delete_file(self, id_: str, tenant: str | None) -> bool:
-        """Delete a tenant's file; whether there was one.
-
-        Raises:
-            ApiError: a batch still needs it.
-        """
+        """Delete a tenant's file; whether there was one. Raises ApiError if a batch still needs it."""
         if self.file(id_, tenant) is None:
             return False
         marks = ", ".join("?" * len(UNFINISHED))
@@ -200,15 +177,8 @@ class BatchStore:
     # ---------------------------------------------------------------- batches
 
     def add_batch(self, tenant: str | None, fields: Row, most: int) -> Row:
-        """Begin a batch.
-
-        Args:
-            fields: of its object; `input_file_id` names a file of the tenant.
-            most: batches that a tenant may have unfinished.
-
-        Raises:
-            ApiError: there are too many.
-        """
+        """Begin a batch. `fields`: of its object; `input_file_id` names a file of the tenant. Raises ApiError if there
+        are too many."""
         marks = ", ".join("?" * len(UNFINISHED))
         query = f"SELECT count(*) FROM batches WHERE tenant = ? AND status IN ({marks})"
         with self._transaction():
@@ -232,11 +202,8 @@ class BatchStore:
         return self._object(found[0]) if found else None
 
     def batches(self, tenant: str | None, after: str | None, limit: int) -> tuple[list[Row], bool]:
-        """A page of a tenant's batches, the last one first, and whether there are more.
-
-        Raises:
-            KeyError: there is no batch `after`.
-        """
+        """A page of a tenant's batches, the last one first, and whether there are more. Raises KeyError if there is no
+        batch `after`."""
         rows, more = self._page("batches", "", (), tenant, after, limit, ascending=False)
         return [self._object(row) for row in rows], more
 
@@ -269,7 +236,6 @@ class BatchStore:
         return {row["line"] for row in self._rows("SELECT line FROM answers WHERE batch = ?", number)}
 
     def answer(self, number: int, line: int, good: bool, text: str) -> None:
-        """Keep the answer to a line; one that has an answer keeps it."""
         with self._transaction():
             self._database.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?)", (number, line, int(good), text))
 
@@ -278,7 +244,6 @@ class BatchStore:
 
         Args:
             batch: of `unfinished`.
-            status: with which it ends.
             missing: makes the entry of a line without an answer, from its custom_id; None: it gets none.
         """
         number, tenant = batch["number"], batch["tenant"] or ""

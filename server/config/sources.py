@@ -37,12 +37,7 @@ class VariableSource(EnvSettingsSource):
 
 
 def unknown_variables(environ: Mapping[str, str], known: Collection[str]) -> list[str]:
-    """A sentence for each OCTAVO_* variable without effect.
-
-    Args:
-        environ: all variables.
-        known: names of the variables that are settings.
-    """
+    """A sentence for each OCTAVO_* variable without effect. `known`: names of the variables that are settings."""
     sentences = []
     for name, value in sorted(environ.items()):
         if not name.upper().startswith(PREFIX) or not value or name in _ELSEWHERE:
@@ -60,11 +55,7 @@ def unknown_variables(environ: Mapping[str, str], known: Collection[str]) -> lis
 
 def read_file(path: str, known: Iterable[str]) -> dict[str, Any]:
     """The settings in a YAML file, by name. Keys may be spelled max_num_seqs or max-num-seqs; a key without a value
-    counts as unset.
-
-    Raises:
-        ConfigError: the file cannot be read, is not YAML, or has an unknown setting.
-    """
+    counts as unset. Raises ConfigError if the file cannot be read, is not YAML, or has an unknown setting."""
     names = [name for name in known if name != "config"]
     values: dict[str, Any] = {}
     for key, value in _parse(path).items():
@@ -80,14 +71,8 @@ def read_file(path: str, known: Iterable[str]) -> dict[str, Any]:
 
 
 def read_yaml(path: str, setting: str) -> dict[Any, Any]:
-    """The mapping in a YAML file.
-
-    Args:
-        setting: the setting that names the file, for messages.
-
-    Raises:
-        ConfigError: it cannot be read, or is not such YAML.
-    """
+    """The mapping in a YAML file. `setting`: the setting that names the file, for messages. Raises ConfigError if it
+    cannot be read, or is not such YAML."""
     return _parse(path, setting)
 
 

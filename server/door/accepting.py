@@ -25,7 +25,6 @@ class Acceptor:
     """Listens on a socket, with the interface that uvicorn needs of an asyncio server.
 
     Args:
-        listener: bound.
         slots: the connection slots; each connection takes one.
         make_protocol: makes the protocol of a connection.
         tls: the TLS context, for connections that begin with a handshake.

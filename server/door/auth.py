@@ -73,7 +73,6 @@ class AuthMiddleware:
     Args:
         keys: read at each request, so that changes apply at once.
         public_metrics: `METRICS_PATHS` need no key.
-        also_open: further paths that need no key.
         model: the name of the only model, if there is one: a key for other models may not use it.
     """
 

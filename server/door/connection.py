@@ -50,11 +50,8 @@ def unsent(transport: asyncio.Transport) -> int:
 
 
 class Connection:
-    """A client's connection, as a request's scope contains it.
-
-    Attributes:
-        stalled: whether it was closed because the client read nothing for too long.
-    """
+    """A client's connection, as a request's scope contains it. `stalled`: whether it was closed because the client read
+    nothing for too long."""
 
     def __init__(self, transport: asyncio.Transport):
         self._transport = transport
@@ -94,15 +91,10 @@ def is_stalled(scope: Scope) -> bool:
 
 
 class WatchedProtocol(asyncio.Protocol):
-    """Mixin before one of uvicorn's HTTP protocols.
+    """Mixin before one of uvicorn's HTTP protocols."""
 
-    Attributes:
-        stall_timeout: seconds without a received byte, while there are bytes to receive, that end a connection.
-        app_state: uvicorn's state, which is copied into each request's scope.
-    """
-
-    stall_timeout: float
-    app_state: dict[str, Any]
+    stall_timeout: float  # seconds without a received byte, while there are bytes to receive, that end a connection
+    app_state: dict[str, Any]  # uvicorn's state, which is copied into each request's scope
     _connection: Connection
     _timer: asyncio.TimerHandle | None = None
 
@@ -124,7 +116,6 @@ class WatchedProtocol(asyncio.Protocol):
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone."""
         self._unwatch()
         super().connection_lost(exc)
 

@@ -26,12 +26,8 @@ def shutting_down() -> ApiError:
 
 
 class Drain:
-    """The state of a service that may be stopping: whether it is, and how many requests still run.
-
-    Attributes:
-        draining: whether new requests are refused.
-        num_running: requests being answered, without `ALWAYS_ANSWERED`.
-    """
+    """The state of a service that may be stopping: whether it is, and how many requests still run. `num_running`:
+    requests being answered, without `ALWAYS_ANSWERED`."""
 
     def __init__(self) -> None:
         self.draining = False
@@ -84,7 +80,6 @@ class DrainGate:
 
     Args:
         app: the app behind it.
-        drain: the state of the service.
         rejected: called for each refused request.
     """
 

@@ -30,7 +30,6 @@ class FullGate:
     refusals are delayed.
 
     Args:
-        checks: the checks by path.
         clock: monotonic seconds.
         pause: waits for this many seconds.
     """

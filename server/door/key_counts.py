@@ -11,17 +11,11 @@ from server.door.rates import RequestRates, Window
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A key's counts with one more request.
-
-    Attributes:
-        running: its other running requests.
-        window: its requests in the current minute, if they are limited.
-        counted: whether the request counts as running until `end`.
-    """
+    """A key's counts with one more request."""
 
     running: int
-    window: Window | None
-    counted: bool
+    window: Window | None  # its requests in the current minute, if they are limited
+    counted: bool  # whether the request counts as running until `end`
 
 
 class CountsKeys(Protocol):
@@ -35,11 +29,7 @@ class CountsKeys(Protocol):
 
 
 class KeyCounts:
-    """The counts.
-
-    Args:
-        rates: counts requests per minute.
-    """
+    """The counts. `rates`: counts requests per minute."""
 
     def __init__(self, rates: RequestRates):
         self._rates = rates
@@ -64,7 +54,6 @@ class KeyCounts:
         return Begun(running, window, counted=True)
 
     def end(self, tenant: str, count: int = 1) -> None:
-        """One or more counted requests have ended."""
         self.running[tenant] -= count
         if self.running[tenant] <= 0:
             del self.running[tenant]

@@ -29,23 +29,14 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A key without its text: only the digest is kept.
+    """A key without its text: only the digest is kept."""
 
-    Attributes:
-        digest: the key's SHA-256.
-        roles: the roles that it has.
-        name: the name in the log; None if the file gives none.
-        requests_per_minute: maximum requests per minute; None for no limit.
-        max_concurrency: maximum concurrent requests; None for no limit.
-        models: names of the models that it may use; None for all.
-    """
-
-    digest: bytes = field(repr=False)
+    digest: bytes = field(repr=False)  # the key's SHA-256
     roles: frozenset[Role] = frozenset(Role)
-    name: str | None = None
-    requests_per_minute: int | None = None
-    max_concurrency: int | None = None
-    models: frozenset[str] | None = None
+    name: str | None = None  # the name in the log; None if the file gives none
+    requests_per_minute: int | None = None  # maximum requests per minute; None for no limit
+    max_concurrency: int | None = None  # maximum concurrent requests; None for no limit
+    models: frozenset[str] | None = None  # names of the models that it may use; None for all
 
     def may_use(self, model: str) -> bool:
         """Whether requests with this key may use this model."""
@@ -68,11 +59,7 @@ def digest_of(key: bytes) -> bytes:
 
 
 class KeyRing:
-    """The currently valid keys; without any, the service is open.
-
-    Args:
-        keys: the keys, all with different digests.
-    """
+    """The currently valid keys; without any, the service is open. `keys`: the keys, all with different digests."""
 
     def __init__(self, keys: Iterable[ApiKey] = ()):
         self._keys = tuple(keys)
@@ -84,7 +71,6 @@ class KeyRing:
         return len(self._keys)
 
     def replace(self, keys: Iterable[ApiKey]) -> None:
-        """Replace all keys by these."""
         self._keys = tuple(keys)
 
     def find(self, given: bytes) -> ApiKey | None:
@@ -97,12 +83,9 @@ class KeyRing:
 
 
 def read_api_keys(settings: ServerSettings) -> tuple[ApiKey, ...]:
-    """The keys from the settings, which have all roles, and those from the key file.
-
-    Raises:
-        ConfigError: the file cannot be read, contains no key, or has an invalid line. The message never contains a key
-            or text that might be one.
-    """
+    """The keys from the settings, which have all roles, and those from the key file. Raises ConfigError if the file
+    cannot be read, contains no key, or has an invalid line. The message never contains a key or text that might be
+    one."""
     limits = {"requests_per_minute": settings.key_requests_per_minute, "max_concurrency": settings.key_max_concurrency}
     keys = {digest_of(key.encode()): ApiKey.of(key, **limits) for key in settings.api_key}  # checked there
     if settings.api_key_file is not None:

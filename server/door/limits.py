@@ -62,15 +62,10 @@ class BodyLimitMiddleware:
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """The limit on a body's length.
+    """The limit on a body's length."""
 
-    Attributes:
-        size: bytes.
-        path: the path whose limit is lower than the others', if any.
-    """
-
-    size: int
-    path: str | None = None
+    size: int  # bytes
+    path: str | None = None  # the path whose limit is lower than the others', if any
 
     def refusal(self, what: str) -> ApiError:
         """The error for a longer body."""

@@ -24,17 +24,13 @@ class StartupError(Exception):
 
 
 class Listener:
-    """A bound socket that does not listen yet; a context manager that removes everything at the end.
-
-    Args:
-        settings: host and port, or uds, and whether there is a certificate.
+    """A bound socket that does not listen yet; a context manager that removes everything at the end. Raises
+    StartupError if the host is unknown, or the port or path is taken or not permitted. `settings`: host and port, or
+    uds, and whether there is a certificate.
 
     Attributes:
         socket: the socket for the web server, which closes it.
         url: the URL for clients on this machine.
-
-    Raises:
-        StartupError: the host is unknown, or the port or path is taken or not permitted.
     """
 
     def __init__(self, settings: ServerSettings):
@@ -90,11 +86,8 @@ def raise_file_limit() -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound TCP socket that does not listen yet.
-
-    Raises:
-        StartupError: the host is unknown, or the port is taken or not permitted.
-    """
+    """A bound TCP socket that does not listen yet. Raises StartupError if the host is unknown, or the port is taken or
+    not permitted."""
     listener: socket.socket | None = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -120,11 +113,7 @@ def url(listener: socket.socket, *, tls: bool = False) -> str:
 
 def bind_path(path: Path) -> socket.socket:
     """A bound Unix socket that does not listen yet and that only this user can connect to. The file of a service that
-    has ended is replaced.
-
-    Raises:
-        StartupError: the path is too long, taken, or cannot be created.
-    """
+    has ended is replaced. Raises StartupError if the path is too long, taken, or cannot be created."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if len(os.fsencode(path)) > _LONGEST_PATH:
@@ -191,11 +180,8 @@ def is_public(settings: ServerSettings) -> bool:
 
 
 def check_certificate(settings: ServerSettings) -> None:
-    """Open the TLS files like the web server.
-
-    Raises:
-        StartupError: a file is missing or unreadable, the files do not match, or the password is wrong.
-    """
+    """Open the TLS files like the web server. Raises StartupError if a file is missing or unreadable, the files do not
+    match, or the password is wrong."""
     if settings.ssl_certfile is None:
         return
     for name in ("ssl_certfile", "ssl_keyfile"):

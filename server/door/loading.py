@@ -25,12 +25,8 @@ _MOST_BODY = 1 << 20  # maximum bytes of a request that are read before its conn
 @contextlib.contextmanager
 def answering_while_loading(listener: socket, settings: ServerSettings, model_id: str) -> Iterator[Tell]:
     """Answer connections to a bound socket in a thread within the block; the socket stays open afterwards. Returns a
-    function that takes the percentage of the loaded weights. The answers then include the percentage.
-
-    Args:
-        settings: the settings with the certificate, if there is one.
-        model_id: the model that is loading.
-    """
+    function that takes the percentage of the loaded weights. The answers then include the percentage. `settings`: the
+    settings with the certificate, if there is one."""
     tls = None
     if settings.ssl_certfile is not None:
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -69,11 +65,7 @@ async def _finish(opened: asyncio.Server) -> None:
 
 
 class _Said:
-    """The current answer.
-
-    Attributes:
-        response: its headers and body.
-    """
+    """The current answer. `response`: its headers and body."""
 
     def __init__(self, model: str):
         self._model = model
@@ -85,7 +77,6 @@ class _Said:
 
 
 def _response(model: str, percent: int | None) -> tuple[bytes, bytes]:
-    """Headers and body."""
     done = "" if percent is None else f" ({percent}% of its weights)"
     error = {
         "message": f"{model} is loading{done}. Try again in {RETRY_AFTER} s.",

@@ -20,7 +20,6 @@ _KINDS = {
 
 
 def message_error(status: int, message: str) -> dict[str, Any]:
-    """The body of an error."""
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}}
 
@@ -30,7 +29,6 @@ TEXT_EMBEDDINGS_PATHS = ("/embed", "/embed_sparse", "/embed_all", "/predict", "/
 
 
 def text_embeddings_error(status: int, message: str) -> dict[str, Any]:
-    """The body of an error."""
     kind = "Overloaded" if status in (429, 503) else "Backend" if status >= 500 else "Validation"
     return {"error": message, "error_type": kind}
 
@@ -39,7 +37,6 @@ OLLAMA_PATHS = "/api/"  # the beginning of Ollama's
 
 
 def ollama_error(status: int, message: str) -> dict[str, Any]:
-    """The body of an error."""
     return {"error": message}
 
 

@@ -71,9 +71,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         max_header_size: maximum bytes of a request's head: its first line and its headers.
         head_timeout: maximum seconds; see HEAD_TIMEOUT.
         slot: the connection's slot; None if connections are not limited.
-
-    Attributes:
-        lingers: whether the last answer is written; further input is discarded until the client closes.
     """
 
     def __init__(
@@ -88,7 +85,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         slot: Slot | None = None,
     ):
         super().__init__(config, server_state, app_state, _loop)
-        self.lingers = False
+        self.lingers = False  # whether the last answer is written; further input is discarded until the client closes
         self._limit = max_header_size
         self._head_timeout = head_timeout
         self._slot = slot or Slot(Slots(), is_reserve=False)
@@ -354,7 +351,6 @@ def http_protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
 
 
 def _app(error: ApiError) -> ASGI3Application:
-    """An app that answers a request with an error."""
     return cast("ASGI3Application", RequestIdMiddleware(error.response()))
 
 

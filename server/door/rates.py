@@ -24,32 +24,20 @@ _CONNECTIONS = 16
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A key's count in its current minute, after a request.
+    """A key's count in its current minute, after a request."""
 
-    Attributes:
-        allowed: whether the request is within the limit.
-        limit: requests per minute.
-        remaining: requests that it may make now.
-        reset: whole seconds until one more is allowed.
-    """
-
-    allowed: bool
-    limit: int
-    remaining: int
-    reset: int
+    allowed: bool  # whether the request is within the limit
+    limit: int  # requests per minute
+    remaining: int  # requests that it may make now
+    reset: int  # whole seconds until one more is allowed
 
 
 class RequestRates:
     """Counts in a sliding window: a minute's requests weigh less and less in the next minute, so that twice the limit
     can never pass at once (`limits` calls it a sliding window counter). Refused requests do not count.
 
-    While Redis is unreachable, this process counts by itself.
-
-    Args:
-        redis: URL (redis://, rediss://, unix://); None: this process counts.
-
-    Raises:
-        ConfigError: see `check_storage`.
+    While Redis is unreachable, this process counts by itself. Raises ConfigError: see `check_storage`. `redis`: URL
+    (redis://, rediss://, unix://); None: this process counts.
     """
 
     def __init__(self, redis: str | None = None):
@@ -80,7 +68,6 @@ class RequestRates:
         return await _take(self._own, item, tenant)
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._pool is not None:
             await self._pool.aclose()
 
@@ -125,11 +112,8 @@ async def _take(storage: MemoryStorage | RedisStorage, item: RateLimitItemPerMin
 
 
 def check_storage(redis: str | None) -> None:
-    """Check that `RequestRates` can be made; this does not contact Redis.
-
-    Raises:
-        ConfigError: the URL cannot be used, or the package redis is not installed.
-    """
+    """Check that `RequestRates` can be made; this does not contact Redis. Raises ConfigError if the URL cannot be used,
+    or the package redis is not installed."""
     if redis is not None:
         _pool(redis)
 

@@ -20,11 +20,8 @@ class KeyReload:
     """Reads the file again at each SIGHUP after `listen`, and replaces the keys at once. An invalid file leaves the
     keys unchanged.
 
-    Signals before `run`, while the model loads, or while the file is being read, cause one more reload.
-
-    Args:
-        settings: the settings with the file's name.
-        keys: the keys to replace.
+    Signals before `run`, while the model loads, or while the file is being read, cause one more reload. `settings`: the
+    settings with the file's name.
     """
 
     def __init__(self, settings: ServerSettings, keys: KeyRing):

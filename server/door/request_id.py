@@ -23,7 +23,6 @@ _ACCEPTED = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
 def new_request_id() -> str:
-    """A unique id."""
     return uuid.uuid4().hex
 
 

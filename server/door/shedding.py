@@ -14,7 +14,6 @@ class MemoryGate:
 
     Args:
         app: the app behind it.
-        guard: knows.
         rejected: called for each refused request.
     """
 

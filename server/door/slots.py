@@ -35,17 +35,11 @@ _SILENCE = 10.0  # seconds between two log lines about the same thing
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The numbers of slots.
-
-    Attributes:
-        ordinary: slots for any request.
-        reserve: slots only for `ALWAYS_ANSWERED`.
-        fitting: ordinary slots that the file descriptors allow.
-    """
+    """The numbers of slots."""
 
     ordinary: int
-    reserve: int
-    fitting: int
+    reserve: int  # slots only for `ALWAYS_ANSWERED`
+    fitting: int  # ordinary slots that the file descriptors allow
 
 
 def count_slots(wanted: int | None, limit: int | None = None, used: int | None = None) -> Sizes:
@@ -73,22 +67,16 @@ def _open_files() -> int:
 
 
 class Slot:
-    """A connection's slot, from acceptance to the end.
-
-    Attributes:
-        drop: closes the connection at once.
-        unsent: bytes of the last answer that the client has not received yet.
-        is_reserve: whether it is a reserve slot, which ends with its first answer.
-    """
+    """A connection's slot, from acceptance to the end."""
 
     __slots__ = ("_slots", "answering", "drop", "is_reserve", "unsent")
 
     def __init__(self, slots: Slots, is_reserve: bool):
         self._slots = slots
-        self.is_reserve = is_reserve
+        self.is_reserve = is_reserve  # whether it is a reserve slot, which ends with its first answer
         self.answering = False
-        self.drop: Callable[[], object] = lambda: None
-        self.unsent: Callable[[], int] = lambda: 0
+        self.drop: Callable[[], object] = lambda: None  # closes the connection at once
+        self.unsent: Callable[[], int] = lambda: 0  # bytes of the last answer that the client has not received yet
 
     def ask(self, path: bytes | None) -> ApiError | None:
         """A request's head has arrived. Returns an error response if the request may not be served."""
@@ -117,12 +105,6 @@ class Slots:
         refused: called with the reason for each request that gets 503.
         dropped: called with the kind (idle or reserve) of each connection that is closed for another one.
         shares: the connections of all processes, if several share the socket.
-
-    Attributes:
-        sizes: the number of slots; few until it is set.
-        idle: ordinary slots between two requests, the longest idle first.
-        shares: the connections of other processes.
-        shared: whether `sizes.ordinary` applies to all processes together.
     """
 
     def __init__(
@@ -132,9 +114,9 @@ class Slots:
         dropped: Callable[[str], None] = lambda reason: None,
         shares: Shares | None = None,
     ):
-        self.sizes = Sizes(1, 2, 1)
-        self.shared = False
-        self.idle: dict[Slot, None] = {}
+        self.sizes = Sizes(1, 2, 1)  # the number of slots; few until it is set
+        self.shared = False  # whether `sizes.ordinary` applies to all processes together
+        self.idle: dict[Slot, None] = {}  # ordinary slots between two requests, the longest idle first
         self._open: set[Slot] = set()
         self._reserve: dict[Slot, None] = {}  # oldest first
         self._always = {(prefix + path).encode() for path in ALWAYS_ANSWERED for prefix in {"", root_path}}
@@ -145,7 +127,6 @@ class Slots:
 
     @property
     def num_open(self) -> int:
-        """Connections."""
         return len(self._open)
 
     def open(self) -> Slot:

@@ -56,14 +56,7 @@ class EngineMetrics(Collector):
 
     A restarted engine counts from zero. The counts of earlier engines are added, so that no counter decreases. While
     there is no engine, its gauges are absent. Zeros would look like an idle engine, and a router would send all
-    requests there.
-
-    Args:
-        registry: where the histograms are registered; the collector itself is not.
-
-    Attributes:
-        also_waiting: returns the number of inputs that wait here for their turn at the engine.
-        stepped: called with each step's tokens and the number of requests that wait for the next step.
+    requests there. `registry`: where the histograms are registered; the collector itself is not.
     """
 
     def __init__(self, client: EngineClient, registry: CollectorRegistry):
@@ -72,7 +65,9 @@ class EngineMetrics(Collector):
         self._base_at: dict[str, list[int]] = {field: [] for field in _DRAFTS_AT}
         self._latest = client.stats() if client.is_alive else EngineStats()
         self._restarts = client.num_restarts
+        # returns the number of inputs that wait here for their turn at the engine
         self.also_waiting: Callable[[], int] = lambda: 0
+        # called with each step's tokens and the number of requests that wait for the next step
         self.stepped: Callable[[int, int], None] = lambda tokens, num_waiting: None
         self.step_seconds = Histogram(
             "octavo_step_seconds", "Seconds that an engine step took.", buckets=STEP, registry=registry

@@ -24,11 +24,8 @@ class Exposition:
     """A registry per service, so that several services fit into one process, together with the engine's statistics.
 
     Args:
-        client: the engine.
         model_name: the model's name for clients.
-        version: Octavo's.
         requests: metrics about requests that have an alias; their makers register them.
-        registry: the registry of these.
     """
 
     def __init__(

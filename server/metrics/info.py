@@ -23,7 +23,6 @@ class InfoMetrics(Collector):
         self._started = time.time()
 
     def collect(self) -> Iterator[Metric]:
-        """One series each."""
         info = self._client.info
         yield _told("build_info", "Octavo's version.", {"version": self._version})
         yield _told(

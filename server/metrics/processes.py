@@ -15,11 +15,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")  # bytes
 
 
 class ProcessUse(Collector):
-    """One series for each process; none if the system does not report them.
-
-    Args:
-        processes: the process ids by role.
-    """
+    """One series for each process; none if the system does not report them. `processes`: the process ids by role."""
 
     def __init__(self, processes: Callable[[], Mapping[str, int]]):
         self._processes = processes

@@ -25,12 +25,7 @@ _DROPS = ("idle", "reserve")
 
 
 class RequestMetrics:
-    """Counters and histograms. They are used from one event loop.
-
-    Args:
-        info: facts about the engine.
-        registry: the registry for them.
-    """
+    """Counters and histograms. They are used from one event loop. `info`: facts about the engine."""
 
     def __init__(self, info: EngineInfo, registry: CollectorRegistry):
         self._watched: dict[str, PromptTimes] = {}
@@ -139,7 +134,6 @@ class RequestMetrics:
         self._watched[request_id] = times
 
     def unwatch(self, request_id: str) -> None:
-        """The request is over."""
         self._watched.pop(request_id, None)
 
     def note(self, deltas: Sequence[RequestDelta]) -> None:

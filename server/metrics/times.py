@@ -13,31 +13,22 @@ class PromptTimes:
     shares.
 
     A preempted request waits again; that wait belongs to the phase that it interrupts.
-
-    Attributes:
-        arrival: when the HTTP request arrived.
-        num_prompt: tokens of the prompt.
-        num_cached: prompt tokens found in the prefix cache.
-        num_drafted, num_accepted: tokens that were drafted for its answers, and those of them that came.
-        scheduled: when a step first had room for it, which ends its queueing.
-        sampled: when the engine knew its first token, which ends its prefill.
-        first_token, last_token: when tokens arrived here; for beams, when they became certain.
-        generated: tokens of each answer for the client.
-        reasons: why each answer ended; None while it runs.
     """
 
-    arrival: float
+    arrival: float  # when the HTTP request arrived
     num_prompt: int
     num_answers: int
-    num_cached: int = 0
+    num_cached: int = 0  # prompt tokens found in the prefix cache
+    # num_drafted, num_accepted: tokens that were drafted for its answers, and those of them that came
     num_drafted: int = 0
     num_accepted: int = 0
-    scheduled: float | None = None
-    sampled: float | None = None
+    scheduled: float | None = None  # when a step first had room for it, which ends its queueing
+    sampled: float | None = None  # when the engine knew its first token, which ends its prefill
+    # first_token, last_token: when tokens arrived here; for beams, when they became certain
     first_token: float | None = None
     last_token: float | None = None
     generated: list[int] = field(init=False)
-    reasons: list[str | None] = field(init=False)
+    reasons: list[str | None] = field(init=False)  # why each answer ended; None while it runs
     latest: list[float] = field(init=False)  # each answer's last token; negative if there is none yet
 
     def __post_init__(self) -> None:

@@ -37,7 +37,6 @@ class VllmAliases(Collector):
         self._labels = {"model_name": model_name, "engine": "0"}
 
     def collect(self) -> Iterator[Metric]:
-        """The aliases of the current metrics."""
         for source in self._sources:
             for metric in source.collect():
                 if metric.name.removeprefix(_OURS) in SHARED_NAMES:

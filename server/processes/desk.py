@@ -41,7 +41,6 @@ class Counts:
         self.keys = keys
 
     def gate(self, name: GateName) -> Admission:
-        """A gate by its name."""
         gate = getattr(self.admissions, name)
         assert isinstance(gate, Admission)
         return gate
@@ -61,11 +60,7 @@ class Counts:
 
 
 class Desk:
-    """One front's.
-
-    Args:
-        counts: the counts of all fronts.
-    """
+    """One front's."""
 
     def __init__(self, counts: Counts):
         self._counts = counts

@@ -64,7 +64,6 @@ class _Server(Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture no signals."""
         yield
 
 
@@ -97,11 +96,8 @@ class Front:
         self._line.close()
 
     def _prepare(self, begin: Begin, line: Line) -> Server:
-        """Do everything that comes before the first connection.
-
-        Raises:
-            OctavoError: a setting is invalid, or the tokenizer cannot be loaded.
-        """
+        """Do everything that comes before the first connection. Raises OctavoError if a setting is invalid, or the
+        tokenizer cannot be loaded."""
         settings = ServerSettings.model_validate_json(begin.settings)
         logs.configure(settings.log_level, begin.log_format, log_prompts=settings.log_prompts)
         raise_file_limit()

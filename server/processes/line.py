@@ -46,11 +46,7 @@ class Line(asyncio.Protocol):
         self._send(Frame(0, False, body))
 
     async def ask(self, body: Body) -> Body:
-        """The answer to a question.
-
-        Raises:
-            ConnectionError: the connection is closed.
-        """
+        """The answer to a question. Raises ConnectionError if the connection is closed."""
         if self._transport is None:
             raise ConnectionError("the line is closed")
         self._number += 1
@@ -64,7 +60,6 @@ class Line(asyncio.Protocol):
             del self._asked[number]
 
     def close(self) -> None:
-        """Hang up."""
         if self._transport is not None:
             self._transport.close()
 
@@ -76,7 +71,6 @@ class Line(asyncio.Protocol):
     # ---------------------------------------------------------------- the protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The connection is open."""
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:

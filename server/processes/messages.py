@@ -35,38 +35,29 @@ class Begin(msgspec.Struct, tag=True, kw_only=True):
     """The first message to a front.
 
     Attributes:
-        name: the front's name among the engine's clients.
-        settings: `ServerSettings` as JSON.
         engine_config: the fields of `EngineConfig` that locate the tokenizer.
-        version, model_id, created: the same for all fronts.
-        listener: descriptor of the bound socket.
-        log_format: the format of its log lines.
         max_memory: bytes that it may use in addition to its memory at start; None for no limit.
-        place: the front's index, from 0.
-        num_fronts: the number of fronts.
-        shares: the file with each front's number of connections.
-        engine: the engine that serves its requests.
-        tell_facts: whether this front logs the facts about the model.
     """
 
-    name: bytes
-    settings: str
+    name: bytes  # the front's name among the engine's clients
+    settings: str  # `ServerSettings` as JSON
     model: str
     tokenizer: str | None
     revision: str | None
     hf_token: str | None
     skip_tokenizer_init: bool
     chat_template: str | None
+    # version, model_id, created: the same for all fronts
     version: str
     model_id: str
     created: int
-    listener: int
+    listener: int  # descriptor of the bound socket
     log_format: LogFormat
-    place: int
+    place: int  # the front's index, from 0
     num_fronts: int
-    shares: str
+    shares: str  # the file with each front's number of connections
     engine: EngineServes
-    tell_facts: bool
+    tell_facts: bool  # whether this front logs the facts about the model
 
 
 class Stop(msgspec.Struct, tag=True):
@@ -108,15 +99,10 @@ class GiveUp(msgspec.Struct, tag=True):
 
 
 class Counted(msgspec.Struct, tag=True):
-    """The current counts of a front.
+    """The current counts of a front."""
 
-    Attributes:
-        connections: open client connections.
-        inputs_waiting: inputs that have not been submitted to the engine.
-    """
-
-    connections: int
-    inputs_waiting: int
+    connections: int  # open client connections
+    inputs_waiting: int  # inputs that have not been submitted to the engine
 
 
 class Cancelled(msgspec.Struct, tag=True):
@@ -248,12 +234,7 @@ Body = (
 
 
 class Frame(msgspec.Struct, array_like=True):
-    """One message.
-
-    Attributes:
-        number: the question's number, repeated in its answer; 0 for a message without an answer.
-        answers: whether this is the answer.
-    """
+    """One message. `number`: the question's number, repeated in its answer; 0 for a message without an answer."""
 
     number: int
     answers: bool

@@ -45,7 +45,6 @@ class RemoteGate:
     """A gate whose counts the desk keeps.
 
     Args:
-        line: the connection to the desk.
         name: the gate's name.
         rejected: called with the reason for each refused request.
     """
@@ -79,11 +78,8 @@ class RemoteGate:
         return place
 
     async def ask(self, question: Body, *, counts: bool = True) -> None:
-        """Ask the desk; a refusal is counted unless `counts` is false.
-
-        Raises:
-            ApiError: the desk refuses the request.
-        """
+        """Ask the desk; a refusal is counted unless `counts` is false. Raises ApiError if the desk refuses the
+        request."""
         answer = await self._line.ask(question)
         if isinstance(answer, Refused):
             if counts and answer.reason is not None:
@@ -92,20 +88,15 @@ class RemoteGate:
 
 
 class RemotePlace:
-    """The slots of one request, kept at the desk.
-
-    Attributes:
-        number: the request's number at the desk.
-        num_unfinished: prompts that have not ended normally, also after the release.
-    """
+    """The slots of one request, kept at the desk."""
 
     def __init__(self, gate: RemoteGate, line: Line, prompts: int):
         self._gate = gate
         self._line = line
         self._held = [True] * prompts
         self._released = False
-        self.number = next(_numbers)
-        self.num_unfinished = prompts
+        self.number = next(_numbers)  # the request's number at the desk
+        self.num_unfinished = prompts  # prompts that have not ended normally, also after the release
 
     def __enter__(self) -> Self:
         return self
@@ -144,11 +135,7 @@ class RemotePlace:
 
 
 class RemoteKeys:
-    """Requests of API keys, counted at the desk.
-
-    Args:
-        line: the connection to the desk.
-    """
+    """Requests of API keys, counted at the desk."""
 
     def __init__(self, line: Line):
         self._line = line
@@ -175,11 +162,8 @@ class RemoteKeys:
 
 
 class Steps:
-    """Reports each step of the engine, from its statistics.
-
-    Attributes:
-        stepped: called with each step's tokens and the number of requests that wait for the next step.
-    """
+    """Reports each step of the engine, from its statistics. `stepped`: called with each step's tokens and the number of
+    requests that wait for the next step."""
 
     def __init__(self) -> None:
         self._latest = EngineStats()
@@ -199,7 +183,6 @@ def remote_commons(line: Line, metrics: RequestMetrics, steps: Steps, num_fronts
 
     Args:
         line: the connection to the desk.
-        metrics: the front's metrics.
         steps: the engine's steps, which determine when inputs are submitted.
         num_fronts: the number of fronts; they share the engine's room for inputs.
     """

@@ -78,11 +78,8 @@ def serve_several(
     listener: Listener,
     log_format: LogFormat,
 ) -> int:
-    """Load the model and serve until a signal; returns the exit status.
-
-    Raises:
-        OctavoError: the model cannot be loaded, or a setting is invalid.
-    """
+    """Load the model and serve until a signal; returns the exit status. Raises OctavoError if the model cannot be
+    loaded, or a setting is invalid."""
     read_api_keys(settings)  # reports invalid keys before the model loads
     workers = WorkerPool()
     try:
@@ -124,23 +121,17 @@ def _state(client: ProcessEngineClient) -> EngineServes:
 
 @dataclass(eq=False, slots=True)
 class _Front:
-    """One front, from its start to its end.
+    """One front, from its start to its end."""
 
-    Attributes:
-        place: the front's index; a replacement has the same index.
-        name: the front's name among the engine's clients.
-        line: the connection; None until it is open and the first message is sent, which comes before all others.
-        ready: done once it listens.
-        counted: its last reported counts.
-    """
-
-    place: int
-    name: bytes
+    place: int  # the front's index; a replacement has the same index
+    name: bytes  # the front's name among the engine's clients
     process: subprocess.Popen[bytes]
     desk: Desk
+    # the connection; None until it is open and the first message is sent, which comes before all others
     line: Line | None = None
+    # done once it listens
     ready: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    counted: Counted = field(default_factory=lambda: Counted(0, 0))
+    counted: Counted = field(default_factory=lambda: Counted(0, 0))  # its last reported counts
 
     def listening(self) -> Line | None:
         """Its connection, once it answers; while it starts, a question would wait."""
@@ -202,11 +193,8 @@ class _Service:
     # ---------------------------------------------------------------- start and end
 
     async def run(self) -> str | None:
-        """Serve until a signal, or until nothing can be served any more; returns the reason in that case.
-
-        Raises:
-            OctavoError: a setting is invalid, or no front can start.
-        """
+        """Serve until a signal, or until nothing can be served any more; returns the reason in that case. Raises
+        OctavoError if a setting is invalid, or no front can start."""
         loop = asyncio.get_running_loop()
         self._over = loop.create_future()
         for signum in (signal.SIGTERM, signal.SIGINT):
@@ -287,11 +275,7 @@ class _Service:
     # ---------------------------------------------------------------- fronts come and go
 
     async def _start(self, place: int) -> None:
-        """Start a front, and wait until it listens.
-
-        Raises:
-            OctavoError: it cannot start.
-        """
+        """Start a front, and wait until it listens. Raises OctavoError if it cannot start."""
         self._num_started += 1
         ours, theirs = socket.socketpair()
         try:

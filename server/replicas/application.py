@@ -53,11 +53,8 @@ class Octavo:
 
 def build(arguments: Mapping[str, Any]) -> serve.Application:
     """The application, from the arguments of `serve run` or of a config file for `serve deploy`: settings by name, and
-    `DeploymentOptions`. OCTAVO_* variables apply and override the arguments.
-
-    Raises:
-        ConfigError: an argument is unknown, invalid, or not available under Serve.
-    """
+    `DeploymentOptions`. OCTAVO_* variables apply and override the arguments. Raises ConfigError if an argument is
+    unknown, invalid, or not available under Serve."""
     settings, options = read_arguments(arguments)
     config = settings.engine
     ongoing = options.target_ongoing_requests or max(1, 3 * config.most_seqs // 4)

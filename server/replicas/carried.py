@@ -14,11 +14,7 @@ _PATIENCE = 5.0  # seconds to end unwanted work, which takes a step of the engin
 class CarriedByServe:
     """The outermost middleware. If a client disconnects, Serve cancels the request's task. This middleware instead
     sends the app `http.disconnect`, as servers do, so that the app can end and count its work. It also removes the
-    request id that Serve adds to each response, because the app sends its own.
-
-    Args:
-        app: the app behind it.
-    """
+    request id that Serve adds to each response, because the app sends its own."""
 
     def __init__(self, app: ASGIApp):
         self._app = app

@@ -36,44 +36,31 @@ logger = logging.getLogger("octavo.server")
 
 
 class DeploymentOptions(BaseModel):
-    """Options of the deployment, in addition to the service's settings.
-
-    Attributes:
-        min_replicas: minimum number of replicas.
-        max_replicas: maximum number of replicas.
-        target_ongoing_requests: requests per replica (default: three quarters of max_num_seqs).
-        look_back_period_s: seconds over which load is averaged.
-        upscale_delay_s: seconds of higher load before replicas are added.
-        downscale_delay_s: seconds of lower load before replicas are removed.
-        health_check_period_s: seconds between two health checks of a replica.
-        num_cpus: CPUs of a replica, and threads of its engine.
-        num_gpus: GPUs of a replica.
-        request_router: prefix, or Serve's own power-of-two.
-        keys_version: any text; deploying another one replaces the replicas by new ones, which read the current key
-            file.
-    """
+    """Options of the deployment, in addition to the service's settings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    min_replicas: int = Field(default=1, ge=1)
-    max_replicas: int = Field(default=1, ge=1)
+    min_replicas: int = Field(default=1, ge=1)  # minimum number of replicas
+    max_replicas: int = Field(default=1, ge=1)  # maximum number of replicas
+    # requests per replica (default: three quarters of max_num_seqs)
     target_ongoing_requests: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    look_back_period_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)
+    look_back_period_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)  # seconds over which load is averaged
+    # seconds of higher load before replicas are added
     upscale_delay_s: float = Field(default=10.0, ge=0, allow_inf_nan=False)
+    # seconds of lower load before replicas are removed
     downscale_delay_s: float = Field(default=600.0, ge=0, allow_inf_nan=False)
+    # seconds between two health checks of a replica
     health_check_period_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
-    num_cpus: float = Field(default=1, ge=0, allow_inf_nan=False)
+    num_cpus: float = Field(default=1, ge=0, allow_inf_nan=False)  # CPUs of a replica, and threads of its engine
     num_gpus: float = Field(default=0, ge=0, allow_inf_nan=False)
-    request_router: Literal["prefix", "power-of-two"] = "prefix"
+    request_router: Literal["prefix", "power-of-two"] = "prefix"  # prefix, or Serve's own power-of-two
+    # any text; deploying another one replaces the replicas by new ones, which read the current key file
     keys_version: str = ""
 
 
 def read_arguments(arguments: Mapping[str, Any]) -> tuple[SettingsBase, DeploymentOptions]:
-    """The service's settings, including those from variables, and the deployment's options.
-
-    Raises:
-        ConfigError: an argument is unknown, invalid, or not available under Serve.
-    """
+    """The service's settings, including those from variables, and the deployment's options. Raises ConfigError if an
+    argument is unknown, invalid, or not available under Serve."""
     given = {name.replace("-", "_"): value for name, value in arguments.items()}
     known = [*Settings.model_fields.keys() - {"config"}, *DeploymentOptions.model_fields]
     for name in given:

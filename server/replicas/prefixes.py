@@ -21,11 +21,7 @@ _FIELDS = re.compile(rb'"(?:system|instructions|tools|messages|prompt|input)"\s*
 
 def chain(body: bytes, tenant: bytes = b"") -> list[bytes]:
     """A digest for each beginning of the prompt: its first piece, its first two, and so on; only whole pieces count.
-
-    Args:
-        body: the beginning of a JSON body.
-        tenant: the tenant of the prompt. Equal prompts of two tenants share no digests.
-    """
+    `tenant`: the tenant of the prompt. Equal prompts of two tenants share no digests."""
     field = _FIELDS.search(body)
     if field is None:
         return []
@@ -38,11 +34,8 @@ def chain(body: bytes, tenant: bytes = b"") -> list[bytes]:
 
 
 class Prefixes:
-    """The beginnings of prompts that replicas have seen. The oldest are dropped, as in the caches.
-
-    Args:
-        limit: maximum remembered beginnings; each takes some 300 bytes.
-    """
+    """The beginnings of prompts that replicas have seen. The oldest are dropped, as in the caches. `limit`: maximum
+    remembered beginnings; each takes some 300 bytes."""
 
     def __init__(self, limit: int):
         self._limit = limit
@@ -71,7 +64,6 @@ class Prefixes:
             self._holders.popitem(last=False)
 
     def forget(self, replica: str) -> None:
-        """The replica has ended."""
         for digest in [digest for digest, holders in self._holders.items() if replica in holders]:
             holders = self._holders[digest]
             holders.discard(replica)

@@ -36,9 +36,6 @@ class Replica:
     Args:
         made: the service. The running event loop drives its client from now on.
         settings: the service's settings.
-
-    Attributes:
-        app: what answers.
     """
 
     def __init__(self, made: Assembly, settings: ServerSettings):
@@ -51,11 +48,8 @@ class Replica:
 
     @classmethod
     async def load(cls, config: EngineConfig, settings: ServerSettings) -> Replica:
-        """A replica that is ready to serve.
-
-        Raises:
-            OctavoError: the model cannot be loaded, or a setting is invalid.
-        """
+        """A replica that is ready to serve. Raises OctavoError if the model cannot be loaded, or a setting is
+        invalid."""
         log_format = logs.choose_format(settings.log_format)
         logs.configure(settings.log_level, log_format, log_prompts=settings.log_prompts)
         check_storage(settings.rate_limit_storage)
@@ -70,11 +64,8 @@ class Replica:
         return cls(made, settings)
 
     def check(self) -> None:
-        """Check the replica's health.
-
-        Raises:
-            UnhealthyError: the engine was abandoned, or has work and makes no progress.
-        """
+        """Check the replica's health. Raises UnhealthyError if the engine was abandoned, or has work and makes no
+        progress."""
         if self._failure is not None:
             raise UnhealthyError(f"the engine keeps failing: {self._failure}")
         progress, limit = self._client.progress, self._settings.liveness_timeout

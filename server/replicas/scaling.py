@@ -9,11 +9,7 @@ WAITING = "octavo_num_requests_waiting"
 
 def num_replicas(context: Any) -> tuple[float, dict[str, Any]]:
     """Serve's policy: enough replicas for the requests, at `target_ongoing_requests` each. If requests wait for pages
-    because prompts are long, enough replicas for the waiting ones.
-
-    Args:
-        context: Serve's AutoscalingContext.
-    """
+    because prompts are long, enough replicas for the waiting ones."""
     target = context.config.target_ongoing_requests
     waiting = sum((context.aggregated_metrics or {}).get(WAITING, {}).values())
     wanted = context.total_num_requests / target

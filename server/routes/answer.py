@@ -48,11 +48,7 @@ async def create_answer(
 
 
 def _paired(body: AnswerRequest) -> list[tuple[str, str]]:
-    """Each question with its context.
-
-    Raises:
-        ApiError: the numbers do not match, or a text is too long.
-    """
+    """Each question with its context. Raises ApiError if the numbers do not match, or a text is too long."""
     questions, contexts = body.question, body.context
     count = max(len(questions), len(contexts))
     if {len(questions), len(contexts)} - {1, count}:

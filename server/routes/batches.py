@@ -51,11 +51,7 @@ Id = Annotated[str, Path(max_length=256)]
 
 
 async def _batches(service: HouseDep) -> Batches:
-    """The server's files and batches.
-
-    Raises:
-        ApiError: it keeps none.
-    """
+    """The server's files and batches. Raises ApiError if it keeps none."""
     if service.batches is None:
         message = "Files and batches need a folder, and this server has none. Start it with --batch-store FOLDER."
         raise ApiError(400, message, code="unsupported_endpoint")

@@ -72,7 +72,6 @@ class _ClassifyRun(PoolingRun):
         return estimate(self.body.input, self.service.client.info)
 
     async def read(self, params: PoolingParams) -> list[PoolingInput]:
-        """The inputs, with the parameters of each."""
         images = await read_images(self.service, self.body.input)
         if images:
             info = self.service.client.info

@@ -64,11 +64,7 @@ async def embed(body: Annotated[CohereEmbedRequest, Body()], request: Request, s
 
 
 def _given(body: CohereEmbedRequest) -> list[Any]:
-    """The inputs in the form of /v1/embeddings.
-
-    Raises:
-        ApiError: there are texts and images, or neither.
-    """
+    """The inputs in the form of /v1/embeddings. Raises ApiError if there are texts and images, or neither."""
     if (body.model_extra or {}).get("inputs") is not None:
         message = "inputs is not supported. Send texts or images."
         raise ApiError(400, message, param="inputs", code="unsupported_parameter")
@@ -85,12 +81,9 @@ def _prompt_name(body: CohereEmbedRequest, info: EngineInfo) -> str | None:
 
 
 def _cut(body: CohereEmbedRequest, service: Service) -> int | None:
-    """The number of tokens to cut texts to; as at Cohere, they are cut unless truncate is NONE.
-
-    Raises:
-        ApiError: texts are to be cut at a side where the tokenizer does not cut.
-        InvalidRequestError: max_tokens exceeds the model's limit.
-    """
+    """The number of tokens to cut texts to; as at Cohere, they are cut unless truncate is NONE. Raises ApiError: texts
+    are to be cut at a side where the tokenizer does not cut. InvalidRequestError: max_tokens exceeds the model's
+    limit."""
     if body.truncate == "NONE":
         return None
     side = "right" if service.tokenizer is None else service.tokenizer.truncation_side
@@ -106,20 +99,14 @@ def _cut(body: CohereEmbedRequest, service: Service) -> int | None:
 
 @dataclass(slots=True)
 class _CohereRun(MatrixRun):
-    """One such request.
-
-    Attributes:
-        kinds: the requested formats of the vectors.
-        most: maximum tokens of a text; longer ones are refused.
-        asked_texts: the texts; empty if there are images.
-    """
+    """One such request."""
 
     id_prefix = "embed"
     advice = "leave truncate out"
     param = "texts"
-    kinds: list[EmbeddingType] = field(kw_only=True)
-    most: int | None = field(kw_only=True)
-    asked_texts: list[str] = field(kw_only=True)
+    kinds: list[EmbeddingType] = field(kw_only=True)  # the requested formats of the vectors
+    most: int | None = field(kw_only=True)  # maximum tokens of a text; longer ones are refused
+    asked_texts: list[str] = field(kw_only=True)  # the texts; empty if there are images
 
     async def inputs(self) -> Sequence[PoolingInput]:
         with self._public_names():

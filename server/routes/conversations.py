@@ -38,11 +38,7 @@ ItemId = Annotated[str, Path(max_length=256)]
 
 
 async def _conversations(service: HouseDep) -> Conversations:
-    """The server's conversations.
-
-    Raises:
-        ApiError: the server stores none.
-    """
+    """The server's conversations. Raises ApiError if the server stores none."""
     return store_of(service, "conversations").conversations
 
 

@@ -185,11 +185,8 @@ async def create_structured_decision(
 
 
 def _spec(where: str, spec: QuestionSpec) -> Question:
-    """A question in vLLM's shape, in the form that the model reads.
-
-    Raises:
-        ApiError: says what is wrong with the question.
-    """
+    """A question in vLLM's shape, in the form that the model reads. Raises ApiError: says what is wrong with the
+    question."""
     if spec.model_extra:
         _fail(where, f"{where}: unknown field(s) {', '.join(sorted(spec.model_extra))}.")
     instructions = spec.instructions if isinstance(spec.instructions, str) else str(spec.instructions or "")

@@ -64,11 +64,7 @@ async def create_embeddings(
 
 
 def check_prompt_name(body: MatrixBody, run: MatrixRun) -> None:
-    """Refuse a prompt's name if no input can have a prompt.
-
-    Raises:
-        ApiError: there are no texts.
-    """
+    """Refuse a prompt's name if no input can have a prompt. Raises ApiError if there are no texts."""
     if body.prompt_name is not None and not run.texts:
         message = "prompt_name only works with texts. Add the prompt's tokens to the token ids."
         raise ApiError(400, message, param="prompt_name", code="invalid_value")
@@ -106,11 +102,7 @@ async def create_pooling(
 
 
 def _check_together(body: PoolingRequest, tasks: Sequence[PoolingParams], info: EngineInfo) -> None:
-    """Refuse tasks that are not different kinds of vectors.
-
-    Raises:
-        ApiError: says what is wrong.
-    """
+    """Refuse tasks that are not different kinds of vectors. Raises ApiError: says what is wrong."""
     names = [params.task for params in tasks]
     if len(set(names)) < len(names) or not set(names) <= set(PROMPTED):
         message = f"task as a list must contain distinct values of {', '.join(PROMPTED)}, got {shown(names)}."
@@ -125,14 +117,8 @@ def _check_together(body: PoolingRequest, tasks: Sequence[PoolingParams], info: 
 
 
 def _params(body: PoolingRequest, info: EngineInfo, asked: str | None) -> PoolingParams:
-    """The parameters of each input.
-
-    Args:
-        asked: the task; None for the model's first.
-
-    Raises:
-        ApiError: the model does not support the task, or a field belongs to another task.
-    """
+    """The parameters of each input. `asked`: the task; None for the model's first. Raises ApiError if the model does
+    not support the task, or a field belongs to another task."""
     known: list[Task] = [task for task in MATRIX_TASKS if task in info.tasks]
     task = next((task for task in known if asked in (None, task)), None)
     if task is None:

@@ -77,7 +77,6 @@ class _EntitiesRun(PoolingRun):
         return inputs
 
     def _read(self, index: int) -> list[PoolingInput]:
-        """The windows of a text as inputs."""
         tokenizer, info = need_tokenizer(self.service, "input"), self.service.client.info
         try:
             reading = read_entities(tokenizer, self.body.input[index], self.entity_terms, info)

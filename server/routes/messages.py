@@ -44,11 +44,8 @@ async def create_message(
 
 
 def run_of(body: MessageRequest, service: Service, arrival: float) -> MessageRun:
-    """The run that answers a request.
-
-    Raises:
-        ApiError, InvalidRequestError: the body contains an invalid or unsupported field.
-    """
+    """The run that answers a request. Raises ApiError, InvalidRequestError if the body contains an invalid or
+    unsupported field."""
     service.check_model(body.model)
     require(service, MESSAGES_PATH)
     ignored = Ignored(sees=service.chat_images is not None)

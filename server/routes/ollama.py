@@ -133,11 +133,8 @@ class _TextRun(OllamaRun):
 def _raw_run(
     body: OllamaGenerateRequest, model: str | None, service: Service, arrival: float, form: Form, ignored: Ignored
 ) -> _RawRun:
-    """The run of a prompt that the chat template does not change.
-
-    Raises:
-        ApiError, InvalidRequestError: something in the body is wrong, or not supported.
-    """
+    """The run of a prompt that the chat template does not change. Raises ApiError, InvalidRequestError: something in
+    the body is wrong, or not supported."""
     fields = read_options(body, service, ignored)
     if body.logprobs or body.top_logprobs:
         fields["logprobs"] = body.top_logprobs or 0

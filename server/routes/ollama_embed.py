@@ -75,11 +75,8 @@ def _run_of(
     cut: bool,
     single: bool = False,
 ) -> _EmbedRun | None:
-    """The run of a request; None if it has no texts.
-
-    Raises:
-        ApiError, InvalidRequestError: something in the body is wrong, or not supported.
-    """
+    """The run of a request; None if it has no texts. Raises ApiError, InvalidRequestError: something in the body is
+    wrong, or not supported."""
     model = find_model(service, body.model)
     require(service, "/v1/embeddings")
     body.refuse_unsupported()
@@ -114,17 +111,12 @@ def _numbers(arrival: float, tokens: int) -> Mapping[str, Any]:
 
 @dataclass(slots=True)
 class _EmbedRun(MatrixRun):
-    """Texts, and their vectors in Ollama's shape.
-
-    Attributes:
-        called: the name that the client sent.
-        single: the answer is one vector, as in /api/embeddings.
-    """
+    """Texts, and their vectors in Ollama's shape."""
 
     id_prefix = "ollama"
     advice = "send truncate: true"
-    called: str = field(kw_only=True)
-    single: bool = field(kw_only=True)
+    called: str = field(kw_only=True)  # the name that the client sent
+    single: bool = field(kw_only=True)  # the answer is one vector, as in /api/embeddings
 
     def public_name(self, param: str | None) -> str | None:
         return "prompt" if param == "input" and self.single else param

@@ -164,11 +164,7 @@ async def running() -> Response:
 
 
 def _named(body: OllamaNameRequest) -> str | None:
-    """The name of the model that a request is about.
-
-    Raises:
-        ApiError: there is none.
-    """
+    """The name of the model that a request is about. Raises ApiError if there is none."""
     name = body.model or body.name
     if not name:
         raise ApiError(400, "model is required.", param="model", code="missing_required_parameter")

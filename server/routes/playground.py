@@ -32,17 +32,11 @@ _HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class Asset:
-    """A file of the page.
+    """A file of the page."""
 
-    Attributes:
-        content: the bytes of the file.
-        media_type: their media type.
-        etag: changes with the content.
-    """
-
-    content: bytes
-    media_type: str
-    etag: str
+    content: bytes  # the bytes of the file
+    media_type: str  # their media type
+    etag: str  # changes with the content
 
     @classmethod
     def read(cls, path: Path, changed: Mapping[bytes, bytes] | None = None) -> Asset:

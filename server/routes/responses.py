@@ -57,11 +57,8 @@ async def create_response(
 
 
 async def run_of(body: ResponseRequest, request: Request, service: Service, arrival: float) -> ResponseRun:
-    """The run that answers a request.
-
-    Raises:
-        ApiError, InvalidRequestError: the body contains an invalid or unsupported field.
-    """
+    """The run that answers a request. Raises ApiError, InvalidRequestError if the body contains an invalid or
+    unsupported field."""
     ignored = Ignored(sees=service.chat_images is not None)
     items, chat, tools = await _read(body, request, service, ignored)
     with public_names(NAMES):
@@ -96,7 +93,6 @@ async def compact() -> None:
 async def _read(
     body: ResponseRequest, request: Request, service: Service, ignored: Ignored
 ) -> tuple[list[Item], ChatCompletionRequest, ResponseTools]:
-    """The input items of a body, and the equivalent chat request with its tools."""
     service.check_model(body.model)
     require(service, _ENDPOINT)
     history: list[Item] = []
@@ -222,7 +218,6 @@ async def _history(service: Service, id_: str, tenant: str | None) -> list[Item]
 
 
 async def _conversation(service: Service, id_: str, tenant: str | None) -> list[Item]:
-    """The content of a stored conversation."""
     conversations = store_of(service, "conversation").conversations
     most = parse_bytes(service.settings.max_body_size, "max_body_size")
     try:

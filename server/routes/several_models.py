@@ -23,7 +23,6 @@ _Card = LoadedCard | UnloadedCard
 
 
 def models_of_house(house: Service) -> Models:
-    """The models of a service that has several."""
     assert house.models is not None
     return house.models
 
@@ -35,11 +34,7 @@ def may_see(request: Request, status: ModelStatus) -> bool:
 
 
 def _check_allowed(house: Service, request: Request, name: str) -> None:
-    """Refuse a model that the request's API key may not use.
-
-    Raises:
-        ApiError: 403.
-    """
+    """Refuse a model that the request's API key may not use. Raises ApiError: 403."""
     status = models_of_house(house).find(name)
     if status is not None and not may_see(request, status):
         message = f"This API key may not use the model {shown(status.name)}."
@@ -63,7 +58,6 @@ def _state(status: ModelStatus) -> dict[str, Any]:
 
 
 def _cards(house: Service, status: ModelStatus) -> list[_Card]:
-    """A model, and its adapters while it is loaded."""
     service = models_of_house(house).service_of(status.name)
     if service is None:
         unloaded = UnloadedCard(

@@ -38,11 +38,8 @@ facts = APIRouter()
 
 
 def cut_of(truncate: bool | None, direction: str | None, service: Service) -> int | None:
-    """The number of tokens to cut texts to; None if they are not cut.
-
-    Raises:
-        ApiError: they are to be cut at a side where the tokenizer does not cut.
-    """
+    """The number of tokens to cut texts to; None if they are not cut. Raises ApiError if they are to be cut at a side
+    where the tokenizer does not cut."""
     if not truncate:
         return None
     side = "right" if service.tokenizer is None else service.tokenizer.truncation_side

@@ -80,11 +80,8 @@ def _tokenizer(service: Service) -> Tokenizer:
 
 
 def _decoder(body: TranslateRequest, texts: Sequence[str], service: Service) -> Decoder | None:
-    """The fields of encoder and decoder for the languages.
-
-    Raises:
-        ApiError, InvalidRequestError: the model cannot translate between these languages.
-    """
+    """The fields of encoder and decoder for the languages. Raises ApiError, InvalidRequestError if the model cannot
+    translate between these languages."""
     languages = _tokenizer(service).languages
     if languages.pair is not None and not languages.ids:
         for name, given, only in zip(("source", "target"), (body.source, body.target), languages.pair, strict=True):

@@ -30,10 +30,8 @@ class TracingMiddleware:
     """Traces requests to the model, and passes all others. `scope["state"]["trace"]` is then the request's trace, and
     its log lines have a trace_id.
 
-    It is behind the authentication, so refused requests can neither fill the collector nor choose trace ids.
-
-    Args:
-        tracing: receives the spans.
+    It is behind the authentication, so refused requests can neither fill the collector nor choose trace ids. `tracing`:
+    receives the spans.
     """
 
     def __init__(self, app: ASGIApp, tracing: Tracing):

@@ -40,11 +40,8 @@ class Tracing:
 
     def begin(self, name: str, headers: Mapping[str, list[str]], start: int) -> Span:
         """Begin a span for a request, as a child of its client's span if W3C's trace context names one; times are Unix
-        nanoseconds. A malformed or repeated traceparent begins a new trace.
-
-        Args:
-            headers: `traceparent` and `tracestate`, if sent.
-        """
+        nanoseconds. A malformed or repeated traceparent begins a new trace. `headers`: `traceparent` and `tracestate`,
+        if sent."""
         alone = len(headers.get("traceparent", ())) == 1
         parent = self._propagator.extract(headers, Context()) if alone else Context()
         return self._tracer.start_span(name, parent, SpanKind.SERVER, start_time=start)

@@ -22,7 +22,6 @@ class RequestTrace:
     Args:
         path: the route's path.
         headers: as in `Tracing.begin`.
-        scheme: http or https.
     """
 
     def __init__(self, tracing: Tracing, path: str, headers: Mapping[str, list[str]], scheme: str):
@@ -78,11 +77,7 @@ class RequestTrace:
             self._failed = reason not in ("refused", "disconnect")
 
     def end(self, status: int | None) -> None:
-        """The last byte is sent, or there will be none.
-
-        Args:
-            status: status of the answer; None if there was none.
-        """
+        """The last byte is sent, or there will be none. `status`: status of the answer; None if there was none."""
         if status is not None:
             self._span.set_attribute("http.response.status_code", status)
         failed = self._failed or (status is None and self._problem is None) or (status or 0) >= 500

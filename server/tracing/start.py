@@ -12,11 +12,8 @@ if TYPE_CHECKING:
 
 
 def start_tracing(settings: ServerSettings, version: str) -> Tracing | None:
-    """The object that traces requests; None if `otlp_traces_endpoint` is not set.
-
-    Raises:
-        ConfigError: the packages are not installed, or one of OpenTelemetry's own variables is invalid.
-    """
+    """The object that traces requests; None if `otlp_traces_endpoint` is not set. Raises ConfigError if the packages
+    are not installed, or one of OpenTelemetry's own variables is invalid."""
     if settings.otlp_traces_endpoint is None:
         return None
     try:

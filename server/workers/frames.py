@@ -11,35 +11,21 @@ MEMORY = 512 * 1024 * 1024  # default bytes of a worker's job, in addition to it
 
 
 class Job(msgspec.Struct, array_like=True):
-    """Work for a worker.
-
-    Attributes:
-        name: the name of the function.
-        seconds: time after which the worker is killed.
-        payload: the function's argument, encoded.
-        memory: maximum bytes.
-    """
+    """Work for a worker."""
 
     name: str
-    seconds: float
-    payload: msgspec.Raw
-    memory: int = MEMORY
+    seconds: float  # time after which the worker is killed
+    payload: msgspec.Raw  # the function's argument, encoded
+    memory: int = MEMORY  # maximum bytes
 
 
 class Outcome(msgspec.Struct, array_like=True):
-    """The result of a job.
+    """The result of a job."""
 
-    Attributes:
-        result: the function's result, encoded; empty if it failed.
-        refused: the message if it refused its argument (its ValueError).
-        out_of_memory: whether it needed more memory than a worker may have.
-        is_last: whether the worker ends with it.
-    """
-
-    result: msgspec.Raw = msgspec.Raw(b"\xc0")
-    refused: str | None = None
-    out_of_memory: bool = False
-    is_last: bool = False
+    result: msgspec.Raw = msgspec.Raw(b"\xc0")  # the function's result, encoded; empty if it failed
+    refused: str | None = None  # the message if it refused its argument (its ValueError)
+    out_of_memory: bool = False  # whether it needed more memory than a worker may have
+    is_last: bool = False  # whether the worker ends with it
 
 
 def framed(message: Job | Outcome) -> bytes:

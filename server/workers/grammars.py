@@ -9,11 +9,7 @@ from engine.text.grammars import Trial
 
 
 def try_grammar(params: StructuredOutputsParams) -> None:
-    """Compile the format, and begin an answer.
-
-    Raises:
-        ValueError: it cannot be used; gives the reason.
-    """
+    """Compile the format, and begin an answer. Raises ValueError if it cannot be used; gives the reason."""
     load_trial().check(params)
 
 

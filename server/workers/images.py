@@ -18,31 +18,20 @@ def load_decoders() -> None:
 
 
 class Picture(msgspec.Struct, array_like=True):
-    """The input.
+    """The input."""
 
-    Attributes:
-        content: a data: URL, or base64.
-        steps: the steps of the model's preprocessor.
-        max_bytes, max_pixels: its limits.
-    """
-
-    content: str
-    steps: Preprocessing
+    content: str  # a data: URL, or base64
+    steps: Preprocessing  # the steps of the model's preprocessor
     max_bytes: int
     max_pixels: int
 
 
 class Pixels(msgspec.Struct, array_like=True):
-    """The result.
+    """The result."""
 
-    Attributes:
-        shape: channels, height, width.
-        data: float32, in this machine's byte order.
-        problem, code: why it was refused, if it was.
-    """
-
-    shape: tuple[int, int, int] = (0, 0, 0)
-    data: bytes = b""
+    shape: tuple[int, int, int] = (0, 0, 0)  # channels, height, width
+    data: bytes = b""  # float32, in this machine's byte order
+    # problem, code: why it was refused, if it was
     problem: str | None = None
     code: str | None = None
 
@@ -63,37 +52,23 @@ def read_picture(picture: Picture) -> Pixels:
 
 
 class ChatPicture(msgspec.Struct, array_like=True):
-    """An image of a conversation.
+    """An image of a conversation."""
 
-    Attributes:
-        content: a data: URL, or base64.
-        cropping: of the model's processor.
-        alone: it is the conversation's only image.
-        max_bytes, max_pixels: what it may have.
-    """
-
-    content: str
-    cropping: Cropping
+    content: str  # a data: URL, or base64
+    cropping: Cropping  # of the model's processor
     alone: bool
     max_bytes: int
     max_pixels: int
 
 
 class Crops(msgspec.Struct, array_like=True):
-    """The crops of an image of a conversation.
+    """The crops of an image of a conversation."""
 
-    Attributes:
-        shape: crops, channels, height, width.
-        size: height and width of the image as it was sent.
-        tiles: as of `CroppedImage`.
-        data: uint8.
-        problem, code: why it was refused, if it was.
-    """
-
-    shape: tuple[int, int, int, int] = (0, 0, 0, 0)
-    size: tuple[int, int] = (0, 0)
-    tiles: tuple[int, int] = (0, 0)
+    shape: tuple[int, int, int, int] = (0, 0, 0, 0)  # crops, channels, height, width
+    size: tuple[int, int] = (0, 0)  # height and width of the image as it was sent
+    tiles: tuple[int, int] = (0, 0)  # as of `CroppedImage`
     data: bytes = b""
+    # problem, code: why it was refused, if it was
     problem: str | None = None
     code: str | None = None
 

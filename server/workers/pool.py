@@ -155,8 +155,6 @@ class WorkerPool:
 
         Args:
             name: a job of `server.workers.child`.
-            payload: its argument.
-            kind: the type of its result.
             seconds: the time limit.
             memory: maximum bytes.
 

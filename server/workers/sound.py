@@ -12,40 +12,26 @@ from engine.audio.decoding import decode_part
 
 
 class SoundPart(msgspec.Struct, array_like=True):
-    """The input.
-
-    Attributes:
-        data: the file.
-        rate: samples per second of the result.
-        start, count: the first sample of the result, and the number of samples.
-        most_seconds: a longer file is not decoded.
-    """
+    """The input."""
 
     data: bytes
-    rate: int
+    rate: int  # samples per second of the result
+    # start, count: the first sample of the result, and the number of samples
     start: int
     count: int
-    most_seconds: float
+    most_seconds: float  # a longer file is not decoded
 
 
 class DecodedPart(msgspec.Struct, array_like=True):
-    """A part of a file's sound.
+    """A part of a file's sound."""
 
-    Attributes:
-        samples: float32 in this machine's byte order, mono; fewer than requested at the end of the file.
-        seconds: the length of the whole file.
-    """
-
-    samples: bytes
-    seconds: float
+    samples: bytes  # float32 in this machine's byte order, mono; fewer than requested at the end of the file
+    seconds: float  # the length of the whole file
 
 
 def decode(part: SoundPart) -> DecodedPart:
-    """Samples of a file.
-
-    Raises:
-        ValueError: the file is not sound in a supported format, or is damaged; says which.
-    """
+    """Samples of a file. Raises ValueError if the file is not sound in a supported format, or is damaged; says
+    which."""
     with _unheard():
         samples, seconds = decode_part(
             part.data, rate=part.rate, start=part.start, count=part.count, most_seconds=part.most_seconds

@@ -30,34 +30,20 @@ _probed: dict[tuple[str, Roles, bool], bool] = {}
 
 
 class Conversation(msgspec.Struct, array_like=True):
-    """The input.
-
-    Attributes:
-        template: a Jinja template.
-        messages: {"role": ..., "content": ...} each; arguments of tool calls are JSON as text.
-        special: special tokens of the tokenizer, by the names that the template uses.
-        variables: further variables from the client.
-        add_generation_prompt: end with the beginning of the assistant's answer.
-        longest: maximum characters of the text; for a longer one only the length is returned.
-        tools: tools in OpenAI's form, or None.
-        documents: documents, or None.
-        continue_final_message: end with the last message's text, without its closing tokens.
-        writing: the model's call format, if known.
-        prompted: the template does not support tools, so a system message describes them.
-        image_mark, image_text: as `engine.text.pictures.with_parts` takes them.
-    """
+    """The input."""
 
     template: str
-    messages: Messages
-    special: dict[str, Any]
-    variables: dict[str, Any]
-    add_generation_prompt: bool
-    longest: int
-    tools: list[dict[str, Any]] | None = None
-    documents: list[dict[str, Any]] | None = None
-    continue_final_message: bool = False
-    writing: Writing | None = None
-    prompted: bool = False
+    messages: Messages  # {"role": ..., "content": ...} each; arguments of tool calls are JSON as text
+    special: dict[str, Any]  # special tokens of the tokenizer, by the names that the template uses
+    variables: dict[str, Any]  # further variables from the client
+    add_generation_prompt: bool  # end with the beginning of the assistant's answer
+    longest: int  # maximum characters of the text; for a longer one only the length is returned
+    tools: list[dict[str, Any]] | None = None  # tools in OpenAI's form, or None
+    documents: list[dict[str, Any]] | None = None  # documents, or None
+    continue_final_message: bool = False  # end with the last message's text, without its closing tokens
+    writing: Writing | None = None  # the model's call format, if known
+    prompted: bool = False  # the template does not support tools, so a system message describes them
+    # image_mark, image_text: as `engine.text.pictures.with_parts` takes them
     image_mark: str | None = None
     image_text: str | None = None
 
@@ -70,11 +56,8 @@ class Rendered(msgspec.Struct, array_like=True):
 
 
 def render(conversation: Conversation) -> Rendered:
-    """Messages to the text of a prompt.
-
-    Raises:
-        ValueError: the template refuses these messages or fails; has its message.
-    """
+    """Messages to the text of a prompt. Raises ValueError if the template refuses these messages or fails; has its
+    message."""
     writing = conversation.writing or HERMES
     if conversation.prompted and conversation.tools:
         conversation.messages = with_tool_prompt(conversation.messages, conversation.tools, writing)

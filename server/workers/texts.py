@@ -10,16 +10,11 @@ import tokenizers
 
 
 class Text(msgspec.Struct, array_like=True):
-    """The input.
+    """The input."""
 
-    Attributes:
-        tokenizer: the path of a tokenizer.json.
-        special: whether the tokenizer adds its special tokens.
-    """
-
-    tokenizer: str
+    tokenizer: str  # the path of a tokenizer.json
     text: str
-    special: bool
+    special: bool  # whether the tokenizer adds its special tokens
 
 
 def tokenize(text: Text) -> list[int]:

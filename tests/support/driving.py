@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,9 @@ from engine.scheduling.plan import StepPlan
 from engine.scheduling.step import Step
 
 Tokens = list[list[int]]
+
+# "cuda" repeats the golden tests on a GPU (docs/gpu.md).
+DEVICE = os.environ.get("OCTAVO_TEST_DEVICE", "cpu")
 
 # Lets a test that takes `engines` run at depth 0 and at depth 1.
 BOTH_DEPTHS = pytest.mark.parametrize(
@@ -32,9 +36,9 @@ class Job:
 
 
 def make_engine(path: Any, **settings: Any) -> Engine:
-    """A small float32 engine on the CPU; 1,024 pages unless told, steps that do not depend on the clock, and quantised
-    weights that are made each time."""
-    defaults = {"device": "cpu", "dtype": "float32", "show_progress": False, "num_gpu_blocks_override": 1024}
+    """A small float32 engine, on the CPU unless OCTAVO_TEST_DEVICE names a GPU; 1,024 pages unless told, steps that do
+    not depend on the clock, and quantised weights that are made each time."""
+    defaults = {"device": DEVICE, "dtype": "float32", "show_progress": False, "num_gpu_blocks_override": 1024}
     defaults |= {"max_step_time": 0, "quantization_cache": "off"}
     return Engine(EngineConfig(model=str(path), **(defaults | settings)))
 

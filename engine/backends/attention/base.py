@@ -38,24 +38,16 @@ Sight = Window | Chunks
 
 @dataclass(frozen=True, slots=True)
 class DistanceBias:
-    """A bias per head that depends only on key position - query position (ALiBi, T5's buckets).
+    """A bias per head that depends only on key position - query position (ALiBi, T5's buckets)."""
 
-    Attributes:
-        table: [heads, N] bias by distance.
-        zero: the column for distance 0; distances beyond either end use the end's value.
-    """
-
-    table: Tensor
-    zero: int
+    table: Tensor  # [heads, N] bias by distance
+    zero: int  # the column for distance 0; distances beyond either end use the end's value
 
 
 @dataclass(frozen=True, slots=True)
 class PositionBias:
-    """A bias per head that depends only on the key's position (ALiBi with rounded products).
-
-    Attributes:
-        table: [heads, N] bias by position; positions beyond the last use its value.
-    """
+    """A bias per head that depends only on the key's position (ALiBi with rounded products). `table`: [heads, N] bias
+    by position; positions beyond the last use its value."""
 
     table: Tensor
 
@@ -64,21 +56,14 @@ class PositionBias:
 class ContentBias:
     """Score terms that depend on the distance and on content (arXiv:2006.03654, 3.1).
 
-    The score of a query and a key at distance d = key position - query position becomes
-    scale * (query . key + query . keys[c] + key . queries[c]), where c = columns[d + zero]. Only for heads that do not
-    share keys.
-
-    Attributes:
-        keys: [heads, N, head_dim] vectors to multiply queries with; None for no such term.
-        queries: [heads, N, head_dim] vectors to multiply keys with; None for no such term.
-        columns: [distances] int64, the index of the vector (of N) for each distance.
-        zero: the entry for distance 0; distances beyond either end use the end's.
+    The score of a query and a key at distance d = key position - query position becomes scale * (query . key + query .
+    keys[c] + key . queries[c]), where c = columns[d + zero]. Only for heads that do not share keys.
     """
 
-    keys: Tensor | None
-    queries: Tensor | None
-    columns: Tensor
-    zero: int
+    keys: Tensor | None  # [heads, N, head_dim] vectors to multiply queries with; None for no such term
+    queries: Tensor | None  # [heads, N, head_dim] vectors to multiply keys with; None for no such term
+    columns: Tensor  # [distances] int64, the index of the vector (of N) for each distance
+    zero: int  # the entry for distance 0; distances beyond either end use the end's
 
 
 Bias = DistanceBias | PositionBias | ContentBias
@@ -86,25 +71,20 @@ Bias = DistanceBias | PositionBias | ContentBias
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """K and V of one layer in pages.
+    """K and V of one layer in pages."""
 
-    Attributes:
-        keys, values: [num_blocks, block_size, kv_heads, head_dim], in a format of `engine.backends.attention.formats`,
-            which may differ from the queries' format. Block 0 belongs to no sequence. Both may be the same tensor,
-            whose vectors are keys and values at once.
-        block_tables: [R, max blocks] int32. Entries of pages that no query of a row sees may be 0; such pages must not
-            be read.
-        key_scales, value_scales: [num_blocks, block_size, kv_heads] for int8 and fp8 pages; otherwise None.
-        key_centre: [kv_heads, head_dim] float32, subtracted from keys before quantisation and added again by readers;
-            None for none. It adds the same to all scores of a query, so a backend may ignore it if there is neither a
-            softcap nor a sink.
-    """
-
+    # keys, values: [num_blocks, block_size, kv_heads, head_dim], in a format of `engine.backends.attention.formats`,
+    # which may differ from the queries' format. Block 0 belongs to no sequence. Both may be the same tensor, whose
+    # vectors are keys and values at once.
     keys: Tensor
     values: Tensor
+    # [R, max blocks] int32. Entries of pages that no query of a row sees may be 0; such pages must not be read.
     block_tables: Tensor
+    # key_scales, value_scales: [num_blocks, block_size, kv_heads] for int8 and fp8 pages; otherwise None
     key_scales: Tensor | None = None
     value_scales: Tensor | None = None
+    # [kv_heads, head_dim] float32, subtracted from keys before quantisation and added again by readers; None for none.
+    # It adds the same to all scores of a query, so a backend may ignore it if there is neither a softcap nor a sink.
     key_centre: Tensor | None = None
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -135,46 +115,36 @@ class Paged:
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """K and V laid end to end without a cache (encoders).
+    """K and V laid end to end without a cache (encoders)."""
 
-    Attributes:
-        keys, values: [tokens, kv_heads, head_dim].
-        starts: [R] int32 first token of each row.
-    """
-
+    # keys, values: [tokens, kv_heads, head_dim]
     keys: Tensor
     values: Tensor
-    starts: Tensor
+    starts: Tensor  # [R] int32 first token of each row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMetadata:
-    """The shape of one ragged batch, on the host and on the device; built once per step.
+    """The shape of one ragged batch, on the host and on the device; built once per step."""
 
-    Attributes:
-        query_lens: number of queries of each of the R rows (host).
-        context_lens: number of keys of each of the R rows (host), including its new tokens. If causal, the last query
-            of a row is at position context_len - 1.
-        query_start: [R + 1] int32 (device).
-        context: [R] int32 (device).
-        cache: a backend's results that are computed once per step (tiles, masks), keyed by the backend.
-        max_context: the maximum number of keys of a row; None: the largest of `context_lens`. If a step is recorded
-            once and replayed with other lengths (`engine.execution.cuda_graphs`), only the device knows the lengths.
-        max_queries: the maximum number of queries of all rows together, if only the device knows how they are divided
-            among rows (`engine.execution.prompt_graphs`); None: `query_lens` says it.
-        two_way: for each row, whether its causal queries also see all later keys of the row (host), like the tokens of
-            an image that see each other; None: for no row.
-        overlapping: whether a kernel may begin before the previous one ends (`engine.model.kernels.RowForm`).
-    """
-
-    query_lens: list[int]
+    query_lens: list[int]  # number of queries of each of the R rows (host)
+    # number of keys of each of the R rows (host), including its new tokens. If causal, the last query of a row is at
+    # position context_len - 1.
     context_lens: list[int]
-    query_start: Tensor
-    context: Tensor
+    query_start: Tensor  # [R + 1] int32 (device)
+    context: Tensor  # [R] int32 (device)
+    # a backend's results that are computed once per step (tiles, masks), keyed by the backend
     cache: dict[object, object]
+    # the maximum number of keys of a row; None: the largest of `context_lens`. If a step is recorded once and replayed
+    # with other lengths (`engine.execution.cuda_graphs`), only the device knows the lengths.
     max_context: int | None = None
+    # the maximum number of queries of all rows together, if only the device knows how they are divided among rows
+    # (`engine.execution.prompt_graphs`); None: `query_lens` says it
     max_queries: int | None = None
+    # whether a kernel may begin before the previous one ends (`engine.model.kernels.RowForm`)
     overlapping: bool = False
+    # for each row, whether its causal queries also see all later keys of the row (host), like the tokens of an image
+    # that see each other; None: for no row
     two_way: tuple[bool, ...] | None = None
 
     @property
@@ -238,14 +208,11 @@ class AttentionPart(Protocol):
 
 
 class AttentionBackend(ABC):
-    """One way to compute attention.
-
-    Attributes:
-        recordable: whether lengths and tables are read only on the device, within `max_context`, so that a recorded
-            step can be replayed with others in their place (`engine.execution.cuda_graphs`).
-    """
+    """One way to compute attention."""
 
     name: str
+    # whether lengths and tables are read only on the device, within `max_context`, so that a recorded step can be
+    # replayed with others in their place (`engine.execution.cuda_graphs`)
     recordable = False
 
     @classmethod
@@ -258,10 +225,7 @@ class AttentionBackend(ABC):
         cls, part: AttentionPart, device: torch.device, cache_dtype: torch.dtype | None = None
     ) -> list[str]:
         """The reasons why this backend cannot compute `part` on `device`, one per entry; empty if it can.
-
-        Args:
-            cache_dtype: format of the pages; None for K and V without a cache.
-        """
+        `cache_dtype`: format of the pages; None for K and V without a cache."""
         return []
 
     @abstractmethod

@@ -50,7 +50,6 @@ def format_name(dtype: torch.dtype) -> str:
 
 
 def format_named(name: str) -> torch.dtype:
-    """The format of a name."""
     found: torch.dtype = FP8 if name == "fp8" else getattr(torch, name)
     return found
 

@@ -25,10 +25,8 @@ def select(
     """The first backend that can compute all of a model's attention parts on a device, with pages of a format (None:
     without pages).
 
-    The choice, and the reasons against faster backends, are logged here and nowhere else.
-
-    Raises:
-        ConfigError: no backend can; lists the reasons of each.
+    The choice, and the reasons against faster backends, are logged here and nowhere else. Raises ConfigError if no
+    backend can; lists the reasons of each.
     """
     device = torch.device(device)
     parts = list(parts)

@@ -24,11 +24,8 @@ def activate(x: Tensor, function: str, bias: Tensor | None = None) -> Tensor:
 
 
 def gate(x: Tensor, function: str, bias: Tensor | None = None) -> Tensor:
-    """Compute function(a) * b, [T, width], where x + bias, [T, 2 * width], is [a | b].
-
-    Raises:
-        ValueError: a row has an odd width.
-    """
+    """Compute function(a) * b, [T, width], where x + bias, [T, 2 * width], is [a | b]. Raises ValueError if a row has
+    an odd width."""
     if x.shape[-1] % 2:
         raise ValueError(f"a gated row must have an even width, got {x.shape[-1]}")
     return _activate(x, function, bias, 1)

@@ -47,9 +47,6 @@ class AdapterTable:
         slots: the slots; the first one is for tokens without an adapter.
         inputs, outputs: the product's sizes.
         rank: maximum rank of an adapter.
-
-    Attributes:
-        address: the address of the structures that the library reads.
     """
 
     def __init__(self, slots: int, inputs: int, outputs: int, rank: int):
@@ -57,14 +54,11 @@ class AdapterTable:
         self._parts: list[list[_Part]] = [[] for _ in range(slots)]
         self._kept: list[object] = [None] * slots
         self._slots = (_Slot * slots)()
-        self.address = ctypes.addressof(self._slots)
+        self.address = ctypes.addressof(self._slots)  # the address of the structures that the library reads
 
     def put(self, slot: int, down: Tensor, up: Tensor, arena: Arena) -> None:
-        """Fill a slot with down [rank, in] and up [out, rank], between two steps.
-
-        Args:
-            arena: the adapter's memory; its products are put there in the order in which steps read them.
-        """
+        """Fill a slot with down [rank, in] and up [out, rank], between two steps. `arena`: the adapter's memory; its
+        products are put there in the order in which steps read them."""
         blocks = list(_blocks(up))
         downs = [_kept(down[ranks], arena) for ranks, _, _ in blocks]
         ups = [_kept(_panels(up[first:end, ranks]), arena) for ranks, first, end in blocks]
@@ -77,7 +71,6 @@ class AdapterTable:
         self._slots[slot].parts, self._slots[slot].count = ctypes.addressof(made), len(parts)
 
     def clear(self, slot: int) -> None:
-        """Empty a slot."""
         self._slots[slot].count = 0
         self._parts[slot], self._kept[slot] = [], None
 
@@ -98,10 +91,7 @@ class AdapterTable:
 
 def find_runs(slots: Tensor) -> Tensor | None:
     """[runs, 3] the first token, the length and the slot of each run of tokens with an adapter; None if there are none.
-
-    Args:
-        slots: [T] int64 slot of each token, 0 for none.
-    """
+    `slots`: [T] int64 slot of each token, 0 for none."""
     values = slots.numpy()
     firsts = np.flatnonzero(np.diff(values, prepend=-1))
     runs = np.stack((firsts, np.diff(firsts, append=len(values)), values[firsts]), axis=1)[values[firsts] > 0]

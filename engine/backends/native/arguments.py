@@ -11,12 +11,8 @@ FORMATS = (torch.float32, torch.bfloat16)
 
 
 class Rows(NamedTuple):
-    """The rows of a tensor as they are in memory: outer times inner rows of `size` contiguous numbers.
-
-    Attributes:
-        tensor: the tensor, which must live as long as the address is used.
-        outer_stride, inner_stride: numbers from one row to the next.
-    """
+    """The rows of a tensor as they are in memory: outer times inner rows of `size` contiguous numbers. `tensor`: the
+    tensor, which must live as long as the address is used."""
 
     tensor: Tensor
     address: int
@@ -28,11 +24,8 @@ class Rows(NamedTuple):
 
 
 def rows_of(x: Tensor) -> Rows:
-    """The rows of x [..., size], copied only if their layout is too irregular.
-
-    Raises:
-        ValueError: x is not on a CPU, not float32 or bfloat16, or has no dimension.
-    """
+    """The rows of x [..., size], copied only if their layout is too irregular. Raises ValueError if x is not on a CPU,
+    not float32 or bfloat16, or has no dimension."""
     if x.dtype not in FORMATS or not x.is_cpu or not x.dim():
         raise ValueError(f"kernels need rows of float32 or bfloat16 on a CPU, got {_said(x)}")
     shape, strides = x.shape, x.stride()
@@ -47,11 +40,8 @@ def rows_of(x: Tensor) -> Rows:
 
 
 def vector_of(vector: Tensor | None, size: int, dtype: torch.dtype) -> int | None:
-    """The address of a parameter [size]; None for none.
-
-    Raises:
-        ValueError: it has another shape or format, or is not contiguous.
-    """
+    """The address of a parameter [size]; None for none. Raises ValueError if it has another shape or format, or is not
+    contiguous."""
     if vector is None:
         return None
     if vector.dtype != dtype or vector.shape != (size,) or not vector.is_contiguous() or not vector.is_cpu:
@@ -60,11 +50,7 @@ def vector_of(vector: Tensor | None, size: int, dtype: torch.dtype) -> int | Non
 
 
 def same_shape(y: Tensor, x: Tensor) -> Tensor:
-    """y, made contiguous.
-
-    Raises:
-        ValueError: its shape or format differs from x's.
-    """
+    """y, made contiguous. Raises ValueError if its shape or format differs from x's."""
     if y.shape != x.shape or y.dtype != x.dtype or not y.is_cpu:
         raise ValueError(f"{_said(y)} does not match {_said(x)}")
     return y.contiguous()

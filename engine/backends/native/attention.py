@@ -121,13 +121,10 @@ class NativeAttention(AttentionBackend):
     ) -> Tensor:
         """Attention of q [T, heads, head_dim] over each row's own keys; returns [T, heads, head_dim].
 
-        Scores are scale * q k, then softcap * tanh(. / softcap), then + bias: transformers' order.
-        If causal, queries are at the last positions of their row, otherwise at the first ones. Tokens past the sum of
-        the query lengths, and queries that see no key, get zeros.
-
-        Raises:
-            ValueError: shapes, formats or lengths contradict each other.
-            IndexError: a row's pages or tokens are outside the keys.
+        Scores are scale * q k, then softcap * tanh(. / softcap), then + bias: transformers' order. If causal, queries
+        are at the last positions of their row, otherwise at the first ones. Tokens past the sum of the query lengths,
+        and queries that see no key, get zeros. Raises ValueError if shapes, formats or lengths contradict each other.
+        IndexError if a row's pages or tokens are outside the keys.
         """
         content = isinstance(bias, ContentBias)
         if content and kv.keys.dtype == torch.int8:
@@ -173,14 +170,8 @@ class NativeAttention(AttentionBackend):
         content: bool,
     ) -> int:
         """The part that layers with queries of this shape [T, heads, head_dim] share in a step, for
-        `engine.backends.native.program`: the address of a structure that lives as long as the metadata.
-
-        Args:
-            content: whether a `ContentBias` is added.
-
-        Raises:
-            ValueError: see `attend`.
-        """
+        `engine.backends.native.program`: the address of a structure that lives as long as the metadata. `content`:
+        whether a `ContentBias` is added. Raises ValueError: see `attend`."""
         return self._prepare(torch.empty((), dtype=dtype).expand(shape), kv, metadata, causal, window, content).address
 
     def _prepare(

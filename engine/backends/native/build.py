@@ -148,11 +148,8 @@ def file_name(name: str, compiler: Compiler | None = None) -> str:
 
 
 def build(name: str, compiler: Compiler, target: Path) -> None:
-    """Build the library for one instruction set; `target` is complete or does not exist.
-
-    Raises:
-        BuildError: the compiler fails, or the folder is not writable.
-    """
+    """Build the library for one instruction set; `target` is complete or does not exist. Raises BuildError if the
+    compiler fails, or the folder is not writable."""
     flags = (*compiler.command, *_FLAGS, *_flags_of(name))
     link = _LINK_FLAGS_MACOS if sys.platform == "darwin" else _LINK_FLAGS
     try:

@@ -30,11 +30,8 @@ class PageCopier:
         self._sizes = (ctypes.c_int64 * count)(*(tensor[:1].nbytes for tensor in tensors))
 
     def copy(self, copies: NDArray[np.int32]) -> None:
-        """Copy pages [C, 2] (source, destination); all sources are read before anything is written.
-
-        Raises:
-            IndexError: a page does not exist.
-        """
+        """Copy pages [C, 2] (source, destination); all sources are read before anything is written. Raises IndexError
+        if a page does not exist."""
         if not len(copies) or not self._tensors:
             return
         if copies.min() < 0 or copies.max() >= len(self._tensors[0]):

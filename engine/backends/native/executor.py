@@ -56,11 +56,8 @@ logger = logging.getLogger("octavo.model")
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The common part of attentions that can be described to the kernel together.
-
-    Attributes:
-        layer: one of the layers whose pages they read; None if keys are beside the queries.
-    """
+    """The common part of attentions that can be described to the kernel together. `layer`: one of the layers whose
+    pages they read; None if keys are beside the queries."""
 
     layer: int | None
     heads: int
@@ -149,11 +146,8 @@ def _by_length(inputs: Inputs) -> tuple[Inputs, Tensor]:
 
 
 class NativeExecutor:
-    """Runs a program that `refusal` accepts; the weights are already laid out and do not change.
-
-    Args:
-        dtype: format of the rows.
-    """
+    """Runs a program that `refusal` accepts; the weights are already laid out and do not change. `dtype`: format of the
+    rows."""
 
     def __init__(self, program: Program, tables: Tables, dtype: torch.dtype):
         self._program, self._tables, self._dtype = program, tables, dtype
@@ -196,12 +190,8 @@ class NativeExecutor:
             logger.info("torch computes these parts, for which there are no kernels: %s", ", ".join(missing))
 
     def run(self, inputs: Inputs) -> Tensor:
-        """Hidden states [Tp, features].
-
-        Raises:
-            IndexError: a row's pages or a token's slot are outside the cache, or its position outside the tables of
-                angles.
-        """
+        """Hidden states [Tp, features]. Raises IndexError if a row's pages or a token's slot are outside the cache, or
+        its position outside the tables of angles."""
         if inputs.needs_torch:
             return self._torch.run(inputs)
         if self._sorts and inputs.metadata.query_lens != sorted(inputs.metadata.query_lens):
@@ -344,7 +334,6 @@ class NativeExecutor:
         self._rotate(operation, rotary, pages)
 
     def _rotate(self, operation: PrepareHeads, rotary: Rotary | None, pages: Pages | None) -> None:
-        """Rotate the heads and write them to pages, if there are positions and pages."""
         part = operation.part
         if rotary is None and pages is None:
             return
@@ -429,7 +418,6 @@ class NativeExecutor:
         )
 
     def _room(self, name: str, width: int) -> Rows:
-        """Rows for private use."""
         if (name, width) not in self._own:
             self._own[name, width] = self.native.buffer(width)
         return self._own[name, width]

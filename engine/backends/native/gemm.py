@@ -87,23 +87,17 @@ _weights = Arena()
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """A quantised weight [outputs, inputs] in a form that is the same on every machine and can be stored.
+    """A quantised weight [outputs, inputs] in a form that is the same on every machine and can be stored."""
 
-    Attributes:
-        values: int8 [outputs, inputs], for rotated groups [outputs, groups * GROUP]; for 4 bits, uint8 [outputs,
-            groups, GROUP / 2] with two `levels` in a byte: i in the lower half, i + 4 in the upper one, four bytes for
-            every eight.
-        scales: for int8, float16 [outputs, groups] or float32 [outputs]; for rotated groups, uint8 [outputs, 4 +
-            groups]: the bytes of a float32, and each scale as a multiple of it; for 4 bits, float16 [outputs, groups,
-            2], a scale and a minimum: a weight is level * scale + minimum.
-        inputs: the length of a row.
-        rotated: whether integers and scales are those of `rotate`d groups.
-    """
-
+    # int8 [outputs, inputs], for rotated groups [outputs, groups * GROUP]; for 4 bits, uint8 [outputs, groups, GROUP /
+    # 2] with two `levels` in a byte: i in the lower half, i + 4 in the upper one, four bytes for every eight
     values: Tensor
+    # for int8, float16 [outputs, groups] or float32 [outputs]; for rotated groups, uint8 [outputs, 4 + groups]: the
+    # bytes of a float32, and each scale as a multiple of it; for 4 bits, float16 [outputs, groups, 2], a scale and a
+    # minimum: a weight is level * scale + minimum
     scales: Tensor
-    inputs: int
-    rotated: bool = False
+    inputs: int  # the length of a row
+    rotated: bool = False  # whether integers and scales are those of `rotate`d groups
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors; each row of them is a row of the weight."""
@@ -157,16 +151,11 @@ class Quantised:
 @dataclass(frozen=True, slots=True)
 class Blocks:
     """A weight [outputs, inputs] as stored in a GGUF file (`engine.model.gguf.blocks` reads it); or int4_128, in blocks
-    of 64 bytes in the order of `Quantised`, a scale and a minimum.
-
-    Attributes:
-        values: uint8 [outputs, bytes of a row], blocks one after the other.
-        inputs: the length of a row.
-    """
+    of 64 bytes in the order of `Quantised`, a scale and a minimum."""
 
     kind: BlockKind
-    values: Tensor
-    inputs: int
+    values: Tensor  # uint8 [outputs, bytes of a row], blocks one after the other
+    inputs: int  # the length of a row
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors, as in `Quantised`."""
@@ -209,24 +198,18 @@ def join_levels(levels: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """A weight [outputs, inputs] in the form that the kernels of this machine read.
-
-    Attributes:
-        data: uint8, in panels (see `src/gemm_*.cpp`).
-        bias: float32 [outputs], which is added before a result is rounded.
-        tile_rows, tile_bytes: rows of activations that are laid out together, and their bytes.
-        panel: outputs per panel.
-        parts: the parts of a weight joined from several matrices; `data` contains their addresses.
-    """
+    """A weight [outputs, inputs] in the form that the kernels of this machine read."""
 
     kind: Kind
-    data: Tensor
-    bias: Tensor | None
+    data: Tensor  # uint8, in panels (see `src/gemm_*.cpp`)
+    bias: Tensor | None  # float32 [outputs], which is added before a result is rounded
     outputs: int
     inputs: int
+    # tile_rows, tile_bytes: rows of activations that are laid out together, and their bytes
     tile_rows: int
     tile_bytes: int
-    panel: int
+    panel: int  # outputs per panel
+    # the parts of a weight joined from several matrices; `data` contains their addresses
     parts: tuple[Packed, ...] = ()
 
     @property
@@ -243,15 +226,13 @@ def has_amx() -> bool:
 
 
 def pack(weight: Tensor, bias: Tensor | None = None, amx: bool = False, into: Tensor | None = None) -> Packed:
-    """Pack a weight [outputs, inputs] of float32 or bfloat16 in its own format.
+    """Pack a weight [outputs, inputs] of float32 or bfloat16 in its own format. Raises ValueError if it is not such a
+    matrix, or the bias does not match it.
 
     Args:
         amx: multiply with matrix tiles if `has_amx` and the inputs fill them. With tiles, many rows of float32 take
             about half as long, and of bfloat16 a fifth; few rows take as long as with vectors.
         into: uint8, the memory for it; None for new memory.
-
-    Raises:
-        ValueError: it is not such a matrix, or the bias does not match it.
     """
     weight = _matrix(weight)
     packed = _room(plain_kind(weight.dtype, weight.shape[1], amx), weight.shape[0], weight.shape[1], bias, into)
@@ -260,11 +241,7 @@ def pack(weight: Tensor, bias: Tensor | None = None, amx: bool = False, into: Te
 
 
 def plain_kind(dtype: torch.dtype, inputs: int, amx: bool) -> Kind:
-    """The kind of `pack`'s result for a weight of float32 or bfloat16.
-
-    Args:
-        amx: see `pack`.
-    """
+    """The kind of `pack`'s result for a weight of float32 or bfloat16. `amx`: see `pack`."""
     tiles = amx and inputs > 0 and inputs % _AMX_INPUTS == 0 and has_amx()
     if dtype == torch.float32:
         return "amx_float32" if tiles else "float32"
@@ -272,12 +249,7 @@ def plain_kind(dtype: torch.dtype, inputs: int, amx: bool) -> Kind:
 
 
 def quantised_kind(bits: Literal["int8", "int8-fast", "int4"], rotated: bool, amx: bool | None = None) -> Kind:
-    """The kind of the result of `pack_int8`, `pack_int8_fast` or `pack_int4`.
-
-    Args:
-        rotated: int8 in rotated groups.
-        amx: see `pack_int8`.
-    """
+    """The kind of the result of `pack_int8`, `pack_int8_fast` or `pack_int4`. `amx`: see `pack_int8`."""
     if bits == "int8-fast":
         return "int8_fast"
     if bits == "int4":
@@ -294,32 +266,20 @@ def size_of(kind: Kind, outputs: int, inputs: int) -> int:
 
 
 def packed_from(kind: Kind, data: Tensor, outputs: int, inputs: int) -> Packed:
-    """A weight that the same library has packed before.
-
-    Args:
-        data: its `Packed.data`, aligned to 64 bytes; more may follow.
-    """
+    """A weight that the same library has packed before. `data`: its `Packed.data`, aligned to 64 bytes; more may
+    follow."""
     return _room(kind, outputs, inputs, None, data)
 
 
 def with_bias(packed: Packed, bias: Tensor | None) -> Packed:
-    """The weight with this bias, or without one.
-
-    Raises:
-        ValueError: the bias does not match it.
-    """
+    """The weight with this bias, or without one. Raises ValueError if the bias does not match it."""
     return replace(packed, bias=_bias_of(bias, packed.outputs))
 
 
 def quantise_int8(weight: Tensor, form: Form = "plain") -> Quantised:
     """8-bit integers and, for each GROUP inputs of an output, the scale that puts the largest weight at about 127.
-
-    Args:
-        form: a CPU can use rotated groups unless another form is stored.
-
-    Raises:
-        ValueError: it is not a matrix of float32 or bfloat16 on a CPU.
-    """
+    `form`: a CPU can use rotated groups unless another form is stored. Raises ValueError if it is not a matrix of
+    float32 or bfloat16 on a CPU."""
     weight = _matrix(weight)
     outputs, inputs = weight.shape
     groups, rotated = _groups(inputs), form == "rotated"
@@ -332,11 +292,8 @@ def quantise_int8(weight: Tensor, form: Form = "plain") -> Quantised:
 
 
 def quantise_int8_fast(weight: Tensor) -> Quantised:
-    """8-bit integers and, for each output, the scale that puts its largest weight at 127.
-
-    Raises:
-        ValueError: it is not a matrix of float32 or bfloat16 on a CPU.
-    """
+    """8-bit integers and, for each output, the scale that puts its largest weight at 127. Raises ValueError if it is
+    not a matrix of float32 or bfloat16 on a CPU."""
     weight = _matrix(weight)
     made = Quantised(torch.empty(weight.shape, dtype=torch.int8), torch.empty(weight.shape[0]), weight.shape[1])
     return _quantised("int8_fast", weight, made)
@@ -344,13 +301,7 @@ def quantise_int8_fast(weight: Tensor) -> Quantised:
 
 def quantise_int4(weight: Tensor, form: Literal["plain", "portable"] = "plain") -> Quantised:
     """4-bit integers and, for each GROUP inputs, the scale and minimum with the least squared error among 9 candidates.
-
-    Args:
-        form: portable minima are -8 scales.
-
-    Raises:
-        ValueError: it is not a matrix of float32 or bfloat16 on a CPU.
-    """
+    Raises ValueError if it is not a matrix of float32 or bfloat16 on a CPU."""
     weight = _matrix(weight)
     outputs, groups = weight.shape[0], _groups(weight.shape[1])
     values = torch.empty(outputs, groups, GROUP // 2, dtype=torch.uint8)
@@ -368,14 +319,12 @@ def _quantised(bits: str, weight: Tensor, made: Quantised) -> Quantised:
 def pack_int8(
     weight: Tensor | Quantised, bias: Tensor | None = None, amx: bool | None = None, into: Tensor | None = None
 ) -> Packed:
-    """Pack a weight as int8 with scales for groups; it may already be quantised.
+    """Pack a weight as int8 with scales for groups; it may already be quantised. Raises ValueError if the matrix cannot
+    be quantised, is quantised in another form, or the bias does not match it.
 
     Args:
         amx: multiply many rows with matrix tiles if `has_amx`; None: if they are faster. The results are the same.
         into: see `pack`.
-
-    Raises:
-        ValueError: the matrix cannot be quantised, is quantised in another form, or the bias does not match it.
     """
     made = weight if isinstance(weight, Quantised) else quantise_int8(weight)
     outputs, groups = made.values.shape[0], _groups(made.inputs)
@@ -389,14 +338,8 @@ def pack_int8(
 
 
 def pack_int8_fast(weight: Tensor | Quantised, bias: Tensor | None = None, into: Tensor | None = None) -> Packed:
-    """Pack a weight as int8 with a scale for each output; it may already be quantised.
-
-    Args:
-        into: see `pack`.
-
-    Raises:
-        ValueError: the matrix cannot be quantised, is quantised in another form, or the bias does not match it.
-    """
+    """Pack a weight as int8 with a scale for each output; it may already be quantised. `into`: see `pack`. Raises
+    ValueError if the matrix cannot be quantised, is quantised in another form, or the bias does not match it."""
     made = weight if isinstance(weight, Quantised) else quantise_int8_fast(weight)
     outputs = made.values.shape[0]
     _check(made.values, torch.int8, (outputs, made.inputs))
@@ -407,14 +350,8 @@ def pack_int8_fast(weight: Tensor | Quantised, bias: Tensor | None = None, into:
 def pack_int4(
     weight: Tensor | Quantised, bias: Tensor | None = None, amx: bool | None = None, into: Tensor | None = None
 ) -> Packed:
-    """Pack a weight as 4 bits; it may already be quantised.
-
-    Args:
-        amx, into: see `pack_int8`.
-
-    Raises:
-        ValueError: the matrix cannot be quantised, does not have 4 bits, or the bias does not match it.
-    """
+    """Pack a weight as 4 bits; it may already be quantised. `amx`, `into`: see `pack_int8`. Raises ValueError if the
+    matrix cannot be quantised, does not have 4 bits, or the bias does not match it."""
     made = weight if isinstance(weight, Quantised) else quantise_int4(weight)
     outputs, groups = made.values.shape[0], _groups(made.inputs)
     _check(made.values, torch.uint8, (outputs, groups, GROUP // 2))
@@ -433,7 +370,6 @@ def pack_parts(
     Args:
         parts: the rows in order, in the form that `pack` takes; each part but the last has a multiple of `PART_ROWS`
             rows.
-        outputs: the number of rows.
         pack: packs a part into given or new memory, without a bias.
     """
     first = pack(next(parts), None)
@@ -450,14 +386,8 @@ def pack_parts(
 
 
 def pack_blocks(weight: Blocks, bias: Tensor | None = None, into: Tensor | None = None) -> Packed:
-    """Pack the blocks of a GGUF file in their own format.
-
-    Args:
-        into: see `pack`.
-
-    Raises:
-        ValueError: they are not whole rows, or the bias does not match them.
-    """
+    """Pack the blocks of a GGUF file in their own format. `into`: see `pack`. Raises ValueError if they are not whole
+    rows, or the bias does not match them."""
     values = weight.values
     if values.dtype != torch.uint8 or values.dim() != 2 or not values.is_contiguous():
         raise ValueError(f"blocks must be contiguous rows of bytes, got {list(values.shape)} of {values.dtype}")
@@ -484,14 +414,8 @@ def join(parts: Sequence[Packed], bias: Tensor | None = None) -> Packed:
 
 
 def look_up(packed: Packed, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Rows of the weight, [*ids.shape, inputs]: the numbers used in products, rounded to float32 or bfloat16.
-
-    Args:
-        ids: int64 or int32 indices of outputs.
-
-    Raises:
-        ValueError: an output does not exist, or the format is not supported.
-    """
+    """Rows of the weight, [*ids.shape, inputs]: the numbers used in products, rounded to float32 or bfloat16. `ids`:
+    int64 or int32 indices of outputs. Raises ValueError if an output does not exist, or the format is not supported."""
     ids = ids.long().contiguous()
     if dtype not in _FORMATS or ids.device.type != "cpu":
         raise ValueError(f"rows must be float32 or bfloat16 on a CPU, got {dtype} on {ids.device}")
@@ -547,16 +471,13 @@ def _laid_out(kind: Kind, kernel: Kernel, made: Quantised, bias: Tensor | None, 
 
 
 def matmul(packed: Packed, x: Tensor, out: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """x [..., inputs] @ weight.T + bias, [..., outputs].
+    """x [..., inputs] @ weight.T + bias, [..., outputs]. Raises ValueError if shapes or formats do not match.
 
     Args:
         x: float32 or bfloat16; rows may have gaps between them. With bfloat16 weights, float32 is rounded to bfloat16
             first.
         out: memory for the result, of two dimensions if its rows have gaps; None for new memory.
         dtype: the result's format if `out` is None; None is x's.
-
-    Raises:
-        ValueError: shapes or formats do not match.
     """
     if x.shape[-1:] != (packed.inputs,) or x.dtype not in _FORMATS or x.device.type != "cpu":
         raise ValueError(

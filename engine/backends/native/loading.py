@@ -36,14 +36,8 @@ _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 class Library:
-    """The kernels for one instruction set.
-
-    Attributes:
-        name: changes with the sources, so that no library reads data packed by another.
-
-    Raises:
-        OSError: it cannot be loaded.
-    """
+    """The kernels for one instruction set. Raises OSError if it cannot be loaded. `name`: changes with the sources, so
+    that no library reads data packed by another."""
 
     def __init__(self, isa: str, path: Path):
         self.isa, self.name = isa, path.name
@@ -57,11 +51,7 @@ class Library:
         return found
 
     def check(self) -> None:
-        """Compare the structures declared in Python with the library's.
-
-        Raises:
-            RuntimeError: a structure differs.
-        """
+        """Compare the structures declared in Python with the library's. Raises RuntimeError if a structure differs."""
         structures.check(self.function)
 
     def threads(self) -> int:
@@ -186,12 +176,8 @@ def _load() -> Library | None:
 
 
 def load(isa: str) -> Library:
-    """The library for an instruction set of this CPU, built if necessary.
-
-    Raises:
-        BuildError: there is none, and it cannot be built.
-        OSError: it cannot be loaded.
-    """
+    """The library for an instruction set of this CPU, built if necessary. Raises BuildError if there is none, and it
+    cannot be built. OSError if it cannot be loaded."""
     if sys.platform == "win32":
         raise BuildError("kernels are not compiled on Windows")
     _promote_threads()

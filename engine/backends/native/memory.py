@@ -22,14 +22,8 @@ _ALIGNED = 64
 
 
 def huge(size: int, small: int = 0) -> Tensor:
-    """uint8 [size], zeros that the system provides on first access, in large pages if possible.
-
-    Args:
-        small: this many of the first bytes are in small pages.
-
-    Raises:
-        MemoryError: there is not enough memory.
-    """
+    """uint8 [size], zeros that the system provides on first access, in large pages if possible. `small`: this many of
+    the first bytes are in small pages. Raises MemoryError if there is not enough memory."""
     if sys.platform == "win32":
         return torch.zeros(size, dtype=torch.uint8)
     try:
@@ -63,11 +57,8 @@ def forget(tensor: Tensor) -> None:
 
 def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
     """Zeros on a CPU, in `huge` memory if there are many. The first 2 MiB are in small pages: each layer has two such
-    tensors for keys and values, and a few requests use only the beginning.
-
-    Raises:
-        MemoryError, RuntimeError: there is not enough memory.
-    """
+    tensors for keys and values, and a few requests use only the beginning. Raises MemoryError, RuntimeError if there is
+    not enough memory."""
     size = math.prod(shape) * dtype.itemsize
     if size < HUGE:
         return torch.zeros(*shape, dtype=dtype)

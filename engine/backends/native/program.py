@@ -116,11 +116,7 @@ class Pages:
         self.address = ctypes.addressof(self._structure)
 
     def bind(self, tensors: PageTensors) -> None:
-        """Use these tensors from now on.
-
-        Raises:
-            ValueError: they have gaps, or a format that pages cannot have.
-        """
+        """Use these tensors from now on. Raises ValueError if they have gaps, or a format that pages cannot have."""
         every = (tensors.keys, tensors.values, tensors.key_scales, tensors.value_scales, tensors.key_centre)
         if tensors.keys.dtype not in PAGES or any(t is not None and not t.is_contiguous() for t in every):
             raise ValueError(f"pages of {tensors.keys.dtype} and their scales must be contiguous")
@@ -150,12 +146,8 @@ class StateMemory:
 
 @dataclass(frozen=True, slots=True)
 class AddedBias:
-    """A bias in the form that the attention kernel reads.
-
-    Attributes:
-        fields: the fields of `Attention` in `src/attention.h` that describe it.
-        kept: the tensors that they point to.
-    """
+    """A bias in the form that the attention kernel reads. `fields`: the fields of `Attention` in `src/attention.h` that
+    describe it."""
 
     fields: Mapping[str, int | None]
     kept: tuple[Tensor, ...]
@@ -175,11 +167,7 @@ LONGEST_KEY = 256
 
 
 class Program:
-    """Operations on rows of one format, in the order in which they were added.
-
-    Args:
-        dtype: float32 or bfloat16.
-    """
+    """Operations on rows of one format, in the order in which they were added. `dtype`: float32 or bfloat16."""
 
     CAPACITY: ClassVar[int] = 32
     """Minimum number of tokens that buffers have room for."""
@@ -307,7 +295,6 @@ class Program:
         too.
 
         Args:
-            heads: queries, keys and values of each token.
             angles: cosines [length, head_dim] and sines [length, dim / 2] by position, in the format of the rotation:
                 float32, or the program's.
         """
@@ -388,10 +375,8 @@ class Program:
 
         Args:
             routed: the router's logits of each token, one per expert.
-            up, down: the matrices of each expert.
             active: experts per token.
             normalize: whether the weights of a token's experts are scaled to sum to 1.
-            function, gated: the activation between the matrices.
             room: rows for intermediate results; layers of one shape share it.
         """
         if len(up) != routed.width or len(up) != len(down) or len(up) > MOST_EXPERTS:
@@ -555,12 +540,8 @@ class Program:
         self._times.clear()
 
     def run(self, first: int, last: int) -> None:
-        """Run the operations [first, last) of the step.
-
-        Raises:
-            IndexError: a position has no angles, or a slot or a row's page does not exist. In the first two cases,
-                nothing was written.
-        """
+        """Run the operations [first, last) of the step. Raises IndexError if a position has no angles, or a slot or a
+        row's page does not exist. In the first two cases, nothing was written."""
         assert self._list is not None
         step, count = self._step, last - first
         times = (ctypes.c_int64 * (2 * count))() if self.watch is not None else None

@@ -19,14 +19,8 @@ _EIGHT = 8
 
 
 def repack(words: Tensor, layout: Layout) -> Tensor:
-    """The `gemm.Quantised.values` of a matrix: uint8 [outputs, inputs / GROUP, GROUP / 2].
-
-    Args:
-        words: int32 in this layout; the number of inputs is a multiple of `GROUP`.
-
-    Raises:
-        ValueError: it is not such a matrix on a CPU.
-    """
+    """The `gemm.Quantised.values` of a matrix: uint8 [outputs, inputs / GROUP, GROUP / 2]. `words`: int32 in this
+    layout; the number of inputs is a multiple of `GROUP`. Raises ValueError if it is not such a matrix on a CPU."""
     if words.dtype != torch.int32 or words.dim() != 2 or words.device.type != "cpu":
         raise ValueError(f"words must be a matrix of int32 on a CPU, got {list(words.shape)} of {words.dtype}")
     rows, columns = words.shape

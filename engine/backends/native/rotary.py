@@ -23,17 +23,11 @@ LONGEST_HEAD = 1024
 
 
 class Rotation(NamedTuple):
-    """The angles of a rotation.
+    """The angles of a rotation."""
 
-    Attributes:
-        cos: [T, 1, head_dim], in the format of the rotation.
-        sin: [T, 1, dim / 2] in the same format.
-        interleaved: features 2i and 2i + 1 are rotated together, not i and dim / 2 + i.
-    """
-
-    cos: Tensor
-    sin: Tensor
-    interleaved: bool
+    cos: Tensor  # [T, 1, head_dim], in the format of the rotation
+    sin: Tensor  # [T, 1, dim / 2] in the same format
+    interleaved: bool  # features 2i and 2i + 1 are rotated together, not i and dim / 2 + i
 
 
 def rotate_(heads: Tensor, rotation: Rotation) -> None:
@@ -75,7 +69,6 @@ def rotate_and_store(turning: Tensor, values: Tensor, rotation: Rotation | None,
 
 
 def _whole(tensor: Tensor | None) -> int | None:
-    """The address of a contiguous tensor; None for none."""
     if tensor is None:
         return None
     if not tensor.is_contiguous():

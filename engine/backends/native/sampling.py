@@ -40,15 +40,11 @@ TWINS |= {name: (kind.itemsize, len(kind.names or ())) for name, kind in (("Row"
 
 
 class _Laid:
-    """Edits in the kernels' form, and their results.
-
-    Attributes:
-        start: [N + 1] first index of each row's edits in `columns` and `values`.
-        counts: [N] number of edits per row.
-    """
+    """Edits in the kernels' form, and their results."""
 
     def __init__(self, edits: EditList, table: Table, apart: Bool):
         rows, total = len(table), len(edits)
+        # [N + 1] first index of each row's edits in `columns` and `values`
         self.start = np.searchsorted(edits["row"], np.arange(rows + 1, dtype=np.int32))
         penalties = [np.ascontiguousarray(table[f"{name}_penalty"]) for name in ("repetition", "frequency", "presence")]
         self._kept = (edits, *penalties, apart)
@@ -69,24 +65,17 @@ class _Laid:
         self.address = ctypes.addressof(call)
         numbers_made: Float32 = made.numpy()
         self.values, self.columns = numbers_made[0], numbers_made[1].view(np.int32)
-        self.counts: Int64 = counts.numpy()
+        self.counts: Int64 = counts.numpy()  # [N] number of edits per row
         self._memory = (made, keys, counts)
 
 
 class LogitRows:
-    """Rows of logits with statistics from one pass over them.
-
-    Args:
-        logits: float32 [N, vocabulary] on a CPU; kept, and changed while edits apply.
+    """Rows of logits with statistics from one pass over them. Raises ValueError if the logits have another form.
+    `logits`: float32 [N, vocabulary] on a CPU; kept, and changed while edits apply.
 
     Attributes:
-        values: [N, vocabulary] the logits, in the same memory if possible.
         peak: [N] the largest logit of each row; 0 if `log_sum` is NaN.
-        place: [N] the first token with that logit; 0 in that case.
         log_sum: [N] log of the sum of exp(logit - peak); NaN for a row with NaN or inf, or with nothing but -inf.
-
-    Raises:
-        ValueError: the logits have another form.
     """
 
     def __init__(self, logits: Tensor):
@@ -98,7 +87,7 @@ class LogitRows:
         if logits.stride(1) != 1 or (logits.shape[0] > 1 and logits.stride(0) < logits.shape[1]):
             logits = logits.contiguous()
         rows, columns = logits.shape
-        self.values: Float32 = logits.numpy()
+        self.values: Float32 = logits.numpy()  # [N, vocabulary] the logits, in the same memory if possible
         self._tops = torch.empty((rows, -(-columns // _CHUNK)), dtype=torch.float32)
         self._rows = (logits.data_ptr(), rows, columns, logits.stride(0), self._tops.data_ptr())
         found = torch.empty((3, rows), dtype=torch.float32)
@@ -110,7 +99,7 @@ class LogitRows:
         _SUMMARY.call(*self._rows, *self._log_probability, peak + 8 * rows, sums + 8 * pieces, sums)
         self._found: Float32 = found.numpy()
         self.peak, self.log_sum = self._found[0], self._found[1]
-        self.place: Int32 = self._found[2].view(np.int32)
+        self.place: Int32 = self._found[2].view(np.int32)  # [N] the first token with that logit; 0 in that case
         self._edits: _Laid | None = None
 
     def __len__(self) -> int:
@@ -170,7 +159,6 @@ class LogitRows:
         vocabulary order (float64) passes it. Tokens whose logits equal the last kept one are kept too.
 
         Args:
-            rows: int32.
             table: [M] parameters of the rows; temperatures are above 0.
             uniforms: [M, at least the largest number of draws] float64 in [0, 1).
 

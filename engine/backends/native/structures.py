@@ -15,11 +15,8 @@ TWINS: dict[str, tuple[int, int]] = {}
 
 
 def structure(name: str, fields: str) -> type[ctypes.Structure]:
-    """The Python counterpart of a structure in `src`, by its name there (`src/structures.cpp` lists them).
-
-    Args:
-        fields: "TYPE field field ... | TYPE field ..."; types are pointer, int, double, and structures made before.
-    """
+    """The Python counterpart of a structure in `src`, by its name there (`src/structures.cpp` lists them). `fields`:
+    "TYPE field field ... | TYPE field ..."; types are pointer, int, double, and structures made before."""
     made = []
     for part in fields.split("|"):
         kind, *names = part.split()
@@ -30,14 +27,8 @@ def structure(name: str, fields: str) -> type[ctypes.Structure]:
 
 
 def check(function: Callable[[str, str], Callable[..., None]]) -> None:
-    """Compare all structures with a library's.
-
-    Args:
-        function: `Library.function`.
-
-    Raises:
-        RuntimeError: a structure has other bytes or fields in the library, or does not exist there.
-    """
+    """Compare all structures with a library's. `function`: `Library.function`. Raises RuntimeError if a structure has
+    other bytes or fields in the library, or does not exist there."""
     for name, here in TWINS.items():
         there = (ctypes.c_int64 * 2)()
         try:

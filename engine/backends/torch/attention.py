@@ -32,31 +32,21 @@ ROWS = FEATURES = 4
 
 @dataclass(frozen=True, slots=True)
 class QueryBias:
-    """A bias by distance that differs for each query (arXiv:2001.04063).
+    """A bias by distance that differs for each query (arXiv:2001.04063)."""
 
-    Attributes:
-        scores: [T, N, heads] the numbers of each query.
-        columns: [distances] int64, the index (of N) for each distance, key position - query position.
-        zero: the entry for distance 0; distances beyond either end use the end's.
-    """
-
-    scores: Tensor
-    columns: Tensor
-    zero: int
+    scores: Tensor  # [T, N, heads] the numbers of each query
+    columns: Tensor  # [distances] int64, the index (of N) for each distance, key position - query position
+    zero: int  # the entry for distance 0; distances beyond either end use the end's
 
 
 @dataclass(frozen=True, slots=True)
 class OwnKey:
-    """One more key and value for each query, visible only to that query.
+    """One more key and value for each query, visible only to that query."""
 
-    Attributes:
-        keys, values: [T, kv_heads, head_dim].
-        bias: [T, heads], added to the scores.
-    """
-
+    # keys, values: [T, kv_heads, head_dim]
     keys: Tensor
     values: Tensor
-    bias: Tensor
+    bias: Tensor  # [T, heads], added to the scores
 
 
 class TorchReference(AttentionBackend):
@@ -111,12 +101,9 @@ class TorchReference(AttentionBackend):
     ) -> Tensor:
         """Attention of q [T, heads, head_dim] over each row's own keys; returns [T, heads, head_dim].
 
-        Scores are scale * q k, then softcap * tanh(. / softcap), then + bias: transformers' order.
-        If causal, queries are at the last positions of their row, otherwise at the first ones. Tokens past the sum of
-        the query lengths, and queries that see no key, get zeros.
-
-        Raises:
-            ValueError: shapes or lengths contradict each other.
+        Scores are scale * q k, then softcap * tanh(. / softcap), then + bias: transformers' order. If causal, queries
+        are at the last positions of their row, otherwise at the first ones. Tokens past the sum of the query lengths,
+        and queries that see no key, get zeros. Raises ValueError if shapes or lengths contradict each other.
         """
         plain = not causal and window is None and bias is None and softcap is None and sinks is None and own is None
         if plain and isinstance(kv, Ragged) and whole.serves(q, kv, metadata):

@@ -21,12 +21,8 @@ _ALIGNED = 16
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """N rows with the same number of queries and of keys.
-
-    Attributes:
-        count: N.
-        queries, keys: [N * queries], [N * keys] int64 indices of tokens.
-    """
+    """N rows with the same number of queries and of keys. `queries`, `keys`: [N * queries], [N * keys] int64 indices of
+    tokens."""
 
     count: int
     queries: Tensor

@@ -51,11 +51,8 @@ def attend(
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
-    """[heads, queries, head_dim] of queries, keys and values [heads, tokens, head_dim] each.
-
-    Args:
-        bias: added to the scores, [keys].
-    """
+    """[heads, queries, head_dim] of queries, keys and values [heads, tokens, head_dim] each. `bias`: added to the
+    scores, [keys]."""
     mask = None if bias is None else bias.expand(1, 1, queries.shape[1], -1)
     return F.scaled_dot_product_attention(queries[None], keys[None], values[None], attn_mask=mask, scale=scale)[0]
 

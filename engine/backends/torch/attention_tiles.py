@@ -37,11 +37,8 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The properties of a layer's shape that the index computations depend on.
-
-    Attributes:
-        lines: the number (0 to 2) of tables of vectors by distance that a tile and a chunk read parts of.
-    """
+    """The properties of a layer's shape that the index computations depend on. `lines`: the number (0 to 2) of tables
+    of vectors by distance that a tile and a chunk read parts of."""
 
     heads: int
     kv_heads: int
@@ -53,58 +50,36 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One chunk of keys for each of the first `tiles` tiles of a group.
+    """One chunk of keys for each of the first `tiles` tiles of a group."""
 
-    Attributes:
-        tiles: the number of tiles that still have a chunk; these come first, because tiles are sorted by number of
-            chunks.
-        rows: [tiles * kv_heads * keys] rows of the keys viewed as [slots * kv_heads, head_dim], ordered by tile, head,
-            key. Indices of keys that no query of the tile sees point at a visible key, so nothing outside the row is
-            ever read.
-        masked: tiles from this one on have keys that not all queries see.
-        mask: [tiles - masked, 1, 1, width, keys] float32, 0 or -inf; None if masked == tiles.
-        first: [tiles, 1] int64 position of the chunk's first key.
-        distance: [tiles, 1] int64 first key's position minus the position of the tile's last query.
-    """
-
+    # the number of tiles that still have a chunk; these come first, because tiles are sorted by number of chunks
     tiles: int
+    # [tiles * kv_heads * keys] rows of the keys viewed as [slots * kv_heads, head_dim], ordered by tile, head, key.
+    # Indices of keys that no query of the tile sees point at a visible key, so nothing outside the row is ever read.
     rows: Tensor
     masked: int
-    mask: Tensor | None
-    first: Tensor
-    distance: Tensor
+    mask: Tensor | None  # [tiles - masked, 1, 1, width, keys] float32, 0 or -inf; None if masked == tiles
+    first: Tensor  # [tiles, 1] int64 position of the chunk's first key
+    distance: Tensor  # [tiles, 1] int64 first key's position minus the position of the tile's last query
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Tiles of one width and one chunk size that are computed together.
-
-    Attributes:
-        tiles: number of tiles.
-        keys: keys per chunk.
-        width: queries per tile. They are ordered from the last position to the first, so that the distance to key j of
-            query i is i + j + constant, which torch can express as a strided view.
-        queries: [tiles * width] int64 token of each query; unused entries repeat another query's.
-        tokens: int64 tokens that are actually computed, each once.
-        places: their indices in [tiles * width]; None if all are used in order.
-        steps: one step per chunk.
-    """
+    """Tiles of one width and one chunk size that are computed together."""
 
     tiles: int
-    keys: int
+    keys: int  # keys per chunk
+    # queries per tile. They are ordered from the last position to the first, so that the distance to key j of query i
+    # is i + j + constant, which torch can express as a strided view.
     width: int
-    queries: Tensor
-    tokens: Tensor
-    places: Tensor | None
-    steps: tuple[Step, ...]
+    queries: Tensor  # [tiles * width] int64 token of each query; unused entries repeat another query's
+    tokens: Tensor  # int64 tokens that are actually computed, each once
+    places: Tensor | None  # their indices in [tiles * width]; None if all are used in order
+    steps: tuple[Step, ...]  # one step per chunk
 
 
 def plan(metadata: AttentionMetadata, kv: Paged | Ragged, shape: Shape) -> tuple[Group, ...]:
-    """The groups of tiles of one batch.
-
-    Raises:
-        ValueError: lengths contradict each other or the block tables.
-    """
+    """The groups of tiles of one batch. Raises ValueError if lengths contradict each other or the block tables."""
     check_lengths(metadata, kv, shape.causal)
     lens = np.asarray(metadata.query_lens, dtype=np.int64)
     context = np.asarray(metadata.context_lens, dtype=np.int64)

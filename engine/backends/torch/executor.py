@@ -143,7 +143,6 @@ class Pass:
         return bias, of_blocks()
 
     def pages(self, layer: int | None) -> Paged:
-        """A layer's pages."""
         assert self.inputs.caches is not None
         assert layer is not None
         return self.inputs.caches[layer]
@@ -187,7 +186,6 @@ class TorchExecutor:
 
 
 def execute(operation: Operation, state: Pass) -> None:
-    """One operation."""
     HANDLERS[type(operation)](operation, state)
 
 

@@ -190,10 +190,7 @@ def _filter(scaled: Tensor, table: Table) -> Tensor:
 
 def _smallest(best: Tensor, whole: Tensor | None, top_k: np.ndarray, top_p: np.ndarray) -> tuple[Tensor, Tensor]:
     """The smallest values [N, 1] that filters keep among a row's best [N, B], and whether they are among them [N].
-
-    Args:
-        whole: [N, 1] the weight of all tokens; None for the weight of the best `top_k`.
-    """
+    `whole`: [N, 1] the weight of all tokens; None for the weight of the best `top_k`."""
     device, width = best.device, best.shape[1]
     k = torch.from_numpy(np.minimum(top_k, width).astype(np.int64)).to(device)[:, None]
     smallest = best.gather(1, k - 1)  # ties with the k-th stay, as in transformers

@@ -44,11 +44,8 @@ def _computes(index: int | None) -> bool:
 
 @functools.cache
 def obstacle(index: int | None) -> tuple[str, str]:
-    """The reason why Triton cannot start kernels on a GPU, and what to do about it; empty if it can.
-
-    Args:
-        index: index of the GPU; None for the current one.
-    """
+    """The reason why Triton cannot start kernels on a GPU, and what to do about it; empty if it can. `index`: index of
+    the GPU; None for the current one."""
     if torch.version.hip is not None:
         return f"torch is built for ROCm {torch.version.hip}", "Octavo's kernels support NVIDIA GPUs only."
     if not installed():
@@ -93,11 +90,8 @@ def serves(device: torch.device) -> bool:
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """Use these kernels on the CPU, in Triton's interpreter, within this block.
-
-    Raises:
-        RuntimeError: the process was started without TRITON_INTERPRET=1, or Triton is missing.
-    """
+    """Use these kernels on the CPU, in Triton's interpreter, within this block. Raises RuntimeError if the process was
+    started without TRITON_INTERPRET=1, or Triton is missing."""
     global _interpreting
     if not installed():
         raise RuntimeError("Triton is not installed: pip install triton")

@@ -18,7 +18,6 @@ _BLOCK, _WARPS = 1024, 4
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + exp(-x))."""
     return 1.0 / (1.0 + tl.exp(-x))
 
 
@@ -79,20 +78,14 @@ def activate_kernel(
 
 
 def activate(x: Tensor, function: str, bias: Tensor | None = None) -> Tensor:
-    """function(x + bias) of rows x [T, width], which may have gaps between them; bias [width].
-
-    Raises:
-        ValueError: the function does not exist, or x does not consist of rows.
-    """
+    """function(x + bias) of rows x [T, width], which may have gaps between them; bias [width]. Raises ValueError if the
+    function does not exist, or x does not consist of rows."""
     return _launch(x, function, bias, False)
 
 
 def gate(x: Tensor, function: str, bias: Tensor | None = None) -> Tensor:
-    """function(a) * b of rows x + bias = [a | b] of [T, 2 * width] to [T, width].
-
-    Raises:
-        ValueError: the function does not exist, or a row has an odd width.
-    """
+    """function(a) * b of rows x + bias = [a | b] of [T, 2 * width] to [T, width]. Raises ValueError if the function
+    does not exist, or a row has an odd width."""
     return _launch(x, function, bias, True)
 
 

@@ -20,11 +20,8 @@ def adapters_kernel(
     x, down, up, slots, out, tokens, x_stride, out_stride, inputs, outputs, rank,
     ROWS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """out[token] += up[slot] @ (down[slot] @ x[token]) for the tokens that have the program's slot.
-
-    Args:
-        down: [slots, rank, inputs]; up: [slots, outputs, rank]; slots: [tokens], 0 for none.
-    """
+    """out[token] += up[slot] @ (down[slot] @ x[token]) for the tokens that have the program's slot. `down`: [slots,
+    rank, inputs]; up: [slots, outputs, rank]; slots: [tokens], 0 for none."""
     numbers = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     slot = tl.program_id(2) + 1
     mine = tl.load(slots + numbers, mask=numbers < tokens, other=0) == slot
@@ -60,11 +57,8 @@ def adapters_kernel(
 
 
 def add(x: Tensor, out: Tensor, slots: Tensor, down: Tensor, up: Tensor) -> None:
-    """out [T, out] += the result of the adapters in slots [T] for rows x [T, in].
-
-    Args:
-        down: [1 + slots, rank, in] in the format of x; up: [1 + slots, out, rank] likewise. Slot 0 is not read.
-    """
+    """out [T, out] += the result of the adapters in slots [T] for rows x [T, in]. `down`: [1 + slots, rank, in] in the
+    format of x; up: [1 + slots, out, rank] likewise. Slot 0 is not read."""
     count, rank, inputs = down.shape
     outputs = up.shape[1]
     assert x.stride(1) == out.stride(1) == 1

@@ -42,17 +42,11 @@ _STORED = {torch.int8: 1, FP8: 2}
 
 @dataclass(frozen=True, slots=True)
 class _Device:
-    """The device's properties that launches depend on.
+    """The device's properties that launches depend on."""
 
-    Attributes:
-        capability: 80, 90, ...
-        multiprocessors: the number of multiprocessors.
-        hardware: whether an instruction widens fp8.
-    """
-
-    capability: int
+    capability: int  # 80, 90, ..
     multiprocessors: int
-    hardware: bool
+    hardware: bool  # whether an instruction widens fp8
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +111,7 @@ class TritonAttention(AttentionBackend):
     Positions that no query of a row sees are never read, so NaN or inf that another sequence left in a page cannot
     affect it. Nothing waits for the device, and everything can be captured in a CUDA graph. A capture must begin with
     new metadata that no layer has used, because a plan made outside the capture would not be made again in replays.
-
-    Attributes:
-        flash: the attentions that torch's flash attention computes instead; None for none.
+    `flash`: the attentions that torch's flash attention computes instead; None for none.
     """
 
     name = "triton"
@@ -178,12 +170,9 @@ class TritonAttention(AttentionBackend):
     ) -> Tensor:
         """Attention of q [T, heads, head_dim] over each row's own keys; returns [T, heads, head_dim].
 
-        Scores are scale * q k, then softcap * tanh(. / softcap), then + bias: transformers' order.
-        If causal, queries are at the last positions of their row, otherwise at the first ones. Tokens past the sum of
-        the query lengths, and queries that see no key, get zeros.
-
-        Raises:
-            ValueError: shapes, formats or lengths contradict each other.
+        Scores are scale * q k, then softcap * tanh(. / softcap), then + bias: transformers' order. If causal, queries
+        are at the last positions of their row, otherwise at the first ones. Tokens past the sum of the query lengths,
+        and queries that see no key, get zeros. Raises ValueError if shapes, formats or lengths contradict each other.
         """
         if isinstance(window, Chunks):
             raise ValueError("no kernel for chunks")

@@ -50,13 +50,8 @@ class HeadShape:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Adjacent rows of a step of the same kind.
-
-    Attributes:
-        whole: whether each of them is long and has its whole context in this step.
-        rows, tokens: their ranges in the step.
-        metadata: metadata for these rows only.
-    """
+    """Adjacent rows of a step of the same kind. `whole`: whether each of them is long and has its whole context in this
+    step."""
 
     whole: bool
     rows: slice
@@ -66,15 +61,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class FlashPrompts:
-    """The attentions that torch's flash attention computes.
+    """The attentions that torch's flash attention computes."""
 
-    Attributes:
-        shapes: the heads for which it was found to agree with our kernels.
-        fewest: minimum queries of a row.
-    """
-
-    shapes: Collection[HeadShape]
-    fewest: int = FEWEST
+    shapes: Collection[HeadShape]  # the heads for which it was found to agree with our kernels
+    fewest: int = FEWEST  # minimum queries of a row
 
     def runs(self, metadata: AttentionMetadata) -> tuple[Run, ...]:
         """The rows of a step, in order, if some are long with their whole context in it; otherwise none.
@@ -115,11 +105,7 @@ def obstacle(
     softcap: float | None = None,
     sinks: bool = False,
 ) -> str:
-    """The reason why torch's flash attention cannot compute an attention; "" if it can.
-
-    Args:
-        queries, pages: their formats.
-    """
+    """The reason why torch's flash attention cannot compute an attention; "" if it can."""
     if queries not in _FORMATS:
         return f"it does not compute in {format_name(queries)}"
     if pages != queries:
@@ -134,16 +120,8 @@ def obstacle(
 
 
 def attend(q: Tensor, kv: Paged, metadata: AttentionMetadata, scale: float, out: Tensor) -> None:
-    """Causal attention of rows whose whole contexts are queries.
-
-    Args:
-        q: [T, heads, head_dim]; out: the same shape, overwritten.
-        kv: pages in the queries' format.
-
-    Raises:
-        ValueError: contexts do not match the block tables.
-        RuntimeError: torch has no such kernel.
-    """
+    """Causal attention of rows whose whole contexts are queries. `q`: [T, heads, head_dim]; out: the same shape,
+    overwritten. Raises ValueError if contexts do not match the block tables. RuntimeError: torch has no such kernel."""
     slots, one = _slots(metadata, kv), operator()
     q = q if q.stride(2) == 1 else q.contiguous()
     keys, values = (pages.view(-1, *pages.shape[2:]).index_select(0, slots) for pages in (kv.keys, kv.values))

@@ -16,18 +16,12 @@ _LARGEST_GROUP = 128
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The settings of a kernel's launch.
+    """The settings of a kernel's launch."""
 
-    Attributes:
-        block_m: pairs of query and head per tile.
-        block_n: keys per tile.
-        block_d: features, including the padding of a head.
-        num_warps, num_stages: Triton's options.
-    """
-
-    block_m: int
-    block_n: int
-    block_d: int
+    block_m: int  # pairs of query and head per tile
+    block_n: int  # keys per tile
+    block_d: int  # features, including the padding of a head
+    # num_warps, num_stages: Triton's options
     num_warps: int
     num_stages: int
 
@@ -92,7 +86,6 @@ def decode_tiles(head_dim: int, group: int, product_bytes: int, capability: int,
     """The tiles of rows with few queries; a tile of keys has about 16 KB, or less if many heads share it.
 
     Args:
-        group: number of heads that share keys.
         product_bytes: bytes of a number in the products.
         capability: 80, 90, ...
     """

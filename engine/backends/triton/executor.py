@@ -44,11 +44,8 @@ logger = logging.getLogger("octavo.model")
 
 class TritonExecutor:
     """Runs a program on a device that `engine.backends.triton` serves; the weights are loaded and do not change.
-
-    Attributes:
-        operations: the list for several tokens; row_operations: the list for a single token in a fused form
-            (`Inputs.form`).
-    """
+    `operations`: the list for several tokens; row_operations: the list for a single token in a fused form
+    (`Inputs.form`)."""
 
     def __init__(self, program: Program, tables: Tables, dtype: torch.dtype):
         self._tables = tables
@@ -132,7 +129,6 @@ class _Fusing:
         self.operations.append(Join(self._stream, addends, after, norm, out))
 
     def _heads(self, operation: PrepareHeads) -> StoreHeads | None:
-        """The operation that prepares and stores heads; None if torch computes them."""
         part, angles, heads, whole = operation.part, None, None, None
         if part.head_dim > LONGEST_HEAD or self._dtype not in GPU_FORMATS:
             self._missing[f"a head of {part.head_dim} features of {self._dtype} has no kernel"] = None

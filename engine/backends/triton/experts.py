@@ -41,18 +41,11 @@ _NEIGHBOURS = 8
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The division of the products among programs.
+    """The division of the products among programs."""
 
-    Attributes:
-        tokens: tokens per tile.
-        outputs: rows of weights per tile.
-        inputs: features read at a time.
-        warps, stages: the launch options of a program.
-    """
-
-    tokens: int
-    outputs: int
-    inputs: int
+    tokens: int  # tokens per tile
+    outputs: int  # rows of weights per tile
+    inputs: int  # features read at a time
     warps: int
     stages: int
 
@@ -69,10 +62,8 @@ def choose_launch(
     KiB of shared memory: before Hopper, on sm_120, and for quantised weights, whose widening needs registers.
 
     Args:
-        tokens: tokens of the step.
         active, count: experts per token, and all experts.
         capability: compute capability of the GPU, as 80, 90, 100; 0 for the interpreter.
-        few_bits: whether weights are quantised.
     """
     width = min(max(_power_of_2(2 * tokens * active / count), 16), 128)
     if dtype == torch.float32:  # no matrix instructions: their products would lose half of the digits
@@ -88,11 +79,8 @@ def choose_launch(
 
 def launch_class(tokens: int, active: int, *how: Any) -> tuple[Launch, bool]:
     """All compile-time parameters of the kernels that depend on a step: how products are divided, and how pairs are
-    counted. Other numbers of a step are run-time arguments, for which Triton compiles nothing.
-
-    Args:
-        how: further arguments of `choose_launch`.
-    """
+    counted. Other numbers of a step are run-time arguments, for which Triton compiles nothing. `how`: further arguments
+    of `choose_launch`."""
     return choose_launch(tokens, active, *how), counted_before(tokens * active)
 
 

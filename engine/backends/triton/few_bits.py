@@ -38,19 +38,12 @@ _NUMBERS = 16 * 1024  # bytes of the rows that belong to a tile
 
 
 class Tiling(NamedTuple):
-    """The part of a product that one program of `rows_kernel` computes.
+    """The part of a product that one program of `rows_kernel` computes."""
 
-    Attributes:
-        rows: at least the number of rows.
-        outputs: results per row.
-        block: features read at a time.
-        warps: warps per program.
-    """
-
-    rows: int
-    outputs: int
-    block: int
-    warps: int
+    rows: int  # at least the number of rows
+    outputs: int  # results per row
+    block: int  # features read at a time
+    warps: int  # warps per program
 
 
 def tiling(rows: int, outputs: int, itemsize: int) -> Tiling:
@@ -173,14 +166,12 @@ def scales_in(weight: Quantised) -> Tensor:
 
 
 def product(x: Tensor, weight: Quantised, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
-    """x [..., inputs] @ weight.T + bias as [..., outputs], in x's format or another.
+    """x [..., inputs] @ weight.T + bias as [..., outputs], in x's format or another. Raises ValueError if shapes,
+    formats or devices do not match.
 
     Args:
         weight: with scales for groups, on x's device; bias [outputs], in x's format.
         dtype: format of the results, which are not rounded to x's format first.
-
-    Raises:
-        ValueError: shapes, formats or devices do not match.
     """
     check(x, weight, bias)
     outputs = len(weight.values)
@@ -232,11 +223,7 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> No
 
 
 def check(x: Tensor, weight: Quantised, bias: Tensor | None) -> None:
-    """Refuse arguments that do not match.
-
-    Raises:
-        ValueError: shapes, formats or devices do not match.
-    """
+    """Refuse arguments that do not match. Raises ValueError if shapes, formats or devices do not match."""
     values, scales, inputs = weight.values, weight.scales, weight.inputs
     groups = -(-inputs // GROUP)
     shape = (inputs,) if values.dtype == torch.int8 else (groups, GROUP // 2)

@@ -51,21 +51,13 @@ STAGES = 3  # tiles that are loaded before the first has arrived, plus one
 
 
 class Tiling(NamedTuple):
-    """The division of a matrix among programs.
+    """The division of a matrix among programs."""
 
-    Attributes:
-        rows: results per tile.
-        steps: tiles per program, one after the other.
-        block: features per tile, a power of two.
-        held: whether a tile has all features.
-        warps: warps per program.
-    """
-
-    rows: int
-    steps: int
-    block: int
-    held: bool
-    warps: int
+    rows: int  # results per tile
+    steps: int  # tiles per program, one after the other
+    block: int  # features per tile, a power of two
+    held: bool  # whether a tile has all features
+    warps: int  # warps per program
 
 
 def tiling(outputs: int, features: int, itemsize: int, *, gated: bool = False, normed: bool = False) -> Tiling:
@@ -107,7 +99,6 @@ def _weights(weight, scales, row, begin, there, SIZE: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def _numbers(tile, BITS: tl.constexpr):
-    """A tile of weights in float32."""
     if BITS > 0:
         numbers = widened(tile[0], tile[1], BITS)
     else:
@@ -217,11 +208,8 @@ def pieces_kernel(
 
 
 def serves(weight: Tensor | Quantised, *, alone: bool = True) -> bool:
-    """Whether `product` supports a weight [outputs, features].
-
-    Args:
-        alone: whether there is neither a norm before the product nor an activation after it.
-    """
+    """Whether `product` supports a weight [outputs, features]. `alone`: whether there is neither a norm before the
+    product nor an activation after it."""
     if isinstance(weight, Quantised):
         whole = weight.values.numel() > 0
     else:
@@ -230,7 +218,6 @@ def serves(weight: Tensor | Quantised, *, alone: bool = True) -> bool:
 
 
 def _shape(weight: Tensor | Quantised) -> tuple[int, int]:
-    """Outputs and features."""
     if isinstance(weight, Quantised):
         return len(weight.values), weight.inputs
     return weight.shape[0], weight.shape[1]
@@ -249,7 +236,8 @@ def product(
     dtype: torch.dtype | None = None,
     overlap: bool = False,
 ) -> Tensor:
-    """The product norm(x) @ weight.T + bias of one row x [1, features], as [1, outputs].
+    """The product norm(x) @ weight.T + bias of one row x [1, features], as [1, outputs]. Raises ValueError if shapes,
+    formats or devices do not match.
 
     Args:
         weight: [outputs, features], in x's format or quantised with scales for groups; bias [outputs].
@@ -258,9 +246,6 @@ def product(
         dtype: format of the results; sums and activations are rounded to at least this format; with a stream it is the
             stream's.
         overlap: begin before the previous kernel ends, on a device that supports it.
-
-    Raises:
-        ValueError: shapes, formats or devices do not match.
     """
     _check(x, weight, bias, norm, function, gated, stream, also)
     outputs, features = _shape(weight)

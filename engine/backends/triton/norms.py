@@ -25,23 +25,14 @@ _NOTHING, _ROUNDED, _EXACT, _OFFSET, _LAYER = range(5)
 
 
 class Norm(NamedTuple):
-    """A norm over the last dimension.
+    """A norm over the last dimension."""
 
-    Attributes:
-        weight: [size], None for ones.
-        eps: added to the mean square, or to the variance.
-        centred: LayerNorm (arXiv:1607.06450) instead of RMSNorm (arXiv:1910.07467).
-        bias: [size] bias of a LayerNorm, None for zeros.
-        unit_offset: whether an RMSNorm multiplies by 1 + weight, in float32.
-        in_float32: whether an RMSNorm multiplies before it rounds to its input's format, not after.
-    """
-
-    weight: Tensor | None
-    eps: float
-    centred: bool = False
-    bias: Tensor | None = None
-    unit_offset: bool = False
-    in_float32: bool = False
+    weight: Tensor | None  # [size], None for ones
+    eps: float  # added to the mean square, or to the variance
+    centred: bool = False  # LayerNorm (arXiv:1607.06450) instead of RMSNorm (arXiv:1910.07467)
+    bias: Tensor | None = None  # [size] bias of a LayerNorm, None for zeros
+    unit_offset: bool = False  # whether an RMSNorm multiplies by 1 + weight, in float32
+    in_float32: bool = False  # whether an RMSNorm multiplies before it rounds to its input's format, not after
 
 
 @triton.jit
@@ -129,14 +120,12 @@ def serves(x: Tensor) -> bool:
 
 
 def norm(x: Tensor, how: Norm, out: Tensor | None = None) -> Tensor:
-    """The norm of x [..., size], with up to two dimensions before the last; rows may have gaps between them.
+    """The norm of x [..., size], with up to two dimensions before the last; rows may have gaps between them. Raises
+    ValueError if x has more dimensions, or more than `WIDEST` features.
 
     Args:
         x: float32, bfloat16 or float16.
         out: memory for the result, whose rows may have gaps; may be x itself. None: new memory.
-
-    Raises:
-        ValueError: x has more dimensions, or more than `WIDEST` features.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     _launch(x, out, None, None, None, how, False)
@@ -152,7 +141,8 @@ def add_norm(
     also: Tensor | None = None,
     in_place: bool = False,
 ) -> Tensor:
-    """Add after(y) to a residual stream in place, and return the norm of the sum.
+    """Add after(y) to a residual stream in place, and return the norm of the sum. Raises ValueError if shapes, formats
+    or devices do not match, or there are more than `WIDEST` features.
 
     Args:
         stream: [T, size], contiguous.
@@ -160,9 +150,6 @@ def add_norm(
         how: None for no norm: the result is the stream.
         also: a second addend.
         in_place: whether the norm replaces the sum in the stream.
-
-    Raises:
-        ValueError: shapes, formats or devices do not match, or there are more than `WIDEST` features.
     """
     for part in (stream, y, also):
         if part is not None and (part.shape != stream.shape or part.dtype != stream.dtype or not part.is_contiguous()):
@@ -218,7 +205,6 @@ def _strides(x: Tensor) -> tuple[int, int]:
 
 
 def kind(how: Norm | None) -> int:
-    """The kernels' KIND."""
     if how is None:
         return _NOTHING
     if how.centred:

@@ -28,23 +28,18 @@ from engine.model.operations import Activate, HasRows, Multiply
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MultiplyRow(HasRows):
-    """The product of one row, with the operations around it.
-
-    Attributes:
-        norm: the norm of x, which is then the stream.
-        function, gated: an activation of the results.
-        joins: whether the results are added to `out`, the stream, after `also`.
-    """
+    """The product of one row, with the operations around it."""
 
     READS = ("x", "also", "joined")
     WRITES = ("out",)
     linear: Linear
     x: Rows
     out: Rows
-    norm: Norm | None = None
+    norm: Norm | None = None  # the norm of x, which is then the stream
+    # function, gated: an activation of the results
     function: str | None = None
     gated: bool = False
-    joins: bool = False
+    joins: bool = False  # whether the results are added to `out`, the stream, after `also`
     also: Rows | None = None
 
     @property
@@ -157,5 +152,4 @@ def _served(linear: Linear, *, alone: bool = True) -> bool:
 
 
 def _weight(linear: Linear) -> Tensor | Quantised:
-    """The weight in the kernels' form."""
     return linear.weight if linear.few_bits is None else linear.few_bits

@@ -16,38 +16,26 @@ from engine.model.program import Operation
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Join(HasRows):
-    """The stream gets after(first addend) plus the second addend, two at most; out is the norm of the sum.
-
-    Attributes:
-        after: the norm of the first addend.
-        norm: None if the stream itself is read next.
-        out: the stream, if there is no norm or the norm replaces the sum.
-    """
+    """The stream gets after(first addend) plus the second addend, two at most; out is the norm of the sum."""
 
     READS = ("stream", "addends")
     WRITES = ("stream", "out")
     stream: Rows
     addends: tuple[Rows, ...]
     after: Norm | None
-    norm: Norm | None
-    out: Rows
+    norm: Norm | None  # None if the stream itself is read next
+    out: Rows  # the stream, if there is no norm or the norm replaces the sum
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoreHeads(HasRows):
-    """The work of `PrepareHeads`, for a decoder.
-
-    Attributes:
-        angles: None if nothing rotates.
-        norms: norms per head.
-        whole: norms of all queries at once, and of all keys.
-    """
+    """The work of `PrepareHeads`, for a decoder."""
 
     READS = WRITES = ("heads",)
     operation: PrepareHeads
-    angles: Angles | None
-    norms: HeadNorms | None
-    whole: HeadNorms | None
+    angles: Angles | None  # None if nothing rotates
+    norms: HeadNorms | None  # norms per head
+    whole: HeadNorms | None  # norms of all queries at once, and of all keys
 
     @property
     def heads(self) -> Rows:

@@ -35,28 +35,20 @@ _SLOTS, _TABLES = 1, 2
 
 
 class Angles(NamedTuple):
-    """The angles for each position.
+    """The angles for each position."""
 
-    Attributes:
-        cos: [length, ..., head_dim], equal for two features that are rotated together, and not read for features that
-            are not rotated; sin: [length, ..., dim / 2]. Whole tables; each token reads one row.
-        interleaved: features 2i and 2i + 1 are rotated together, not i and dim / 2 + i.
-        in_float32: heads are rotated in float32 and rounded once; otherwise the angles and each product and sum are
-            rounded.
-    """
-
+    # [length, ..., head_dim], equal for two features that are rotated together, and not read for features that are not
+    # rotated; sin: [length, ..., dim / 2]. Whole tables; each token reads one row.
     cos: Tensor
     sin: Tensor
-    interleaved: bool
+    interleaved: bool  # features 2i and 2i + 1 are rotated together, not i and dim / 2 + i
+    # heads are rotated in float32 and rounded once; otherwise the angles and each product and sum are rounded
     in_float32: bool
 
 
 class HeadNorms(NamedTuple):
-    """Norms of each query and each key over its features, all of one kind and with one eps.
-
-    Attributes:
-        own: weights and biases are [heads * head_dim], separate for each head.
-    """
+    """Norms of each query and each key over its features, all of one kind and with one eps. `own`: weights and biases
+    are [heads * head_dim], separate for each head."""
 
     queries: Norm
     keys: Norm
@@ -218,14 +210,8 @@ def rotate_kernel(
 
 
 def rotate_(heads: Tensor, angles: Angles, positions: Tensor | None = None) -> None:
-    """Rotate heads [T, n, head_dim] in place.
-
-    Args:
-        positions: [T]; None: token t uses row t of the angles.
-
-    Raises:
-        ValueError: shapes do not match.
-    """
+    """Rotate heads [T, n, head_dim] in place. `positions`: [T]; None: token t uses row t of the angles. Raises
+    ValueError if shapes do not match."""
     _launch(heads, None, angles, positions, None, None, None, None, {"EARLY": False})
 
 
@@ -242,7 +228,8 @@ def rotate_and_store(
     overlap: bool = False,
 ) -> None:
     """Clip, normalise and rotate queries in place, and store keys (likewise) and clipped values in pages, like
-    `Paged.write`, except that data for block 0 or outside the pages is not written.
+    `Paged.write`, except that data for block 0 or outside the pages is not written. Raises ValueError if shapes or
+    formats do not match.
 
     Args:
         turning: [T, heads + kv_heads, head_dim], queries first; the keys are not changed.
@@ -254,9 +241,6 @@ def rotate_and_store(
             not written.
         clip: limit numbers to [-clip, clip] first.
         overlap: begin before the previous kernel ends, on a device that supports it (`engine.backends.triton.overlap`).
-
-    Raises:
-        ValueError: shapes or formats do not match.
     """
     _launch(turning, values, angles, positions, cache, slots, norms, clip, overlapping(overlap))
 
@@ -364,7 +348,6 @@ def _launch(
 
 
 def _bytes(pages: Tensor) -> Tensor:
-    """Pages of fp8 as the bytes to write."""
     return pages.view(torch.uint8) if pages.dtype == FP8 else pages
 
 

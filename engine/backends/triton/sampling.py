@@ -23,19 +23,12 @@ _CHUNK = 64
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """The sizes by which kernels divide their work. The batch never determines them, because sums would then have
-    another order.
+    another order."""
 
-    Attributes:
-        split: tokens that one program of the walk reads, a multiple of 64; all sizes are powers of two.
-        few: the number of largest logits among which a threshold is searched first.
-        room: maximum number of collected logits, at least twice `few`.
-        depth: splits that a pass over a row reads at a time.
-    """
-
-    split: int = 2048
-    few: int = 256
-    room: int = 1024
-    depth: int = 4
+    split: int = 2048  # tokens that one program of the walk reads, a multiple of 64; all sizes are powers of two
+    few: int = 256  # the number of largest logits among which a threshold is searched first
+    room: int = 1024  # maximum number of collected logits, at least twice `few`
+    depth: int = 4  # splits that a pass over a row reads at a time
 
 
 SIZES = Sizes()
@@ -43,24 +36,17 @@ SIZES = Sizes()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """The sampling parameters of S rows, on the device.
+    """The sampling parameters of S rows, on the device."""
 
-    Attributes:
-        table: [S, WORDS] int32, contiguous rows of the sampling table (`engine.interface.sampling_table`); 0
-            draws: the row wants only the likeliest token; less: it is unused.
-        uniforms: [S, D] float64, one for each draw; None if the device computes them from the table.
-    """
-
+    # [S, WORDS] int32, contiguous rows of the sampling table (`engine.interface.sampling_table`); 0 draws: the row
+    # wants only the likeliest token; less: it is unused
     table: Tensor
-    uniforms: Tensor | None = None
+    uniforms: Tensor | None = None  # [S, D] float64, one for each draw; None if the device computes them from the table
 
 
 class Workspace:
     """Device memory for the results of a walk over up to `rows` rows: about 26 KB per row for 131072 tokens.
-
-    Args:
-        vocabulary: tokens per row.
-    """
+    `vocabulary`: tokens per row."""
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device, sizes: Sizes = SIZES):
         self.rows, self.vocabulary, self.sizes = rows, vocabulary, sizes
@@ -84,15 +70,11 @@ class Workspace:
 
 
 class LogitRows:
-    """Rows of logits with statistics from one walk over them.
+    """Rows of logits with statistics from one walk over them. Raises ValueError if the logits do not fit.
 
     Args:
         logits: [S, vocabulary] of any float format; the tokens of a row are contiguous.
-        parameters: the sampling parameters.
         room: memory for S rows or more; it belongs to this object until another one is made with it.
-
-    Raises:
-        ValueError: the logits do not fit.
     """
 
     def __init__(self, logits: Tensor, parameters: Parameters, room: Workspace):

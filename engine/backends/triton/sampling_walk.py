@@ -32,7 +32,6 @@ FARTHEST = tl.constexpr(104.0)
 
 @triton.jit
 def number_of(table, row, column: tl.constexpr):
-    """A float32 from a row of the sampling table."""
     return tl.load(table + row * WORDS + column).to(tl.float32, bitcast=True)
 
 
@@ -45,7 +44,6 @@ def key_of(value):
 
 @triton.jit
 def value_of(key):
-    """The float32 of a key."""
     bits = key.to(tl.int32)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
 
@@ -125,11 +123,8 @@ def kth_largest(values, k):
 
 @triton.jit
 def least_with(values, weights, goal, low, high):
-    """The largest number such that the weights (float64) of the values that reach it sum to at least `goal`.
-
-    Args:
-        low, high: keys; `low` must reach the goal, `high` must not.
-    """
+    """The largest number such that the weights (float64) of the values that reach it sum to at least `goal`. `low`,
+    `high`: keys; `low` must reach the goal, `high` must not."""
     while high - low > 1:
         middle = (low + high) // 2
         reached = tl.sum(tl.where(values >= value_of(middle), weights, 0.0), axis=0) >= goal

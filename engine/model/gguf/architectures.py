@@ -24,35 +24,27 @@ _LAYER = re.compile(r"blk\.(\d+)\.(\w+(?:\.\w+)*)\.(weight|bias|scale)")
 
 @dataclass(frozen=True)
 class Architecture:
-    """An architecture of llama.cpp.
-
-    Attributes:
-        config: makes the config from the metadata.
-        layer: tensors of a layer, without `.weight` and `.bias`, or in full if their end differs; for experts or heads
-            that are stored together, one name for each, with `{}` for its index.
-        layers: the prefix of a layer's index.
-        outer: tensors beside the layers.
-        arranged: transforms of tensors, named as in `layer` or `outer`, with another layout.
-    """
+    """An architecture of llama.cpp."""
 
     config: Callable[[Metadata], Config]
+    # tensors of a layer, without `.weight` and `.bias`, or in full if their end differs; for experts or heads that are
+    # stored together, one name for each, with `{}` for its index
     layer: Mapping[str, str]
-    layers: str = "model.layers"
+    layers: str = "model.layers"  # the prefix of a layer's index
+    # tensors beside the layers
     outer: Mapping[str, str] = field(
         default_factory=lambda: {
             "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
         }
     )  # fmt: skip
+    # transforms of tensors, named as in `layer` or `outer`, with another layout
     arranged: Mapping[str, Callable[[Config], Arrangement]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A tensor under transformers' name.
-
-    Attributes:
-        expert: the index of one of several experts or heads that are stored together; None for the whole tensor.
-    """
+    """A tensor under transformers' name. `expert`: the index of one of several experts or heads that are stored
+    together; None for the whole tensor."""
 
     name: str
     info: TensorInfo
@@ -66,12 +58,8 @@ class Placed:
 
 
 def describe(file: Gguf) -> tuple[Architecture, Config]:
-    """The architecture of a file, and its config.
-
-    Raises:
-        UnsupportedModelError: the architecture, or one of its settings, is not supported.
-        ModelLoadError: a setting is missing or invalid.
-    """
+    """The architecture of a file, and its config. Raises UnsupportedModelError if the architecture, or one of its
+    settings, is not supported. ModelLoadError if a setting is missing or invalid."""
     metadata = Metadata(file)
     kind = file.metadata.get("general.type", "model")
     parts = file.metadata.get("split.count", 0)
@@ -124,14 +112,9 @@ def place(file: Gguf, architecture: Architecture, config: Config) -> Iterator[Pl
 
 
 def place_alone(info: TensorInfo, architecture: str, config: Config) -> Placed:
-    """A tensor of a file without a model, under transformers' name; its own name if it has none.
-
-    Args:
-        config: the config (for the numbers of heads) of the model that the tensor is for.
-
-    Raises:
-        UnsupportedModelError: the architecture is not supported.
-    """
+    """A tensor of a file without a model, under transformers' name; its own name if it has none. `config`: the config
+    (for the numbers of heads) of the model that the tensor is for. Raises UnsupportedModelError if the architecture is
+    not supported."""
     found = _ARCHITECTURES.get(architecture)
     if found is None:
         raise UnsupportedModelError(
@@ -344,11 +327,7 @@ _POOLING = {1: "mean", 2: "cls", 3: "lasttoken"}
 
 def sentence_files(file: Gguf) -> dict[str, Any]:
     """The files that say how a model for vectors pools hidden states, in sentence-transformers' format; empty for other
-    models.
-
-    Raises:
-        UnsupportedModelError: the pooling is different.
-    """
+    models. Raises UnsupportedModelError if the pooling is different."""
     metadata = Metadata(file)
     if metadata.architecture != "gemma-embedding":
         return {}

@@ -36,24 +36,16 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """A format.
+    """A format."""
 
-    Attributes:
-        name: ggml's name.
-        numbers, size: the numbers and the bytes of a block.
-        plain: the equivalent torch format, if there is one.
-        decode: None if the format is plain or not supported.
-        halves: positions of float16 numbers in a block.
-        lines: if numbers are 4-bit integers with a scale and a minimum for each 32, makes these from bytes [blocks,
-            size].
-    """
-
-    name: str
+    name: str  # ggml's name
+    # numbers, size: the numbers and the bytes of a block
     numbers: int
     size: int
-    plain: torch.dtype | None = None
-    decode: Decode | None = None
-    halves: tuple[int, ...] = ()
+    plain: torch.dtype | None = None  # the equivalent torch format, if there is one
+    decode: Decode | None = None  # None if the format is plain or not supported
+    halves: tuple[int, ...] = ()  # positions of float16 numbers in a block
+    # if numbers are 4-bit integers with a scale and a minimum for each 32, makes these from bytes [blocks, size]
     lines: Lines | None = None
 
     @property
@@ -69,11 +61,8 @@ class BlockFormat:
 
 
 def dequantise(data: Tensor, format: BlockFormat, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The numbers [n] of bytes [n / numbers * size], rounded to a format, or unchanged if they are plain.
-
-    Raises:
-        UnsupportedModelError: the format is not supported.
-    """
+    """The numbers [n] of bytes [n / numbers * size], rounded to a format, or unchanged if they are plain. Raises
+    UnsupportedModelError if the format is not supported."""
     if format.plain is not None:
         return data.view(format.plain)
     if format.decode is None:
@@ -105,14 +94,8 @@ def numbers_of(grouped: Grouped) -> Tensor:
 
 
 def as_blocks(data: Tensor, format: BlockFormat, rows: int) -> Blocks:
-    """A matrix of a format whose `own_kind` is a `BlockKind`, unchanged.
-
-    Args:
-        data: bytes of its rows, which are not copied.
-
-    Raises:
-        ModelLoadError: a scale is not a finite number.
-    """
+    """A matrix of a format whose `own_kind` is a `BlockKind`, unchanged. `data`: bytes of its rows, which are not
+    copied. Raises ModelLoadError if a scale is not a finite number."""
     blocks = data.view(-1, format.size)
     for place in format.halves:
         check_halves(blocks[:, place : place + 2].contiguous().view(torch.float16))
@@ -139,11 +122,7 @@ def held_size(kind: BlockKind, numbers: int) -> int:
 
 def as_quantised(data: Tensor, format: BlockFormat, rows: int) -> Quantised:
     """A matrix of a format with a `kind`, in that kind; scales and minima of Q4_K are rounded to float16, which those
-    of the other formats already are.
-
-    Args:
-        data: bytes of its rows.
-    """
+    of the other formats already are. `data`: bytes of its rows."""
     blocks = data.view(-1, format.size)
     if format.kind == "int8":
         values, scales = blocks[:, 2:].contiguous().view(torch.int8), blocks[:, :2].contiguous().view(torch.float16)
@@ -267,7 +246,6 @@ def _q5_k(blocks: Tensor) -> Grouped:
 
 
 def _q6_k(blocks: Tensor) -> Grouped:
-    """16 groups of 16, with an 8-bit scale each."""
     low, high = _fields(blocks[:, :128], 64, 4).view(-1, 16, 16), _fields(blocks[:, 128:192], 32, 2).view(-1, 16, 16)
     scales = _half(blocks[:, 208:]) * blocks[:, 192:208].view(torch.int8).float()
     return (low | high << 4).char() - 32, scales, None
@@ -282,7 +260,6 @@ def _iq4_nl(blocks: Tensor) -> Grouped:
 
 
 def _iq4_xs(blocks: Tensor) -> Grouped:
-    """8 groups of 32, with a 6-bit scale each."""
     low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=2).view(-1, 8)
     high = (blocks[:, 2:4, None] >> torch.tensor((0, 2, 4, 6), dtype=torch.uint8) & 3).view(-1, 8)
     scales = _half(blocks[:, :2]) * ((low | high << 4).float() - 32)
@@ -342,7 +319,6 @@ _INT4_128 = BlockFormat("INT4_128", 128, 68, decode=_int4_128, halves=(64, 66))
 
 
 def format_of(kind: BlockKind) -> BlockFormat:
-    """The format with this kind of block."""
     return next(format for format in (*_FORMATS.values(), _INT4_128) if format.own_kind == kind)
 
 

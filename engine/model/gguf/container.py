@@ -39,16 +39,12 @@ Value = int | float | bool | str | list[Any]
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor of a file.
-
-    Attributes:
-        shape: rows first, as in torch; the file has the reverse order.
-        begin, size: its bytes in the file.
-    """
+    """A tensor of a file."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # rows first, as in torch; the file has the reverse order
     format: BlockFormat
+    # begin, size: its bytes in the file
     begin: int
     size: int
 

@@ -17,11 +17,8 @@ PART = re.compile(r"-\d{5}-of-(\d{5})$")
 
 
 def single_file(folder: Path) -> Path | None:
-    """The GGUF file that is a folder's model; None if the folder contains safetensors or no GGUF file.
-
-    Raises:
-        ModelLoadError: there are several, or parts of one.
-    """
+    """The GGUF file that is a folder's model; None if the folder contains safetensors or no GGUF file. Raises
+    ModelLoadError if there are several, or parts of one."""
     # Image projectors are stored beside their models.
     found = sorted(file for file in folder.glob(f"*{SUFFIX}") if not file.name.startswith("mmproj"))
     if not found or any(folder.glob("*.safetensors*")):

@@ -40,12 +40,8 @@ def lacks_tokenizer(folder: Path) -> str:
 
 
 def stand_in(path: Path) -> Path:
-    """The folder that represents a GGUF file; made if it does not exist.
-
-    Raises:
-        ModelLoadError: the file cannot be read, or the folder cannot be made.
-        UnsupportedModelError: this kind of model is not supported.
-    """
+    """The folder that represents a GGUF file; made if it does not exist. Raises ModelLoadError if the file cannot be
+    read, or the folder cannot be made. UnsupportedModelError if this kind of model is not supported."""
     whole, name = _identified(path)
     problem: OSError | RuntimeError | None = None
     for place in (_usual, _spare):
@@ -70,11 +66,7 @@ def stand_in(path: Path) -> Path:
 
 
 def made_before(path: Path) -> Path | None:
-    """The folder that represents a GGUF file, if it exists.
-
-    Raises:
-        ModelLoadError: the file cannot be read.
-    """
+    """The folder that represents a GGUF file, if it exists. Raises ModelLoadError if the file cannot be read."""
     folder = cache_folder("gguf") / _identified(path)[1]
     return folder if folder.is_dir() else None
 
@@ -126,7 +118,6 @@ def _make(folder: Path, path: Path) -> None:
 
 
 def _contents(file: Gguf) -> dict[str, Any]:
-    """The files of the folder."""
     from engine.model.gguf.architectures import describe, sentence_files
     from engine.model.gguf.sampling import sampling_fields
     from engine.model.gguf.vocabulary import end_ids, special_ids, tokenizer_files

@@ -14,11 +14,8 @@ _HARMLESS = ("tensor_data_layout", "vocab_size", "rope.scaling.finetuned")
 
 
 class Metadata:
-    """The settings of an architecture, by the name after its prefix; others by their full names.
-
-    Args:
-        file: the file with its tensors, some of which reveal a setting.
-    """
+    """The settings of an architecture, by the name after its prefix; others by their full names. `file`: the file with
+    its tensors, some of which reveal a setting."""
 
     def __init__(self, file: Gguf):
         self.file = file
@@ -30,12 +27,8 @@ class Metadata:
         return f"{self.architecture}.{name}" in self.file.metadata
 
     def count(self, name: str, default: int | None = None) -> int:
-        """An integer; for a list with one value per layer, the common value.
-
-        Raises:
-            ModelLoadError: it is missing, or has another type.
-            UnsupportedModelError: layers differ in it.
-        """
+        """An integer; for a list with one value per layer, the common value. Raises ModelLoadError if it is missing, or
+        has another type. UnsupportedModelError: layers differ in it."""
         value = self._value(name, default)
         if isinstance(value, list) and value:
             if any(other != value[0] for other in value):
@@ -49,22 +42,15 @@ class Metadata:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A finite number.
-
-        Raises:
-            ModelLoadError: it is missing, or has another type.
-        """
+        """A finite number. Raises ModelLoadError if it is missing, or has another type."""
         value = self._value(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
             raise self._wrong(name, value, "a number")
         return float(value)
 
     def each(self, name: str, layers: int, default: float | None = None) -> list[float]:
-        """Numbers, one for each layer; one number stands for all.
-
-        Raises:
-            ModelLoadError: the value is missing, of another kind, or has another count.
-        """
+        """Numbers, one for each layer; one number stands for all. Raises ModelLoadError if the value is missing, of
+        another kind, or has another count."""
         value = self._value(name, default)
         found = value if isinstance(value, list) else [value] * layers
         if len(found) != layers or not all(isinstance(one, int | float) and not math.isnan(one) for one in found):
@@ -72,22 +58,14 @@ class Metadata:
         return found
 
     def text(self, name: str, default: str | None = None) -> str:
-        """A text.
-
-        Raises:
-            ModelLoadError: it is missing, or has another type.
-        """
+        """A text. Raises ModelLoadError if it is missing, or has another type."""
         value = self._value(name, default)
         if not isinstance(value, str):
             raise self._wrong(name, value, "a text")
         return value
 
     def must_be(self, name: str, *allowed: Any, otherwise: str) -> None:
-        """Refuse other values of an optional setting.
-
-        Raises:
-            UnsupportedModelError: names the unsupported feature.
-        """
+        """Refuse other values of an optional setting. Raises UnsupportedModelError: names the unsupported feature."""
         if self.has(name) and (value := self._value(name, None)) not in allowed:
             wanted = " or ".join(map(str, allowed))
             raise UnsupportedModelError(
@@ -96,11 +74,7 @@ class Metadata:
             )
 
     def check_all_asked(self) -> None:
-        """Refuse settings of the architecture that no code has read.
-
-        Raises:
-            UnsupportedModelError: names them.
-        """
+        """Refuse settings of the architecture that no code has read. Raises UnsupportedModelError: names them."""
         prefix = f"{self.architecture}."
         left = sorted(name for name in self.file.metadata if name.startswith(prefix) and name not in self._asked)
         if left:

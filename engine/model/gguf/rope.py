@@ -13,11 +13,7 @@ FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.w
 
 
 def rope_parameters(metadata: Metadata) -> dict[str, Any]:
-    """The settings of rotary frequencies.
-
-    Raises:
-        UnsupportedModelError: the settings are not supported.
-    """
+    """The settings of rotary frequencies. Raises UnsupportedModelError if the settings are not supported."""
     settings: dict[str, Any] = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base", 10_000.0)}
     factor = metadata.number("rope.scaling.factor", metadata.number("rope.scale_linear", 1.0)) or 1.0
     kind = metadata.text("rope.scaling.type", "linear")

@@ -25,12 +25,8 @@ def mapped(path: Path) -> Tensor:
 def read_tensor(
     data: Tensor, info: TensorInfo, start: int = 0, stop: int | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Items [start, stop) of a tensor's first dimension: as stored if the tensor is plain, else expanded to
-    `dtype`.
-
-    Args:
-        data: the file's bytes.
-    """
+    """Items [start, stop) of a tensor's first dimension: as stored if the tensor is plain, else expanded to `dtype`.
+    `data`: the file's bytes."""
     stop = info.shape[0] if stop is None else min(stop, info.shape[0])
     if len(info.shape) == 1:  # a row of blocks
         return dequantise(data[info.begin : info.begin + info.size], info.format, dtype)[start:stop]
@@ -42,11 +38,8 @@ def read_tensor(
 def read_quantised(
     data: Tensor, info: TensorInfo, expert: int | None = None, start: int = 0, stop: int | None = None
 ) -> Quantised:
-    """Rows [start, stop) of a matrix (or of one of several) whose format has one of our kinds, in that kind.
-
-    Args:
-        data: the file's bytes.
-    """
+    """Rows [start, stop) of a matrix (or of one of several) whose format has one of our kinds, in that kind. `data`:
+    the file's bytes."""
     octets = _matrix(data, info, expert, start, stop)
     return as_quantised(octets, info.format, octets.numel() // _row_bytes(info))
 
@@ -60,7 +53,6 @@ def read_blocks(
 
 
 def _row_bytes(info: TensorInfo) -> int:
-    """Bytes per row of a matrix."""
     return info.size // math.prod(info.shape[:-1])
 
 
@@ -73,11 +65,8 @@ def _matrix(data: Tensor, info: TensorInfo, expert: int | None, start: int, stop
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """A matrix in a file's format, whose rows are expanded when they are looked up.
-
-    Attributes:
-        octets: uint8 [rows, bytes per row].
-    """
+    """A matrix in a file's format, whose rows are expanded when they are looked up. `octets`: uint8 [rows, bytes per
+    row]."""
 
     octets: Tensor
     format: BlockFormat
@@ -94,11 +83,7 @@ class StoredRows:
 
 
 def read_numbers(file: Gguf, name: str) -> list[float]:
-    """A tensor that contains a setting.
-
-    Raises:
-        ModelLoadError: it is missing, or has too many numbers.
-    """
+    """A tensor that contains a setting. Raises ModelLoadError if it is missing, or has too many numbers."""
     info = file.tensors.get(name)
     if info is None:
         raise ModelLoadError(f"{file.path} lacks the tensor {name}. Download it again.")
@@ -110,11 +95,7 @@ def read_numbers(file: Gguf, name: str) -> list[float]:
 
 
 def check_readable(path: Path, info: TensorInfo) -> None:
-    """Refuse a tensor with an unsupported format.
-
-    Raises:
-        UnsupportedModelError: names it.
-    """
+    """Refuse a tensor with an unsupported format. Raises UnsupportedModelError: names it."""
     if info.format.plain is None and info.format.decode is None:
         raise UnsupportedModelError(
             f"{path}: the tensor {info.name} is stored as {info.format.name}, which is not supported. Supported: "

@@ -51,11 +51,8 @@ def end_ids(file: Gguf) -> list[int]:
 
 
 def tokenizer_files(file: Gguf) -> dict[str, Any]:
-    """The contents of the files, by name.
-
-    Raises:
-        UnsupportedModelError: the kind of tokenizer, or its way of splitting texts, is not known exactly.
-    """
+    """The contents of the files, by name. Raises UnsupportedModelError if the kind of tokenizer, or its way of
+    splitting texts, is not known exactly."""
     tokens = _texts(file, "tokens")
     if not tokens:
         raise _unsupported(file, "it contains no vocabulary")
@@ -149,11 +146,8 @@ def _by_scores(file: Gguf, tokens: list[str]) -> dict[str, Any]:
 
 
 def _merges(file: Gguf, tokens: list[str], scores: list[float], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
-    """All pairs of tokens that form a token, those with the best score first.
-
-    Raises:
-        UnsupportedModelError: a token is too long, or there are too many pairs.
-    """
+    """All pairs of tokens that form a token, those with the best score first. Raises UnsupportedModelError if a token
+    is too long, or there are too many pairs."""
     found: list[tuple[float, int, int, int, int, int]] = []
     characters = 0
     for place, (text, score) in enumerate(zip(tokens, scores, strict=True)):

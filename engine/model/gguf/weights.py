@@ -20,12 +20,8 @@ _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
 
 
 class GgufWeights:
-    """The tensors of a file. Quantised tensors are expanded.
-
-    Raises:
-        ModelLoadError: the file is damaged or incomplete.
-        UnsupportedModelError: it contains something unsupported.
-    """
+    """The tensors of a file. Quantised tensors are expanded. Raises ModelLoadError if the file is damaged or
+    incomplete. UnsupportedModelError if it contains something unsupported."""
 
     def __init__(self, path: Path):
         self._placed, _ = _contents(path.resolve(), _identity(path))
@@ -94,7 +90,6 @@ class GgufSlice:
         self._data = data
 
     def get_shape(self) -> list[int]:
-        """The shape of the tensor."""
         return list(self._placed.shape)
 
     def get_dtype(self) -> str:
@@ -103,7 +98,6 @@ class GgufSlice:
         return "F32" if plain is None else _NAMES[plain]
 
     def __getitem__(self, rows: slice) -> Tensor:
-        """Some rows."""
         if self._weights.has_rows(self._placed.name):
             start, stop, _ = rows.indices(self._placed.shape[0])
             return read_tensor(self._data, self._placed.info, start, max(start, stop))
@@ -111,11 +105,8 @@ class GgufSlice:
 
 
 def stored_formats(path: Path) -> dict[str, int]:
-    """The bytes of a file in each stored format, largest first.
-
-    Raises:
-        ModelLoadError, UnsupportedModelError: see `GgufWeights`.
-    """
+    """The bytes of a file in each stored format, largest first. Raises ModelLoadError, UnsupportedModelError: see
+    `GgufWeights`."""
     _, sizes = _contents(path.resolve(), _identity(path))
     return sizes
 

@@ -19,14 +19,8 @@ _HALF = re.compile(r"(.+\.weight)\.lora_([ab])")
 
 def gguf_parts(path: Path, model: ModelSpec) -> Iterator[Matrices | Whole]:
     """The matrices in a file. Rows of queries and keys, which llama.cpp stores in another order, are put back in order.
-
-    Args:
-        model: the model that the adapter is for.
-
-    Raises:
-        AdapterError: the file is not an adapter, another kind of adapter, or for an unsupported architecture.
-        ModelLoadError: the file is damaged.
-    """
+    Raises AdapterError if the file is not an adapter, another kind of adapter, or for an unsupported architecture.
+    ModelLoadError if the file is damaged."""
     file = read_gguf(path)
     kind, way = (file.metadata.get(name) for name in ("general.type", "adapter.type"))
     if kind != "adapter" or way != "lora":

@@ -10,18 +10,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """The two matrices by which an adapter changes one matrix of a checkpoint.
+    """The two matrices by which an adapter changes one matrix of a checkpoint."""
 
-    Attributes:
-        module: the matrix's module in transformers.
-        scale: the factor of their product.
-        sizes: shapes [rank, in] and [out, rank].
-        read: reads both matrices.
-    """
-
-    module: str
-    scale: float
-    sizes: tuple[tuple[int, ...], tuple[int, ...]]
+    module: str  # the matrix's module in transformers
+    scale: float  # the factor of their product
+    sizes: tuple[tuple[int, ...], tuple[int, ...]]  # shapes [rank, in] and [out, rank]
     read: Callable[[], tuple[Tensor, Tensor]]
 
 

@@ -34,16 +34,13 @@ logger = logging.getLogger("octavo.model")
 
 
 def read_adapter(name: str, path: str | Path, model: Transformer, max_rank: int) -> Adapter:
-    """An adapter for a model.
+    """An adapter for a model. Raises AdapterError if the file is not an adapter, is damaged, has shapes other than the
+    model's, or contains an unsupported kind of adapter.
 
     Args:
         name: the name under which requests select it.
         path: a folder that PEFT wrote, or a GGUF file that llama.cpp's converter wrote.
         max_rank: `max_lora_rank` of the engine.
-
-    Raises:
-        AdapterError: the file is not an adapter, is damaged, has shapes other than the model's, or contains an
-            unsupported kind of adapter.
     """
     path, targets = Path(path), Targets(model)
     if path.suffix == SUFFIX:
@@ -89,12 +86,8 @@ def read_adapter(name: str, path: str | Path, model: Transformer, max_rank: int)
 
 
 def largest_rank(paths: Iterable[str]) -> int:
-    """The largest rank that the adapters at these paths state; `USUAL_RANK` if there are none.
-
-    Raises:
-        AdapterError: an adapter cannot be read.
-        ModelLoadError: a GGUF file is damaged.
-    """
+    """The largest rank that the adapters at these paths state; `USUAL_RANK` if there are none. Raises AdapterError if
+    an adapter cannot be read. ModelLoadError if a GGUF file is damaged."""
     ranks = []
     for path in map(Path, paths):
         if path.suffix == SUFFIX:
@@ -189,7 +182,6 @@ def _folder(path: Path) -> tuple[LoraSettings, Path]:
 
 
 def _peft_parts(file: Path, settings: LoraSettings) -> Iterator[Matrices | Whole]:
-    """The matrices of a PEFT folder."""
     try:
         stored: Any = safe_open(str(file), framework="pt", device="cpu")
         names = list(stored.keys())
@@ -250,7 +242,6 @@ def _damaged(file: Path, error: Exception) -> AdapterError:
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> bytes:
-    """A hash of tensors and their names."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
         digest.update(f"{name}\0{list(tensors[name].shape)}\0".encode())

@@ -43,32 +43,22 @@ _STARTS = ("gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSettings:
-    """The settings of one adapter.
-
-    Attributes:
-        rank, alpha: the values for modules without their own pattern.
-        ranks, alphas: the values for modules whose names match a pattern; the first match counts.
-        root: whether the scale is alpha / sqrt(rank) instead of alpha / rank.
-        targets: the names of the modules, or a pattern of them.
-        excluded: targets that are not changed.
-        layers: only modules of these layers; None for all.
-        layers_patterns: names of lists of layers; empty for any.
-        saved: modules that the adapter replaces whole.
-        base: the model that the adapter was trained on; "" if the file does not say.
-    """
+    """The settings of one adapter."""
 
     path: Path
+    # rank, alpha: the values for modules without their own pattern
     rank: int
     alpha: float
+    # ranks, alphas: the values for modules whose names match a pattern; the first match counts
     ranks: Mapping[re.Pattern[str], int]
     alphas: Mapping[re.Pattern[str], float]
-    root: bool
-    targets: tuple[str, ...] | str
+    root: bool  # whether the scale is alpha / sqrt(rank) instead of alpha / rank
+    targets: tuple[str, ...] | str  # the names of the modules, or a pattern of them
     excluded: tuple[str, ...] | str
-    layers: tuple[int, ...] | None
-    layers_patterns: tuple[str, ...]
-    saved: tuple[str, ...]
-    base: str
+    layers: tuple[int, ...] | None  # only modules of these layers; None for all
+    layers_patterns: tuple[str, ...]  # names of lists of layers; empty for any
+    saved: tuple[str, ...]  # modules that the adapter replaces whole
+    base: str  # the model that the adapter was trained on; "" if the file does not say
 
     def rank_of(self, module: str) -> int:
         """The rank of a module's matrices."""
@@ -98,12 +88,8 @@ class LoraSettings:
 
 
 def read_settings(path: Path) -> LoraSettings:
-    """The settings of a file.
-
-    Raises:
-        AdapterError: the file cannot be read, has a value that PEFT does not write, or describes an unsupported kind of
-            adapter.
-    """
+    """The settings of a file. Raises AdapterError if the file cannot be read, has a value that PEFT does not write, or
+    describes an unsupported kind of adapter."""
     values = _values(path)
     kind = values.get("peft_type")
     if kind != "LORA":
@@ -220,11 +206,7 @@ def _shown(value: object) -> str:
 
 
 def _simple(path: Path, name: str, pattern: str) -> str:
-    """The pattern, if matching it takes no noticeable time.
-
-    Raises:
-        AdapterError: it might.
-    """
+    """The pattern, if matching it takes no noticeable time. Raises AdapterError if it might."""
     if not _is_simple(pattern):
         raise AdapterError(
             f"{path}: the pattern {_shown(pattern)} of {name} is not supported. Octavo reads patterns with at most "

@@ -18,18 +18,12 @@ from engine.model.transformer import Transformer
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The rows of a product that come from one matrix of a checkpoint.
+    """The rows of a product that come from one matrix of a checkpoint."""
 
-    Attributes:
-        path: path of the `Linear` in `model.named_modules()`.
-        size: features in and out of the `Linear`.
-        place: the matrix is source `place` of the transform.
-    """
-
-    path: str
-    size: tuple[int, int]
+    path: str  # path of the `Linear` in `model.named_modules()`
+    size: tuple[int, int]  # features in and out of the `Linear`
     transform: Transform
-    place: int
+    place: int  # the matrix is source `place` of the transform
 
     @property
     def stored(self) -> tuple[int, int]:
@@ -60,14 +54,9 @@ class Targets:
                 self._entries.setdefault(source, []).append((entry, place))
 
     def find(self, module: str) -> list[Target]:
-        """The targets of a checkpoint's matrix; none if no answer of this model depends on it.
-
-        Args:
-            module: the name of its module in transformers.
-
-        Raises:
-            AdapterError: the matrix does not exist, or adapters of it are not supported; gives the reason.
-        """
+        """The targets of a checkpoint's matrix; none if no answer of this model depends on it. `module`: the name of
+        its module in transformers. Raises AdapterError if the matrix does not exist, or adapters of it are not
+        supported; gives the reason."""
         name = self._current(f"{module}.weight")
         if name == self._table.head:
             raise AdapterError(f"{module} is the output matrix: adapters of it are not supported")
@@ -123,11 +112,8 @@ class Targets:
 
 
 def joined(parts: list[tuple[Target, Tensor, Tensor]]) -> LowRank:
-    """The addition to one product from adapters of the matrices that it consists of.
-
-    Args:
-        parts: for each its target, down [rank, in], and up [out, rank] with the rows of the checkpoint's matrix.
-    """
+    """The addition to one product from adapters of the matrices that it consists of. `parts`: for each its target, down
+    [rank, in], and up [out, rank] with the rows of the checkpoint's matrix."""
     parts = sorted(parts, key=lambda part: part[0].place)
     return LowRank(
         torch.cat([down for _, down, _ in parts]).contiguous(),

@@ -20,11 +20,8 @@ _WIDE = 128
 
 
 def unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
-    """The integers of an int32 matrix as uint8: along `dim` (0 or 1) there are 32 / bits times as many.
-
-    Args:
-        bits: bits of each integer, 1 to 8. If their width does not divide 32, integers cross words.
-    """
+    """The integers of an int32 matrix as uint8: along `dim` (0 or 1) there are 32 / bits times as many. `bits`: bits of
+    each integer, 1 to 8. If their width does not divide 32, integers cross words."""
     if dim == 0:  # a copy, because a view of one row keeps strides that bytes cannot have
         return unpacked(words.t().clone(memory_format=torch.contiguous_format), bits, 1).t()
     rows = words.shape[0]
@@ -39,27 +36,22 @@ def unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def packed(integers: Tensor, bits: int) -> Tensor:
-    """The words that `unpacked` reads along dim 1: [rows, columns * bits / 32] of uint8 [rows, columns].
-
-    Args:
-        bits: bits of each integer, 4 or 8; a row fills whole words.
-    """
+    """The words that `unpacked` reads along dim 1: [rows, columns * bits / 32] of uint8 [rows, columns]. `bits`: bits
+    of each integer, 4 or 8; a row fills whole words."""
     if bits == 4:
         integers = integers[:, 0::2] | integers[:, 1::2] << 4
     return integers.contiguous().view(torch.int32)
 
 
 def grouped(values: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None = None) -> Tensor:
-    """(values - zeros) * scales [rows, columns], in float32: exact except for one rounding of the product.
+    """(values - zeros) * scales [rows, columns], in float32: exact except for one rounding of the product. Raises
+    ModelLoadError if a group does not exist.
 
     Args:
         values: [rows, columns] integers.
         scales: [rows, groups], each for as many adjacent columns.
         zeros: in the form of scales; None for none.
         groups: [columns] group of each column, if the columns of a group are not adjacent.
-
-    Raises:
-        ModelLoadError: a group does not exist.
     """
     scales = scales.float()
     zeros = None if zeros is None else zeros.float()
@@ -104,11 +96,8 @@ def as_blocks(made: Quantised) -> Blocks:
 
 
 def check_halves(scales: Tensor) -> None:
-    """Refuse scales and minima that are infinite in float16.
-
-    Raises:
-        ModelLoadError: names the setting that expands the weights instead.
-    """
+    """Refuse scales and minima that are infinite in float16. Raises ModelLoadError: names the setting that expands the
+    weights instead."""
     if scales.numel() and not all(bool(end.isfinite()) for end in scales.aminmax()):  # NaN is both
         raise ModelLoadError(
             "A quantised matrix has scales that are not numbers, or are beyond 65,504, the largest float16. Use "
@@ -122,7 +111,6 @@ def as_lines(
     """(levels - zeros) * scales as our own 4 bits, if `fits_groups`; -zeros * scales are rounded to float16.
 
     Args:
-        words: int32, the levels in this layout.
         levels: makes uint8 [rows, columns] from 0 to 15 from the words. It is called if there is no native library.
         scales, zeros: [rows, groups].
     """

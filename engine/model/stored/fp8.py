@@ -33,14 +33,8 @@ class Fp8(Scheme):
 
 def scaled_matrix(tensors: Tensors, name: str, block: tuple[int, int] | None) -> Packed:
     """A matrix, or several of one shape, times its stored scale: one number, one per row or per group of a row, or one
-    per block.
-
-    Args:
-        block: rows and columns per scale, if the shape of the scales says that.
-
-    Raises:
-        ModelLoadError: the scale is missing, or has another shape or format.
-    """
+    per block. `block`: rows and columns per scale, if the shape of the scales says that. Raises ModelLoadError if the
+    scale is missing, or has another shape or format."""
     stored = [name + ending for ending in _SCALES]
     scale = next((one for one in stored if one in tensors.names), stored[-1])
     shape = tensors.shape(name)

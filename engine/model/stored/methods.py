@@ -25,14 +25,8 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
 
 
 def find_scheme(config: Any, *, reads_mxfp4: bool = False) -> Scheme | None:
-    """The scheme of a checkpoint's weights, from its config; None for plain weights.
-
-    Args:
-        reads_mxfp4: whether the family supports matrices in that layout.
-
-    Raises:
-        UnsupportedModelError: the scheme is not supported.
-    """
+    """The scheme of a checkpoint's weights, from its config; None for plain weights. `reads_mxfp4`: whether the family
+    supports matrices in that layout. Raises UnsupportedModelError if the scheme is not supported."""
     said = getattr(config, "quantization_config", None)
     if said is None:
         return None

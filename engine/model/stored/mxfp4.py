@@ -51,10 +51,7 @@ def decoded_shape(blocks: Size) -> Size:
 
 def as_blocks(blocks: Tensor, scales: Tensor) -> Blocks:
     """The same numbers as GGUF blocks, [..., rows, bytes]: an exponent, and bytes with two numbers that are 16 apart.
-
-    Args:
-        blocks, scales: see `decode`; 32 numbers per block.
-    """
+    `blocks`, `scales`: see `decode`; 32 numbers per block."""
     shape = decoded_shape(blocks.shape)
     values = torch.empty(*blocks.shape[:-1], 1 + _BYTES, dtype=torch.uint8)
     for part, exponents, to in zip(

@@ -27,42 +27,28 @@ class Tensors(Protocol):
     path: Path
     names: dict[str, tuple[Path, str]]
 
-    def shape(self, name: str) -> Size:
-        """The shape of a tensor."""
-        ...
+    def shape(self, name: str) -> Size: ...
 
     def format(self, name: str) -> str:
         """The format of a tensor, under safetensors' name: F32, I8 …"""
         ...
 
-    def read(self, name: str) -> Tensor:
-        """The tensor as it is stored."""
-        ...
+    def read(self, name: str) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A tensor that is stored as several.
-
-    Attributes:
-        name: its name.
-        parts: the names of the stored tensors.
-        shape: the shape of the numbers in them.
-        decode: makes a tensor of that shape from the parts, in order.
-        format: the format of that tensor, under safetensors' name.
-        kind: our own equivalent of the parts, except for the rounding of minima; None for none.
-        quantised: makes that kind, or the blocks of `own`, from them.
-        own: blocks with fewer bits than `kind`; None for none.
-    """
+    """A tensor that is stored as several."""
 
     name: str
     parts: tuple[str, ...]
     shape: Size
-    decode: Callable[..., Tensor]
-    format: str = "F32"
+    decode: Callable[..., Tensor]  # makes a tensor of that shape from the parts, in order
+    format: str = "F32"  # the format of that tensor, under safetensors' name
+    # our own equivalent of the parts, except for the rounding of minima; None for none
     kind: Quantization | None = None
-    quantised: Callable[..., Quantised | Blocks] | None = None
-    own: BlockKind | None = None
+    quantised: Callable[..., Quantised | Blocks] | None = None  # makes that kind, or the blocks of `own`, from them
+    own: BlockKind | None = None  # blocks with fewer bits than `kind`; None for none
 
 
 class Scheme(ABC):
@@ -81,12 +67,8 @@ class Scheme(ABC):
 
     @abstractmethod
     def find(self, tensors: Tensors) -> Iterator[Packed]:
-        """The matrices that are stored with this scheme.
-
-        Raises:
-            ModelLoadError: the tensors of a matrix do not match each other.
-            UnsupportedModelError: a matrix is stored in another form.
-        """
+        """The matrices that are stored with this scheme. Raises ModelLoadError if the tensors of a matrix do not match
+        each other. UnsupportedModelError if a matrix is stored in another form."""
 
 
 def matrices(tensors: Tensors, ending: str) -> Iterator[tuple[str, str]]:
@@ -97,14 +79,8 @@ def matrices(tensors: Tensors, ending: str) -> Iterator[tuple[str, str]]:
 
 
 def expect(tensors: Tensors, name: str, *shapes: Iterable[int], formats: Collection[str]) -> str:
-    """The name, after a check that the tensor exists and has one of these shapes and formats.
-
-    Args:
-        formats: allowed formats, under safetensors' names.
-
-    Raises:
-        ModelLoadError: it does not.
-    """
+    """The name, after a check that the tensor exists and has one of these shapes and formats. `formats`: allowed
+    formats, under safetensors' names. Raises ModelLoadError if it does not."""
     if name not in tensors.names:
         raise ModelLoadError(f"{tensors.path} lacks {name}, which a quantised matrix needs. Download it again.")
     found = tensors.shape(name)
@@ -123,14 +99,8 @@ def expect(tensors: Tensors, name: str, *shapes: Iterable[int], formats: Collect
 
 
 def matrix_shape(tensors: Tensors, name: str, format: str) -> tuple[int, int]:
-    """Rows and columns of an existing tensor.
-
-    Args:
-        format: the required format, under safetensors' name.
-
-    Raises:
-        ModelLoadError: it is not a matrix, or has another format.
-    """
+    """Rows and columns of an existing tensor. `format`: the required format, under safetensors' name. Raises
+    ModelLoadError if it is not a matrix, or has another format."""
     shape = tensors.shape(name)
     if len(shape) != 2 or tensors.format(name) != format:
         raise ModelLoadError(
@@ -149,10 +119,7 @@ def count_groups(tensors: Tensors, scales: str, dim: int) -> int:
 
 def block_size(value: Any, name: str) -> tuple[int, int] | None:
     """The rows and columns that share a scale, from a setting of a `quantization_config`; None without such a setting.
-
-    Raises:
-        UnsupportedModelError: the setting has another form.
-    """
+    Raises UnsupportedModelError if the setting has another form."""
     if value is None:
         return None
     if isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(n, int) and n > 0 for n in value):
@@ -163,11 +130,7 @@ def block_size(value: Any, name: str) -> tuple[int, int] | None:
 
 
 def whole_number(config: Mapping[str, Any], name: str, allowed: Iterable[int], default: int | None = None) -> int:
-    """A setting of a `quantization_config`.
-
-    Raises:
-        UnsupportedModelError: it is not one of the allowed numbers.
-    """
+    """A setting of a `quantization_config`. Raises UnsupportedModelError if it is not one of the allowed numbers."""
     value = config.get(name, default)
     if not isinstance(value, int) or isinstance(value, bool) or value not in allowed:
         known = ", ".join(map(str, allowed)) if not isinstance(allowed, range) else f"{allowed[0]} to {allowed[-1]}"

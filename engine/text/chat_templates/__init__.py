@@ -15,11 +15,8 @@ _GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
 
 
 def read_template(given: str) -> str:
-    """The template that a setting means: the name of one in `NAMES`, a file, or the template itself.
-
-    Raises:
-        ConfigError: the setting is none of these, or not a Jinja template.
-    """
+    """The template that a setting means: the name of one in `NAMES`, a file, or the template itself. Raises ConfigError
+    if the setting is none of these, or not a Jinja template."""
     if given in NAMES:
         return (Path(__file__).parent / f"{given}.jinja").read_text(encoding="utf-8")
     if "{{" in given or "{%" in given:
@@ -40,7 +37,6 @@ def read_template(given: str) -> str:
 
 
 def _checked(template: str, name: str) -> str:
-    """The template, if it compiles."""
     from jinja2 import Environment, TemplateSyntaxError
 
     if not template.strip():
