@@ -555,9 +555,9 @@ def _open_publisher(config: EngineConfig) -> KVEventPublisher | None:
 
 def _start_draft_model(config: EngineConfig, read: ConfigReader) -> DraftModel | None:
     settings = None if config.speculative_config is None else parse_speculative(config.speculative_config)
-    if settings is None or settings.method not in ("draft_model", "mtp"):
+    if settings is None or settings.method not in ("draft_model", "mtp", "eagle3"):
         return None
-    return DraftModel(config, settings, read) if settings.method == "draft_model" else TrainedHead(config, settings)
+    return (DraftModel if settings.method == "draft_model" else TrainedHead)(config, settings, read)
 
 
 def _start(config: EngineConfig, read: ConfigReader, drafter: DraftModel | None) -> Executor:

@@ -563,11 +563,14 @@ def test_news_of_several_tokens_tell_the_sum_after_each(engines: Callable[..., E
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ('{"method": "eagle3"}', "method must be one of ngram, suffix, draft_model, mtp, off, got 'eagle3'"),
+        ('{"method": "eagle"}', "method must be one of ngram, suffix, draft_model, mtp, eagle3, off, got 'eagle'"),
         ({"method": "ngram", "num_speculative_tokens": 99}, "an integer from 1 to 32, got 99"),
-        ({"method": date(2024, 1, 1)}, "method must be one of ngram, suffix, draft_model, mtp, off, got '2024-01-01'"),
+        (
+            {"method": date(2024, 1, 1)},
+            "method must be one of ngram, suffix, draft_model, mtp, eagle3, off, got '2024-01-01'",
+        ),
         ({"draft": "x"}, "has no field 'draft'; its fields are method, model, num_speculative_tokens"),
-        ({"method": "draft_model"}, "model names the draft model of the method draft_model, got method"),
+        ({"method": "draft_model"}, "model names the draft model of the methods draft_model and eagle3, got method"),
         ({"method": "ngram", "model": "x"}, "got method 'ngram' and model 'x'"),
         ({"model": 5}, "must be a folder, a file or a hub id, got 5"),
         ("draft_model", "must be ngram, suffix, mtp, off or a JSON object, got 'draft_model'"),

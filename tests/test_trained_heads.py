@@ -10,21 +10,24 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.adapters import LLAMA, make_adapter
 from support.driving import BOTH_DEPTHS, Job, add, check_idle, finish, make_engine
+from support.executors import counted, use_torch
 from support.families import FAMILY_SHAPES
 from support.family_shape import FamilyShape, make_family_checkpoint
 from support.family_shapes.deepseek import SHAPES as DEEPSEEK
 from support.family_shapes.glm4_moe import SHAPES as GLM
 from support.jobs import CHECKPOINT, MIXED, VOCAB, greedy, prompt, sampled
-from support.trained_heads import Predicting, make_predicting
+from support.native import needs_native
+from support.trained_heads import Eagle3, Predicting, make_eagle3, make_predicting
 from test_ahead import MORE
 from test_drafts import check_same
 from test_ngram_drafts import LIMITED
 from torch import Tensor, nn
 
 from engine import Engine, EngineConfig, RequestOutput
-from engine.errors import ConfigError, UnsupportedModelError
+from engine.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from engine.execution.starting import resolve
 from engine.execution.trained_head import TrainedHead
 from engine.interface.speculation import SpeculativeConfig
@@ -57,15 +60,37 @@ def following(model: Any, norms: dict[str, nn.Module], joining: Tensor) -> None:
     joining[:, width:] = table[after].T @ table
 
 
-@pytest.fixture(scope="module")
-def predicting(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Predicting]:
-    """Makes each checkpoint once."""
-    made: dict[str, Predicting] = {}
+def following_eagle(model: Any, weights: dict[str, Tensor]) -> None:
+    """The same for EAGLE-3: its layer adds nothing, and `fc` maps the state of a token to the embedding of the next."""
+    joining = torch.empty(64, 128)
+    following(model, {}, joining)
+    weights["fc.weight"] = torch.cat((joining[:, 64:], torch.zeros(64, 128)), dim=1)
+    for name in weights:
+        if "o_proj" in name or "down_proj" in name:
+            weights[name].zero_()
+        elif "norm" in name:
+            weights[name].fill_(1.0)
+    known = weights["d2t"] + torch.arange(len(weights["d2t"]))
+    weights["lm_head.weight"] = model.lm_head.weight[known].clone()
 
-    def make(name: str, change: Any = None) -> Predicting:
+
+@pytest.fixture(scope="module")
+def predicting(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Predicting | Eagle3]:
+    """Makes each checkpoint once."""
+    made: dict[str, Predicting | Eagle3] = {}
+
+    def make(name: str) -> Predicting | Eagle3:
         if name not in made:
-            shape = WIDE if name == "wide" else SHAPES[name]
-            made[name] = make_predicting(shape, tmp_path_factory.mktemp("head"), change)
+            folder = tmp_path_factory.mktemp("head")
+            if name.startswith("eagle3"):
+                sure = name == "eagle3, sure"
+                change = following_eagle if sure else None
+                made[name] = make_eagle3(
+                    folder, vocab=60 if sure else VOCAB, own_table=name == "eagle3, table", change=change
+                )
+            else:
+                sure = name == "wide"
+                made[name] = make_predicting(WIDE if sure else SHAPES[name], folder, following if sure else None)
         return made[name]
 
     return make
@@ -86,8 +111,9 @@ def engines(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine]]:
         engine.close()
 
 
-def with_head(count: int, **settings: Any) -> dict[str, Any]:
-    return settings | {"speculative_config": {"method": "mtp", "num_speculative_tokens": count}}
+def with_head(count: int, made: Predicting | Eagle3 | None = None, **settings: Any) -> dict[str, Any]:
+    method = {"method": "mtp"} if made is None else made.method
+    return settings | {"speculative_config": method | {"num_speculative_tokens": count}}
 
 
 def outputs(engine: Engine, jobs: list[Job]) -> list[RequestOutput]:
@@ -114,30 +140,51 @@ def watch(engine: Engine) -> list[tuple[list[int], list[int]]]:
     return seen
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [*SHAPES, "eagle3", "eagle3, table"])
 def test_the_head_drafts_as_the_reference_does(
-    name: str, predicting: Callable[..., Predicting], engines: Callable[..., Engine]
+    name: str, predicting: Callable[..., Any], engines: Callable[..., Engine]
 ) -> None:
     """Also behind a prompt in parts, and with other answers to the same prompt."""
     made = predicting(name)
-    one = engines(made.path, **with_head(3, max_num_batched_tokens=40, block_size=4))
+    one = engines(made.path, **with_head(3, made, max_num_batched_tokens=40, block_size=4))
     seen = watch(one)
     outputs(one, [Job(prompt(1, 2), greedy(6)), Job(prompt(2, 70), greedy(8)), Job(prompt(3, 11), sampled(3, 6, n=3))])
+    for model in (one.executor.runner.model, one._draft_model._executor.runner.model):  # type: ignore[attr-defined,union-attr]
+        use_torch(model)
+    with counted() as native:
+        outputs(one, [Job(prompt(4, 9), greedy(6))])
+    assert not native.called
     greedily = [(tokens, drafts) for tokens, drafts in seen if tokens[:11] != prompt(3, 11)]
-    assert len(greedily) > 8
+    assert len(greedily) > 12
     for tokens, drafts in greedily:
         assert drafts
         assert drafts == made.drafts(tokens, len(drafts))
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@needs_native
+@pytest.mark.parametrize("name", ["deepseek", "eagle3"])
+def test_log_probabilities_are_the_same_bits(
+    name: str, predicting: Callable[..., Any], engines: Callable[..., Engine]
+) -> None:
+    """With a head beside the model, and drafts beside the tokens."""
+    made = predicting(name)
+    jobs = [Job(prompt(1, 40), greedy(24, logprobs=2)), Job(prompt(2, 5), sampled(2, 24, logprobs=2, n=2))]
+    plain, one = outputs(engines(made.path), jobs), engines(made.path, **with_head(2, made))
+    for found, wanted in zip(outputs(one, jobs), plain, strict=True):
+        for choice, other in zip(found.outputs, wanted.outputs, strict=True):
+            assert choice.token_ids == other.token_ids
+            assert choice.logprobs == other.logprobs
+    assert one.stats().num_draft_tokens > 60
+
+
+@pytest.mark.parametrize(("name", "count"), [("wide", 1), ("wide", 3), ("eagle3, sure", 1)])
 def test_a_head_that_is_right_is_accepted(
-    count: int, predicting: Callable[..., Predicting], engines: Callable[..., Engine]
+    name: str, count: int, predicting: Callable[..., Any], engines: Callable[..., Engine]
 ) -> None:
     """Each draft follows from the hidden state of the last accepted position, whatever came before: wrong drafts of a
     prediction, a page that was found, or other answers."""
-    made = predicting("wide", following)
-    one = engines(made.path, **with_head(count, block_size=4))
+    made = predicting(name)
+    one = engines(made.path, **with_head(count, made, block_size=4))
     told = [(5 + 7 * i) % 60 for i in range(1, 41)]
     wrong = [*told[:9], 1, 1, *told[11:20], 2, *told[21:]]
     jobs = [Job([9, 3, 5], greedy(40)), Job([1, 1, 40, 2, 5], greedy(40, predicted_token_ids=wrong))]
@@ -160,21 +207,21 @@ def test_a_head_that_is_right_is_accepted(
 
 @BOTH_DEPTHS
 @pytest.mark.parametrize(
-    "settings",
+    ("name", "settings"),
     [
-        {"max_num_batched_tokens": 24, "max_num_seqs": 16},
-        {"block_size": 4, "num_gpu_blocks_override": 45, "kv_cache_dtype": "int8"},
+        ("glm", {"max_num_batched_tokens": 24, "max_num_seqs": 16}),
+        ("eagle3", {"block_size": 4, "num_gpu_blocks_override": 45, "kv_cache_dtype": "int8"}),
     ],
-    ids=["chunks", "few pages"],
+    ids=["mtp, chunks", "eagle3, few pages"],
 )
 def test_no_answer_differs(
-    settings: dict[str, Any], predicting: Callable[..., Predicting], engines: Callable[..., Engine]
+    name: str, settings: dict[str, Any], predicting: Callable[..., Any], engines: Callable[..., Engine]
 ) -> None:
     """Whatever can be asked for. The second time, prompts are found in the pages of both."""
-    path = predicting("glm").path
+    made = predicting(name)
     jobs = [*MIXED, *MORE, *LIMITED]
-    plain = outputs(engines(path, **settings), jobs)
-    one = engines(path, **with_head(2, **settings))
+    plain = outputs(engines(made.path, **settings), jobs)
+    one = engines(made.path, **with_head(2, made, **settings))
     for _ in range(2):
         before = one.stats().num_draft_tokens
         check_same(outputs(one, jobs), plain)
@@ -184,7 +231,7 @@ def test_no_answer_differs(
 
 
 def test_an_adapter_changes_the_hidden_states_that_the_head_reads(
-    predicting: Callable[..., Predicting], engines: Callable[..., Engine]
+    predicting: Callable[..., Any], engines: Callable[..., Engine]
 ) -> None:
     made = predicting("glm")
     products = {ours: theirs for ours, theirs in LLAMA.items() if "attention" in ours}
@@ -202,10 +249,10 @@ def test_an_adapter_changes_the_hidden_states_that_the_head_reads(
 
 @pytest.mark.parametrize("call", [1, 5])
 def test_a_head_that_fails_fails_no_request(
-    call: int, predicting: Callable[..., Predicting], engines: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+    call: int, predicting: Callable[..., Any], engines: Callable[..., Engine], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Neither where it reads a prompt nor where it drafts."""
-    path = predicting("wide", following).path
+    path = predicting("wide").path
     jobs = [Job([*range(1, 50)], greedy(20)), Job([5], sampled(1, 20))]
     plain = outputs(engines(path), jobs)
     one = engines(path, **with_head(2))
@@ -225,9 +272,7 @@ def test_a_head_that_fails_fails_no_request(
     assert (one.stats().num_accepted_draft_tokens > 0) == (call > 1)
 
 
-def test_pages_of_the_head_are_part_of_the_plan(
-    predicting: Callable[..., Predicting], engines: Callable[..., Engine]
-) -> None:
+def test_pages_of_the_head_are_part_of_the_plan(predicting: Callable[..., Any], engines: Callable[..., Engine]) -> None:
     """Three layers and the head's one fit into `kv_cache_memory`."""
     memory = {"kv_cache_memory": 1 << 20, "num_gpu_blocks_override": None}
     path = predicting("glm").path
@@ -237,7 +282,7 @@ def test_pages_of_the_head_are_part_of_the_plan(
 
 
 def test_models_without_such_a_head_are_named(
-    predicting: Callable[..., Predicting],
+    predicting: Callable[..., Any],
     engines: Callable[..., Engine],
     checkpoint: Callable[[str], Any],
     tmp_path: Path,
@@ -265,3 +310,35 @@ def test_models_without_such_a_head_are_named(
     ):
         with pytest.raises(UnsupportedModelError, match=message):
             head.adapt(replace(resolved, **change))
+
+
+def test_eagle_heads_that_do_not_fit_are_named(
+    predicting: Callable[..., Any], engines: Callable[..., Engine], tmp_path: Path
+) -> None:
+    made = predicting("eagle3")
+    weights = load_file(made.head / "model.safetensors")
+    config = json.loads((made.head / "config.json").read_text(encoding="utf-8"))
+    tmp_path.joinpath("head").mkdir()
+    wrong = {key: one for key, one in weights.items() if key != "d2t"}
+    for change, stored, message in (
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            weights,
+            r"needs a head of LlamaForCausalLMEagle3, .* LlamaForCausalLM",
+        ),
+        ({"hidden_size": 32}, weights, "hidden_size of the EAGLE-3 head must be 64 for this model, got 32"),
+        ({"vocab_size": 99}, weights, "vocab_size of the EAGLE-3 head must be .* for this model, got 99"),
+        ({"num_hidden_layers": 2}, weights, "num_hidden_layers of the EAGLE-3 head must be 1 for this model, got 2"),
+        ({"norm_before_residual": True}, weights, "norm_before_residual of the EAGLE-3 head must be False"),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [1, 2, 7]},
+            weights,
+            r"three layers in order, but these are \[1, 2, 7\] of 7",
+        ),
+        ({}, wrong, "lacks the tensor d2t"),
+        ({}, weights | {"d2t": weights["d2t"] + VOCAB}, "d2t names tokens outside the vocabulary"),
+    ):
+        (tmp_path / "head" / "config.json").write_text(json.dumps(config | change), encoding="utf-8")
+        save_file(stored, tmp_path / "head" / "model.safetensors", {"format": "pt"})
+        with pytest.raises((UnsupportedModelError, ModelLoadError), match=message):
+            engines(made.path, speculative_config={"method": "eagle3", "model": str(tmp_path / "head")})

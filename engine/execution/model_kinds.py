@@ -157,6 +157,7 @@ class Decoder(ModelKind):
     images among the tokens; None: the model reads none."""
 
     images: ImageVectors | None = None
+    kept: list[Tensor] | None = None  # what a drafter reads of the last step (`Inputs.kept`); None: nothing is kept
 
     @property
     def needs(self) -> SequenceNeeds:
@@ -179,6 +180,8 @@ class Decoder(ModelKind):
         if plan.images:
             assert self.images is not None
             images = self.images.of(plan.images)
+        if self.kept is not None:
+            self.kept = []
         return Inputs(
             token_ids=buffers.tokens(plan, padded),
             positions=buffers.positions.fill(plan.positions, padded),
@@ -191,6 +194,7 @@ class Decoder(ModelKind):
             cross=self.cross(plan, metadata.query_lens),
             sides=buffers.sides.fill(plan.sides, padded),
             images=images,
+            kept=self.kept,
         )
 
     def use_images(self, info: VisionInfo) -> None:

@@ -128,7 +128,8 @@ class ModelRunner:
                 candidates = self._sample(logits, sampling)
         step = PendingStep(candidates=candidates or StepResult.empty(), sampling=sampling or plan.sampling)
         if self.keeps_hidden:
-            step.hidden = hidden
+            kept = self.kind.kept if isinstance(self.kind, Decoder) else None
+            step.hidden = torch.cat(kept, dim=1) if kept else hidden
         if plan.pooling:
             step.pooled = computed.pool()
         if plan.prompt_logprobs is not None:

@@ -16,12 +16,16 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.execution.draft_model import DraftModel, Shadow
-from engine.execution.model_kinds import Following
+from engine.execution.model_kinds import Decoder, Following
 from engine.execution.pending import PendingStep
 from engine.execution.runner import ModelRunner
 from engine.execution.starting import Resolved, load, prepare
 from engine.interface.speculation import SpeculativeConfig
-from engine.model.trained_heads import mtp
+from engine.model.checkpoint import ConfigReader, find, read_config
+from engine.model.embedding import TokenEmbedding
+from engine.model.heads import ChoosingHead
+from engine.model.spec import Lm
+from engine.model.trained_heads import chosen_tokens, eagle3, kept_layers, mtp
 from engine.scheduling.batch import build_plan
 from engine.scheduling.in_flight import InFlightStep
 from engine.scheduling.plan import StepResult
@@ -95,18 +99,21 @@ class TrainedHead(DraftModel):
     Args:
         config: of the model.
         settings: say which head.
+        read: reads the config of a checkpoint folder.
 
     Raises:
         ConfigError: the model runs in another process.
     """
 
-    def __init__(self, config: EngineConfig, settings: SpeculativeConfig):
+    _kept: tuple[int, ...] = ()  # the model's layers whose input an EAGLE-3 head reads
+
+    def __init__(self, config: EngineConfig, settings: SpeculativeConfig, read: ConfigReader = read_config):
         if config.distributed_executor_backend != "uni":
             raise ConfigError(
                 f"speculative_config: {settings.method} needs distributed_executor_backend uni, got "
                 f"{config.distributed_executor_backend!r}."
             )
-        self._settings = settings
+        self._settings, self._read = settings, read
         self._config = replace(
             config, speculative_config="off", skip_tokenizer_init=True, lora_modules=(), max_loras=None, catalogue=(),
             kv_events_config=None, kv_disk=None, num_gpu_blocks_override=1, kv_cache_memory=None, max_step_time=0,
@@ -135,19 +142,47 @@ class TrainedHead(DraftModel):
             raise UnsupportedModelError(
                 f"speculative_config: {method} needs a checkpoint folder, but {resolved.file} is a GGUF file."
             )
-        spec, table = mtp(resolved.hf_config)
+        if method == "mtp":
+            spec, table = mtp(resolved.hf_config)
+            self._resolved = replace(resolved, config=self._config, spec=spec, table=table, vision=None)
+            return resolved
+        assert self._settings.model is not None
+        assert resolved.spec.decoder is not None
+        path = find(self._settings.model)
+        config = self._read(path)
+        spec, table = eagle3(config, resolved.spec, self._fill_table)
+        self._kept = kept_layers(config, resolved.spec.decoder)
         self._resolved = replace(
-            resolved, config=self._config, spec=spec, table=table, vision=None, max_model_len=resolved.max_model_len
-        )
-        return resolved
+            resolved, config=self._config, path=path, hf_config=config, spec=spec, vision=None,
+            quantization=None if resolved.quantization == "stored" else resolved.quantization,
+            table=table,
+        )  # fmt: skip
+        return replace(resolved, spec=replace(resolved.spec, decoder=replace(resolved.spec.decoder, kept=self._kept)))
 
     def load(self, runner: ModelRunner) -> int:
         """Load the head beside its model. Returns the bytes of a page."""
         runner.keeps_hidden = True
+        if self._kept:
+            assert isinstance(runner.kind, Decoder)
+            runner.kind.kept = []
+        self._model = runner.model
         own = load(self._resolved)
         own.keeps_hidden = True
+        if isinstance(own.model.head, ChoosingHead):
+            assert isinstance(self._resolved.spec.head, Lm)
+            vocabulary, count = own.model.vocab_size, self._resolved.spec.head.choices or 0
+            own.model.head.choose(chosen_tokens(self._resolved.path, count, vocabulary), vocabulary)
+        del self._model
         self._executor = prepare(self._resolved, own)
         return self.page_bytes
+
+    def _fill_table(self, table: Tensor) -> None:
+        """Copy the model's token table."""
+        assert self._model.decoder is not None
+        embedding = self._model.decoder.embedding
+        assert isinstance(embedding, TokenEmbedding)
+        with torch.inference_mode():
+            table.copy_(embedding.vectors(torch.arange(len(table))))
 
     # ---------------------------------------------------------------- what it reads
 
@@ -157,7 +192,12 @@ class TrainedHead(DraftModel):
             return
         try:
             with torch.inference_mode():
-                self._observe(step.rows, step.answer.hidden)
+                runner = self._executor.runner
+                assert runner.model.decoder is not None
+                embedding = runner.model.decoder.embedding
+                assert isinstance(embedding, TokenEmbedding)
+                assert embedding.joining is not None
+                self._observe(step.rows, embedding.joining.enter(step.answer.hidden, runner.min_rows))
         except Exception:
             self._give_up()
 

@@ -89,6 +89,11 @@ class SequentialBlock(nn.Module):
             {name: build_norm(three[i], hidden_size, place) for name, three in norms.items()} for i in range(3)
         )
         self.attention = Sublayer(build_attention(block, hidden_size, backend, place), **attention_norms)
+        self.reads_tokens = block.reads_tokens
+        if block.reads_tokens:
+            assert isinstance(self.attention.inner, SelfAttention)
+            width = self.attention.inner.qkv.outputs
+            self.attention.inner.qkv = Linear(2 * hidden_size, width, block.attention.qkv_bias, place)
         self.low_rank = None if block.low_rank is None else LowRankPath(block.low_rank, hidden_size, place)
         self.cross = None
         if block.cross is not None:

@@ -53,6 +53,9 @@ class Inputs:
     images: Tensor | None = None
     # None if nothing else needs the queries; torch runs a pass with a keeper, operation by operation
     keeper: QueryKeeper | None = None
+    kept: list[Tensor] | None = (
+        None  # the pass appends what a drafter reads (`Keep`), each [Tp, features]; None: nothing
+    )
     rotary_rows: Tensor = field(init=False)  # [Tp] rows of rotary tables: positions plus the side `rotary_offsets`
 
     def __post_init__(self) -> None:

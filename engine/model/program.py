@@ -32,7 +32,7 @@ from engine.model.attention_operations import (
 )
 from engine.model.block_sums import BlockSumAttention
 from engine.model.blocks import BottleneckBlock, ConvolvedBlock, ParallelBlock, SequentialBlock, Sublayer
-from engine.model.embedding import Embedding, TokenEmbedding
+from engine.model.embedding import Embedding, TokenEmbedding, TokenVectors
 from engine.model.experts import ExpertsFeedForward, NormedExperts, SharedExperts
 from engine.model.global_stream import StreamAttention
 from engine.model.global_tokens import GlobalAttention
@@ -43,6 +43,7 @@ from engine.model.layer_operations import (
     CorrectVersions,
     EmbedLayers,
     ExpandVersions,
+    Keep,
     MergeVersions,
     MultiplyAll,
     PredictVersions,
@@ -91,6 +92,7 @@ from engine.model.versions import LayerVersions, VersionEnds
 Operation = (
     Embed
     | EmbedLayers
+    | Keep
     | MultiplyAll
     | ActivateSparsely
     | ExpandVersions
@@ -168,6 +170,7 @@ def compile_stack(
     predicting: nn.Parameter | None = None,
     layer_vectors: LayerEmbedding | None = None,
     versions: VersionEnds | None = None,
+    kept: Sequence[int] = (),
 ) -> Program:
     """The program of a stack.
 
@@ -179,9 +182,10 @@ def compile_stack(
         predicting: the initial vectors of next tokens, which also pass through the layers, and are the result.
         layer_vectors: computes the vectors that layers read beside the stream.
         versions: computes the versions of the stream.
+        kept: layers whose input a drafter reads.
     """
     builder = Builder(hidden_size, paged)
-    builder.add(Embed(embedding, builder.stream))
+    builder.begin(embedding)
     if beside is not None:
         builder.add(BeginBeside(beside))
     if predicting is not None:
@@ -194,7 +198,8 @@ def compile_stack(
         builder.versions = builder.rows("versions", versions.part.count * hidden_size)
         builder.add(ExpandVersions(versions, builder.stream, builder.versions))
     pages = states = 0  # layers have either
-    for block in blocks:
+    for number, block in enumerate(blocks):
+        builder.keeps = number in kept
         if isinstance(block, SequentialBlock) and isinstance(block.attention.inner, StateModule):
             builder.block(block, states)
             states += 1
@@ -250,6 +255,12 @@ class Builder:
         self.ahead: Rows | None = None  # the stream of next tokens
         self.layer_vectors: Rows | None = None  # all of a token's, side by side
         self.versions: Rows | None = None  # of the stream, side by side
+        self.keeps = False  # whether a drafter reads the stream as soon as it is complete
+
+    def begin(self, embedding: Embedding) -> None:
+        """Begin the stream with an embedding."""
+        self._embedding = embedding
+        self.add(Embed(embedding, self.stream))
 
     def add(self, operation: Operation) -> None:
         self.operations.append(operation)
@@ -281,7 +292,8 @@ class Builder:
             case SequentialBlock():
                 for sublayer in (block.attention, block.cross, block.ffn):
                     if sublayer is not None:
-                        self.sublayer(sublayer, layer)
+                        reads = block.reads_tokens and sublayer is block.attention
+                        self.sublayer(sublayer, layer, self._embedding if reads else None)
                         self._sublayer_ahead(sublayer, layer)
                 if block.input is not None:
                     self._pending = self._layer_input(block.input, self.normed(None), layer)
@@ -293,16 +305,29 @@ class Builder:
             case _:
                 raise TypeError(f"{type(block).__name__} is not a block")
 
-    def sublayer(self, part: Sublayer, layer: int) -> None:
-        """Add outer(y + after(f(before(y)))) of y = first(x), where each norm may be absent."""
+    def sublayer(self, part: Sublayer, layer: int, beside: Embedding | None = None) -> None:
+        """Add outer(y + after(f(before(y)))) of y = first(x), where each norm may be absent. f reads the vectors of
+        tokens before its input, if there is an embedding beside it."""
         if part.first is not None:
             self.add(Normalize(part.first, self.stream, self.stream, self._take_pending()))
-        y = self._inner(part.inner, self.normed(part.before), "sublayer", layer)
+        x = self.normed(part.before)
+        if self.keeps:
+            self.add(Keep(self.stream))
+            self.keeps = False
+        y = self._inner(part.inner, x if beside is None else self._joined(beside, x), "sublayer", layer)
         if part.after is not None:
             self.add(Normalize(part.after, y, y))
         self._pending = y
         if part.outer is not None:
             self.add(Normalize(part.outer, self.stream, self.stream, self._take_pending()))
+
+    def _joined(self, embedding: Embedding, x: Rows) -> Rows:
+        """[the norms of tokens' vectors, x]."""
+        assert isinstance(embedding, TokenEmbedding)
+        vectors, both = self.rows("token vectors", x.width), self.rows("joined", 2 * x.width)
+        self.add(EmbedLayers(TokenVectors(embedding), self.stream, (vectors,)))
+        self.add(Concatenate(vectors, x, both))
+        return both
 
     def embed_layers(self, module: LayerEmbedding) -> None:
         """Add the vectors that layers read beside the stream."""

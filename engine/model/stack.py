@@ -108,6 +108,7 @@ class TransformerStack(nn.Module):
             predicting=self.predicting,
             layer_vectors=self.layer_vectors,
             versions=self.versions,
+            kept=stack.kept,
         )
         self.executor: Executor = TorchExecutor(self.program, self.tables)
 

@@ -47,6 +47,7 @@ from engine.model.layer_operations import (
     CorrectVersions,
     EmbedLayers,
     ExpandVersions,
+    Keep,
     MergeVersions,
     MultiplyAll,
     PredictVersions,
@@ -317,6 +318,11 @@ def _embed_layers(operation: EmbedLayers, state: Pass) -> None:
     vectors = operation.module(state.inputs.token_ids, state.values[operation.x])
     for layer, rows in enumerate(operation.out):
         state.values[rows] = vectors[:, layer]
+
+
+def _keep(operation: Keep, state: Pass) -> None:
+    if state.inputs.kept is not None:
+        state.inputs.kept.append(state.values[operation.x].clone())
 
 
 def _multiply_all(operation: MultiplyAll, state: Pass) -> None:
@@ -601,6 +607,7 @@ HANDLERS: dict[type, Handler] = {
     AttendBeside: _attend_beside,
     FeedBeside: _feed_beside,
     EmbedLayers: _embed_layers,
+    Keep: _keep,
     MultiplyAll: _multiply_all,
     ActivateSparsely: _activate_sparsely,
     ExpandVersions: _expand_versions,

@@ -31,9 +31,12 @@ class Neighbours:
 @dataclass(frozen=True, slots=True)
 class Joined:
     """The vector of a token is a matrix times [norm(its vector), norm(hidden)], where hidden is the hidden state of
-    another model at the token before (multi-token prediction, arXiv:2412.19437, 2.2)."""
+    another model at the token before (multi-token prediction, arXiv:2412.19437, 2.2). With an entrance, it is that
+    hidden state alone, and a layer reads the norm of the token's vector (`Block.reads_tokens`)."""
 
     norm: Norm
+    # Features of hidden states that a matrix maps to those of the stream, before they are given; 0: there is no matrix.
+    entrance: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

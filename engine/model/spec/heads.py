@@ -31,6 +31,7 @@ class Lm:
         logit_scale: factor of the logits.
         softcap: logits l become softcap * tanh(l / softcap).
         norm: a norm before the matrix, in addition to the stack's.
+        choices: the number of tokens that it may choose; None: all. It needs a norm.
     """
 
     tied: bool
@@ -40,6 +41,7 @@ class Lm:
     logit_scale: float = 1.0
     softcap: float | None = None
     norm: Norm | None = None
+    choices: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

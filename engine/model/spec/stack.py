@@ -91,6 +91,7 @@ class Stack:
         projection: features to which a matrix without bias maps the hidden states at the end.
         distances: the vectors that blocks with disentangled attention share.
         repeated: how often blocks run; None: each is one layer.
+        kept: layers whose input a drafter reads (`Inputs.kept`).
     """
 
     hidden_size: int
@@ -106,6 +107,7 @@ class Stack:
     projection: int | None = None
     distances: DistanceVectors | None = None
     repeated: Repeated | None = None
+    kept: tuple[int, ...] = ()
 
     @property
     def attentions(self) -> tuple[Attention, ...]:
