@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import gc
+import inspect
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +23,7 @@ if TYPE_CHECKING:
     from support.service import Service
 
     from engine import LLM, Engine
+    from engine.model.spec import ModelSpec
 
 # Tiny matrices gain nothing from threads, and threads that wait for each other on busy cores take ten
 # times as long. Set before torch is imported; servers that tests start inherit it.
@@ -33,6 +39,12 @@ if not os.path.exists("/dev/nvidiactl"):
 SAMPLE = 3
 # And what `make test-all` runs: the largest matrices have hundreds.
 MOST = 48
+
+# Files with tests of minutes, which run first: at the end, other processes would wait for them.
+LONG = (
+    "test_soak", "test_native_executor", "test_gpu_compiled", "test_native_sanitizer", "test_long_documents",
+    "test_late_device", "test_gpu_step", "test_gpu_cache", "test_task_pages", "test_agents", "test_bench_gpu",
+)  # fmt: skip
 
 ROOMY: dict[str, Any] = {
     "device": os.environ.get("OCTAVO_TEST_DEVICE", "cpu"),
@@ -61,6 +73,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """An example of Hypothesis may take as long as a busy machine needs for it, and examples are the same each time, so
     that a failure is a change's; `--hypothesis-profile=explore` draws new ones. And Ctrl-C reaches the programs that
     tests start, even where a shell has started the tests in the background."""
+    gc.disable()  # until all tests are collected: `pytest_collection_finish`
     from hypothesis import HealthCheck, settings
 
     from engine.configs.listing import list_models_once
@@ -72,6 +85,8 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("explore", patient)
     settings.register_profile("patient", patient, derandomize=True)
     settings.load_profile("patient")
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # xdist would run files with many tests first, however short
     if not hasattr(config, "workerinput"):  # the process that reports, not one of xdist's
         config.pluginmanager.register(_FailureLines(config))
 
@@ -80,6 +95,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test with many cases, the fast part has SAMPLE, and the whole MOST: the first, the last and those between
     them, evenly. Cases of which some are marked slow one by one keep their marks, and `whole` those of the whole."""
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
@@ -96,6 +112,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for place, item in enumerate(all_of_one):
             if place not in sample:
                 item.add_marker("slow")
+
+
+def pytest_collection_finish() -> None:
+    """The collector leaves out the millions of objects of modules and collected tests: each of its full runs would take
+    more than a second for them."""
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine function runs in an event loop of its own, ends in time and leaves no task behind."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+
+    async def in_time() -> None:
+        async with asyncio.timeout(400):
+            await pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames})
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not left, f"{pyfuncitem.nodeid} leaves tasks behind: {left}"
+
+    asyncio.run(in_time())
+    return True
 
 
 @pytest.hookimpl(wrapper=True)
@@ -120,6 +159,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Chec
         return made[name]
 
     return get
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Callable[..., ModelSpec]:
+    """Gives the parts of a published config (`support.published`), some of its settings changed."""
+    from support import published
+
+    return functools.partial(published.read, tmp_path)
 
 
 @pytest.fixture(scope="session")

@@ -500,41 +500,34 @@ class Refusing:
         await self.gate(scope, send, send)  # type: ignore[arg-type]
 
 
-def test_clients_that_ask_again_at_once_are_slowed_down() -> None:
+async def test_clients_that_ask_again_at_once_are_slowed_down() -> None:
     """48 of them get about 100 refusals a second, instead of as many as the processor can make."""
-
-    async def run() -> None:
-        door, ends = Refusing(), [0.0] * 48
-        count = 0
-        while min(ends) < 10.0:
-            number = ends.index(min(ends))
-            door.clock.now, door.pauses = ends[number], []
-            await door.ask()
-            ends[number] += sum(door.pauses) + 0.001
-            count += 1
-        assert 1000 <= count <= AT_ONCE * 10 + AT_ONCE + 48
-        door.clock.now, door.pauses = 20.0, []
-        for _ in range(AT_ONCE - 1):
-            await door.ask()
-        assert not door.pauses, "few refusals come at once"
-
-    asyncio.run(run())
+    door, ends = Refusing(), [0.0] * 48
+    count = 0
+    while min(ends) < 10.0:
+        number = ends.index(min(ends))
+        door.clock.now, door.pauses = ends[number], []
+        await door.ask()
+        ends[number] += sum(door.pauses) + 0.001
+        count += 1
+    assert 1000 <= count <= AT_ONCE * 10 + AT_ONCE + 48
+    door.clock.now, door.pauses = 20.0, []
+    for _ in range(AT_ONCE - 1):
+        await door.ask()
+    assert not door.pauses, "few refusals come at once"
 
 
-def test_few_refusals_are_held_at_a_time() -> None:
-    async def run() -> None:
-        door, held = Refusing(), asyncio.Event()
+async def test_few_refusals_are_held_at_a_time() -> None:
+    door, held = Refusing(), asyncio.Event()
 
-        async def pause(seconds: float) -> None:
-            assert seconds <= LONGEST_PAUSE
-            await held.wait()
+    async def pause(seconds: float) -> None:
+        assert seconds <= LONGEST_PAUSE
+        await held.wait()
 
-        door.gate._pause = pause
-        asked = [asyncio.create_task(door.ask()) for _ in range(AT_ONCE + MOST_PAUSING + 50)]
-        await asyncio.sleep(0.05)
-        assert sum(task.done() for task in asked) == AT_ONCE + 50
-        held.set()
-        await asyncio.gather(*asked)
-        assert door.gate._num_pausing == 0
-
-    asyncio.run(run())
+    door.gate._pause = pause
+    asked = [asyncio.create_task(door.ask()) for _ in range(AT_ONCE + MOST_PAUSING + 50)]
+    await asyncio.sleep(0.05)
+    assert sum(task.done() for task in asked) == AT_ONCE + 50
+    held.set()
+    await asyncio.gather(*asked)
+    assert door.gate._num_pausing == 0

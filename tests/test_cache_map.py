@@ -189,38 +189,31 @@ def test_the_map_of_a_large_pool_stays_small(total: int) -> None:
 # ---------------------------------------------------------------- the way to the client
 
 
-def test_the_client_sees_the_map_while_requests_run(client: EngineClient) -> None:  # noqa: F811
-    async def scenario() -> None:
-        idle = await client.cache_map()
-        assert (idle.running, idle.waiting) == ([], [])
-        assert sum(idle.runs[::2]) == -(-client.stats().pages_total // idle.pages_per_cell)
-        with stopped(client._process.pid):  # type: ignore[attr-defined]
-            asked = asyncio.create_task(ask(client, "mine"))
-            looking = [asyncio.create_task(client.cache_map()) for _ in range(2)]
-            await asyncio.sleep(0.01)
-        seen = await asyncio.gather(*looking)
-        await asked
-        assert any(item.request_id == "mine" for drawn in seen for item in [*drawn.running, *drawn.waiting])
-        assert (await client.cache_map()).running == []
-        assert client.progress.idle
-
-    asyncio.run(scenario())
+async def test_the_client_sees_the_map_while_requests_run(client: EngineClient) -> None:  # noqa: F811
+    idle = await client.cache_map()
+    assert (idle.running, idle.waiting) == ([], [])
+    assert sum(idle.runs[::2]) == -(-client.stats().pages_total // idle.pages_per_cell)
+    with stopped(client._process.pid):  # type: ignore[attr-defined]
+        asked = asyncio.create_task(ask(client, "mine"))
+        looking = [asyncio.create_task(client.cache_map()) for _ in range(2)]
+        await asyncio.sleep(0.01)
+    seen = await asyncio.gather(*looking)
+    await asked
+    assert any(item.request_id == "mine" for drawn in seen for item in [*drawn.running, *drawn.waiting])
+    assert (await client.cache_map()).running == []
+    assert client.progress.idle
 
 
-def test_a_dead_engine_shows_no_map(checkpoint: Callable[[str], Checkpoint]) -> None:
+async def test_a_dead_engine_shows_no_map(checkpoint: Callable[[str], Checkpoint]) -> None:
     mine = load(checkpoint)
-
-    async def scenario() -> None:
-        looking = asyncio.create_task(mine.cache_map())
-        await asyncio.sleep(0)
-        mine.give_up("made by the test")
-        with pytest.raises(EngineDeadError, match="made by the test"):
-            await looking
-        with pytest.raises(EngineDeadError):
-            await mine.cache_map()
-        await mine.close()
-
-    asyncio.run(scenario())
+    looking = asyncio.create_task(mine.cache_map())
+    await asyncio.sleep(0)
+    mine.give_up("made by the test")
+    with pytest.raises(EngineDeadError, match="made by the test"):
+        await looking
+    with pytest.raises(EngineDeadError):
+        await mine.cache_map()
+    await mine.close()
 
 
 def test_a_fault_while_drawing_harms_no_request(caplog: pytest.LogCaptureFixture) -> None:
@@ -235,17 +228,14 @@ def test_a_fault_while_drawing_harms_no_request(caplog: pytest.LogCaptureFixture
     assert "could not be made" in caplog.text
 
 
-def test_a_map_that_could_not_be_drawn_is_an_error(client: EngineClient) -> None:  # noqa: F811
-    async def scenario() -> None:
-        looking = asyncio.create_task(client.cache_map())
-        await asyncio.sleep(0)
-        client._num_obeyed = client._num_sent  # type: ignore[attr-defined]
-        client._show(None)  # type: ignore[attr-defined]
-        with pytest.raises(RequestFailedError, match="log"):
-            await looking
-        assert (await client.cache_map()).running == []
-
-    asyncio.run(scenario())
+async def test_a_map_that_could_not_be_drawn_is_an_error(client: EngineClient) -> None:  # noqa: F811
+    looking = asyncio.create_task(client.cache_map())
+    await asyncio.sleep(0)
+    client._num_obeyed = client._num_sent  # type: ignore[attr-defined]
+    client._show(None)  # type: ignore[attr-defined]
+    with pytest.raises(RequestFailedError, match="log"):
+        await looking
+    assert (await client.cache_map()).running == []
 
 
 def test_an_encoder_without_pages_has_an_empty_map(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import pytest
 from support import reference
 from support.checkpoints import Checkpoint
 from support.peft_folders import adapter_tensors, matrices, merged, write_adapter
-from support.service import PATIENCE
 
 from engine import LLM, EngineConfig, EngineDeadError, InvalidRequestError, SamplingParams
 from engine.errors import AdapterError
@@ -106,7 +105,7 @@ def test_adapters_are_loaded_and_unloaded(
 
 
 @pytest.mark.slow
-def test_adapters_outlive_the_engine(checkpoint: Callable[[str], Checkpoint], tmp_path: Path) -> None:
+async def test_adapters_outlive_the_engine(checkpoint: Callable[[str], Checkpoint], tmp_path: Path) -> None:
     """A new engine has what its predecessor had loaded, without what was unloaded or has gone."""
     sizes = {name: size for name, size in matrices(checkpoint("llama-grouped").model).items() if name != "lm_head"}
     folders = [write_adapter(tmp_path / name, adapter_tensors(sizes, seed=seed)) for seed, name in enumerate("abc")]
@@ -118,22 +117,18 @@ def test_adapters_outlive_the_engine(checkpoint: Callable[[str], Checkpoint], tm
         max_loras=3,
     )
     client = ProcessEngineClient(config, RestartPolicy(first_delay=0.0))
-
-    async def scenario() -> None:
-        assert sorted(client.adapters) == ["a", "b"]
-        await client.load_adapter("c", str(folders[2]))
-        before = await ask(client, "before", adapter="c")
-        await client.unload_adapter("a")
-        folders[1].rename(tmp_path / "gone")
-        again = asyncio.Event()
-        client.on_change = lambda: again.set() if client.is_alive else None
-        os.kill(client.pid, signal.SIGKILL)
-        await again.wait()
-        assert list(client.adapters) == ["c"]
-        assert await ask(client, "after", adapter="c") == before
-        await client.close()
-
-    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
+    assert sorted(client.adapters) == ["a", "b"]
+    await client.load_adapter("c", str(folders[2]))
+    before = await ask(client, "before", adapter="c")
+    await client.unload_adapter("a")
+    folders[1].rename(tmp_path / "gone")
+    again = asyncio.Event()
+    client.on_change = lambda: again.set() if client.is_alive else None
+    os.kill(client.pid, signal.SIGKILL)
+    await again.wait()
+    assert list(client.adapters) == ["c"]
+    assert await ask(client, "after", adapter="c") == before
+    await client.close()
 
 
 @pytest.mark.slow

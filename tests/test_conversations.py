@@ -204,7 +204,7 @@ def test_without_a_store_there_are_none() -> None:
         assert "--response-store" in answer.json()["error"]["message"]
 
 
-def test_age_and_size_are_limited(tmp_path: Path) -> None:
+async def test_age_and_size_are_limited(tmp_path: Path) -> None:
     now = [1e9]
     store = ResponseStore(file_in(tmp_path), max_age=DAY, max_size=20_000, clock=lambda: now[0])
     kept = store.conversations
@@ -212,33 +212,30 @@ def test_age_and_size_are_limited(tmp_path: Path) -> None:
     def item(number: int, size: int = 10) -> Any:
         return {"id": f"msg_{number}", "text": "ä" * (size // 2)}
 
-    async def work() -> None:
-        async with store.opened():
-            ask = store._database.execute
-            old, used = [(await kept.create(None, {}, [item(1)])).id for _ in range(2)]
-            now[0] += DAY - 1
-            await kept.add(used, None, [item(2)])
-            now[0] += 2
-            assert await kept.get(old, None) is None
-            assert await kept.get(used, None) is not None
-            with pytest.raises(TooLargeError, match="3 items, but at most 2"):
-                await kept.add(used, None, [item(3)], 2)
-            with pytest.raises(TooLargeError, match="bytes, but at most 30 are read"):
-                await kept.history(used, None, 10, 30)
-            for number in range(10):
-                await kept.add(used, "", [item(number + 10, 500)])
-            large = [(await kept.create("large", {}, [item(1, 3000)])).id for _ in range(10)]
-            assert await kept.get(used, None) is not None  # the tenant with the most makes room
-            assert [await kept.get(id_, "large") is not None for id_ in large] == [False] * 6 + [True] * 4
-            await store.put("resp_x", "large", previous=None, frame="{}", input="[]", output=f'["{"x" * 9000}"]')
-            assert await store.get("resp_x", "large") is not None
-            await kept.delete(used, None)
-            sums = dict(ask("SELECT tenant, sum(size) FROM conversations GROUP BY 1"))
-            in_items = sum(len(text.encode()) for (text,) in ask("SELECT item FROM items"))
-            rest = ask("SELECT sum(64 + length(metadata)) FROM conversations").fetchone()[0]
-            assert sum(sums.values()) == in_items + rest
-            responses = dict(ask("SELECT tenant, sum(size) FROM responses GROUP BY 1"))
-            used_by = dict(ask("SELECT tenant, size FROM usage"))
-            assert used_by == {"large": sums["large"] + responses["large"]}
-
-    asyncio.run(asyncio.wait_for(work(), 60))
+    async with store.opened():
+        ask = store._database.execute
+        old, used = [(await kept.create(None, {}, [item(1)])).id for _ in range(2)]
+        now[0] += DAY - 1
+        await kept.add(used, None, [item(2)])
+        now[0] += 2
+        assert await kept.get(old, None) is None
+        assert await kept.get(used, None) is not None
+        with pytest.raises(TooLargeError, match="3 items, but at most 2"):
+            await kept.add(used, None, [item(3)], 2)
+        with pytest.raises(TooLargeError, match="bytes, but at most 30 are read"):
+            await kept.history(used, None, 10, 30)
+        for number in range(10):
+            await kept.add(used, "", [item(number + 10, 500)])
+        large = [(await kept.create("large", {}, [item(1, 3000)])).id for _ in range(10)]
+        assert await kept.get(used, None) is not None  # the tenant with the most makes room
+        assert [await kept.get(id_, "large") is not None for id_ in large] == [False] * 6 + [True] * 4
+        await store.put("resp_x", "large", previous=None, frame="{}", input="[]", output=f'["{"x" * 9000}"]')
+        assert await store.get("resp_x", "large") is not None
+        await kept.delete(used, None)
+        sums = dict(ask("SELECT tenant, sum(size) FROM conversations GROUP BY 1"))
+        in_items = sum(len(text.encode()) for (text,) in ask("SELECT item FROM items"))
+        rest = ask("SELECT sum(64 + length(metadata)) FROM conversations").fetchone()[0]
+        assert sum(sums.values()) == in_items + rest
+        responses = dict(ask("SELECT tenant, sum(size) FROM responses GROUP BY 1"))
+        used_by = dict(ask("SELECT tenant, size FROM usage"))
+        assert used_by == {"large": sums["large"] + responses["large"]}

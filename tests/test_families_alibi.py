@@ -12,6 +12,18 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support.pages import Pages, close, load, scattered_tables
+from support.published import (
+    BLOOM_560M,
+    FALCON_7B,
+    FALCON_11B,
+    FALCON_40B,
+    FALCON_RW_1B,
+    MPT_7B,
+    MPT_7B_STORYWRITER,
+    SANTACODER,
+    STARCODERBASE,
+    Read,
+)
 from torch import Tensor
 from transformers.models.bloom import modeling_bloom
 from transformers.models.falcon import modeling_falcon
@@ -19,7 +31,6 @@ from transformers.models.mpt import modeling_mpt
 
 from engine.backends.attention.base import DistanceBias, PositionBias
 from engine.errors import ModelLoadError, UnsupportedModelError
-from engine.model import checkpoint, families
 from engine.model.bias import BiasTable
 from engine.model.families.alibi import slopes
 from engine.model.normalisation import Norm
@@ -28,159 +39,6 @@ from engine.model.spec import Block, Dense, Lm, ModelSpec, NormedResidual, Paral
 
 CPU = torch.device("cpu")
 LAYER = Norm("layer", 1e-5, bias=True)
-
-# config.json as published, without what concerns training and tokens alone.
-FALCON_7B = {
-    "alibi": False,
-    "apply_residual_connection_post_layernorm": False,
-    "architectures": ["FalconForCausalLM"],
-    "bias": False,
-    "bos_token_id": 11,
-    "eos_token_id": 11,
-    "hidden_size": 4544,
-    "layer_norm_epsilon": 1e-05,
-    "model_type": "falcon",
-    "multi_query": True,
-    "new_decoder_architecture": False,
-    "num_attention_heads": 71,
-    "num_hidden_layers": 32,
-    "parallel_attn": True,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 65024,
-}
-FALCON_40B = FALCON_7B | {
-    "hidden_size": 8192,
-    "new_decoder_architecture": True,
-    "num_attention_heads": 128,
-    "num_hidden_layers": 60,
-    "num_kv_heads": 8,
-}
-FALCON_11B = FALCON_40B | {
-    "hidden_size": 4096,
-    "ff_factor": 4,
-    "ffn_hidden_size": 16384,
-    "max_position_embeddings": 8192,
-    "num_attention_heads": 32,
-    "num_ln_in_parallel_attn": 1,
-    "rope_scaling": None,
-    "rope_theta": 500042.0,
-    "tie_word_embeddings": False,
-}
-FALCON_RW_1B = FALCON_7B | {
-    "alibi": True,
-    "bias": True,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "hidden_size": 2048,
-    "multi_query": False,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 24,
-    "parallel_attn": False,
-    "vocab_size": 50304,
-}
-STARCODERBASE = {
-    "activation_function": "gelu",
-    "architectures": ["GPTBigCodeForCausalLM"],
-    "attention_softmax_in_fp32": True,
-    "inference_runner": 0,
-    "layer_norm_epsilon": 1e-05,
-    "max_batch_size": None,
-    "max_sequence_length": None,
-    "model_type": "gpt_bigcode",
-    "multi_query": True,
-    "n_embd": 6144,
-    "n_head": 48,
-    "n_inner": 24576,
-    "n_layer": 40,
-    "n_positions": 8192,
-    "pad_key_length": True,
-    "pre_allocate_kv_cache": False,
-    "scale_attention_softmax_in_fp32": True,
-    "scale_attn_weights": True,
-    "validate_runner_input": True,
-    "vocab_size": 49152,
-}
-SANTACODER = STARCODERBASE | {
-    "activation_function": "gelu_pytorch_tanh",
-    "architectures": ["GPTBigCodeLMHeadModel"],
-    "n_embd": 2048,
-    "n_head": 16,
-    "n_inner": 8192,
-    "n_layer": 24,
-    "n_positions": 2048,
-    "vocab_size": 49280,
-}
-BLOOM_560M = {
-    "apply_residual_connection_post_layernorm": False,
-    "architectures": ["BloomModel"],
-    "attention_softmax_in_fp32": True,
-    "bias_dropout_fusion": True,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "layer_norm_epsilon": 1e-05,
-    "masked_softmax_fusion": True,
-    "model_type": "bloom",
-    "n_embed": 1024,
-    "n_inner": None,
-    "n_layer": 24,
-    "num_attention_heads": 16,
-    "offset_alibi": 100,
-    "pad_token_id": 3,
-    "pretraining_tp": 1,
-    "skip_bias_add": True,
-    "skip_bias_add_qkv": False,
-    "unk_token_id": 0,
-    "vocab_size": 250880,
-}
-MPT_7B = {
-    "architectures": ["MPTForCausalLM"],
-    "attn_config": {
-        "alibi": True,
-        "alibi_bias_max": 8,
-        "attn_impl": "torch",
-        "attn_pdrop": 0,
-        "attn_type": "multihead_attention",
-        "attn_uses_sequence_id": False,
-        "clip_qkv": None,
-        "prefix_lm": False,
-        "qk_ln": False,
-        "softmax_scale": None,
-    },
-    "auto_map": {"AutoModelForCausalLM": "modeling_mpt.MPTForCausalLM"},
-    "d_model": 4096,
-    "emb_pdrop": 0,
-    "embedding_fraction": 1.0,
-    "expansion_ratio": 4,
-    "init_device": "cpu",
-    "learned_pos_emb": True,
-    "logit_scale": None,
-    "max_seq_len": 2048,
-    "model_type": "mpt",
-    "n_heads": 32,
-    "n_layers": 32,
-    "no_bias": True,
-    "norm_type": "low_precision_layernorm",
-    "resid_pdrop": 0,
-    "vocab_size": 50432,
-}
-MPT_7B_STORYWRITER = MPT_7B | {
-    "attn_config": MPT_7B["attn_config"] | {"alibi_bias_max": 16, "clip_qkv": 6.0},  # type: ignore[operator]
-    "max_seq_len": 65536,
-}
-
-
-@pytest.fixture
-def read(tmp_path: Path) -> Callable[[dict[str, Any]], ModelSpec]:
-    """The parts of a config.json with these contents."""
-
-    def parts(values: dict[str, Any]) -> ModelSpec:
-        (tmp_path / "config.json").write_text(json.dumps(values))
-        return families.build_spec(checkpoint.read_config(tmp_path))
-
-    return parts
-
-
-Read = Callable[[dict[str, Any]], ModelSpec]
 
 
 def only_block(model: ModelSpec, layers: int) -> Block:

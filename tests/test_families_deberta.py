@@ -19,8 +19,7 @@ from safetensors.torch import load_file, save_file
 from support.encoder_shape import EncoderCheckpoint, run
 from support.encoders import ENCODER_SHAPES, make_encoder_checkpoint
 from support.pages import CPU, close, load
-from support.published import read
-from support.published_deberta import DEBERTA_V2_XLARGE_MNLI, DEBERTA_V3_BASE
+from support.published import DEBERTA_V2_XLARGE_MNLI, DEBERTA_V3_BASE, read
 from torch import Tensor
 from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_position
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from support.encoders import ENCODER_SHAPES, make_encoder_checkpoint
 from support.pages import CPU, load
-from support.published import read
-from support.published_encoder_kin import (
+from support.published import (
     ALBERT_BASE_V2,
     BIG_BIRD_BASE,
     CONVBERT_BASE,
@@ -18,6 +17,7 @@ from support.published_encoder_kin import (
     JINA_V2_SMALL,
     MOBILEBERT,
     XLM_MLM_EN,
+    read,
 )
 
 from engine import EngineConfig

@@ -15,8 +15,7 @@ from support.driving import make_engine
 from support.encoder_shape import EncoderCheckpoint, run
 from support.encoders import ENCODER_SHAPES, make_encoder_checkpoint
 from support.pages import CPU, close, load
-from support.published import read
-from support.published_encoders import (
+from support.published import (
     ALL_MINILM_L6,
     ALL_MPNET_BASE,
     BERT_BASE,
@@ -26,6 +25,7 @@ from support.published_encoders import (
     MS_MARCO_MINILM_L6,
     ROBERTA_BASE,
     XLM_ROBERTA_BASE,
+    read,
 )
 from torch import Tensor
 

@@ -3,7 +3,6 @@ in which they were published."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,143 +15,16 @@ from safetensors.torch import load_file, save_file
 from support.families import FAMILY_SHAPES, FamilyShape, make_family_checkpoint
 from support.family_shape import run
 from support.pages import Pages, close, load, scattered_tables
+from support.published import GPT_J_6B, GPT_NEOX_20B, OPT_125M, OPT_350M, PHI_2, PYTHIA_410M, Read
 from torch import Tensor
 
 from engine.errors import ModelLoadError, UnsupportedModelError
-from engine.model import checkpoint, families
+from engine.model import checkpoint
 from engine.model.normalisation import Norm
 from engine.model.positions import Learned, LinearScaling, Rotary
 from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Parallel, PerHead, Pool, Post, Pre, Stack, Tokens
 
-# config.json as published, without what only training or a tokenizer reads.
-GPT_J_6B: dict[str, Any] = {
-    "activation_function": "gelu_new",
-    "architectures": ["GPTJForCausalLM"],
-    "attn_pdrop": 0.0,
-    "bos_token_id": 50256,
-    "embd_pdrop": 0.0,
-    "eos_token_id": 50256,
-    "gradient_checkpointing": False,
-    "initializer_range": 0.02,
-    "layer_norm_epsilon": 1e-05,
-    "model_type": "gptj",
-    "n_embd": 4096,
-    "n_head": 16,
-    "n_inner": None,
-    "n_layer": 28,
-    "n_positions": 2048,
-    "resid_pdrop": 0.0,
-    "rotary": True,
-    "rotary_dim": 64,
-    "scale_attn_weights": True,
-    "tie_word_embeddings": False,
-    "use_cache": True,
-    "vocab_size": 50400,
-}
-GPT_NEOX_20B: dict[str, Any] = {
-    "architectures": ["GPTNeoXForCausalLM"],
-    "attention_probs_dropout_prob": 0,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "hidden_act": "gelu_fast",
-    "hidden_dropout_prob": 0,
-    "hidden_size": 6144,
-    "initializer_range": 0.02,
-    "intermediate_size": 24576,
-    "layer_norm_eps": 1e-05,
-    "max_position_embeddings": 2048,
-    "model_type": "gpt_neox",
-    "num_attention_heads": 64,
-    "num_hidden_layers": 44,
-    "rotary_emb_base": 10000,
-    "rotary_pct": 0.25,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float16",
-    "use_cache": True,
-    "vocab_size": 50432,
-}
-PYTHIA_410M: dict[str, Any] = GPT_NEOX_20B | {
-    "hidden_act": "gelu",
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_attention_heads": 16,
-    "num_hidden_layers": 24,
-    "use_parallel_residual": True,
-    "vocab_size": 50304,
-}
-OPT_125M: dict[str, Any] = {
-    "_remove_final_layer_norm": False,
-    "activation_dropout": 0.0,
-    "activation_function": "relu",
-    "architectures": ["OPTForCausalLM"],
-    "attention_dropout": 0.0,
-    "bos_token_id": 2,
-    "do_layer_norm_before": True,
-    "dropout": 0.1,
-    "eos_token_id": 2,
-    "ffn_dim": 3072,
-    "hidden_size": 768,
-    "init_std": 0.02,
-    "layerdrop": 0.0,
-    "max_position_embeddings": 2048,
-    "model_type": "opt",
-    "num_attention_heads": 12,
-    "num_hidden_layers": 12,
-    "pad_token_id": 1,
-    "prefix": "</s>",
-    "torch_dtype": "float16",
-    "use_cache": True,
-    "vocab_size": 50272,
-    "word_embed_proj_dim": 768,
-}
-OPT_350M: dict[str, Any] = OPT_125M | {
-    "do_layer_norm_before": False,
-    "ffn_dim": 4096,
-    "hidden_size": 1024,
-    "num_attention_heads": 16,
-    "num_hidden_layers": 24,
-    "word_embed_proj_dim": 512,
-}
-PHI_2: dict[str, Any] = {
-    "architectures": ["PhiForCausalLM"],
-    "attention_dropout": 0.0,
-    "bos_token_id": 50256,
-    "embd_pdrop": 0.0,
-    "eos_token_id": 50256,
-    "hidden_act": "gelu_new",
-    "hidden_size": 2560,
-    "initializer_range": 0.02,
-    "intermediate_size": 10240,
-    "layer_norm_eps": 1e-05,
-    "max_position_embeddings": 2048,
-    "model_type": "phi",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 32,
-    "partial_rotary_factor": 0.4,
-    "qk_layernorm": False,
-    "resid_pdrop": 0.1,
-    "rope_scaling": None,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float16",
-    "use_cache": True,
-    "vocab_size": 51200,
-}
 LAYER = Norm("layer", 1e-5, bias=True)
-
-Read = Callable[..., ModelSpec]
-
-
-@pytest.fixture
-def read(tmp_path: Path) -> Read:
-    """The parts of a published config, some of its settings changed."""
-
-    def parts(config: dict[str, Any], **changes: Any) -> ModelSpec:
-        (tmp_path / "config.json").write_text(json.dumps(config | changes), encoding="utf-8")
-        return families.build_spec(checkpoint.read_config(tmp_path))
-
-    return parts
 
 
 def decoder(model: ModelSpec) -> Stack:

@@ -11,181 +11,28 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support.pages import Pages, close, load, scattered_tables
+from support.published import (
+    LLAMA32_1B,
+    MISTRAL_V01,
+    MISTRAL_V03,
+    PHI3_4K,
+    PHI3_128K,
+    PHI4_MINI,
+    QWEN3_06B,
+    QWEN25_05B,
+    read,
+)
 
 from engine.backends.attention.base import Window
 from engine.errors import ModelLoadError, UnsupportedModelError
-from engine.model import checkpoint, families
+from engine.model import families
 from engine.model.normalisation import Norm
 from engine.model.positions import BandScaling, DynamicScaling, LinearScaling, LongScaling, Rotary, YarnScaling
-from engine.model.spec import Attention, Gated, Lm, ModelSpec, PerHead, Pre
+from engine.model.spec import Attention, Gated, Lm, PerHead, Pre
 
-MISTRAL_V01 = {
-    "architectures": ["MistralForCausalLM"],
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 32768,
-    "model_type": "mistral",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 10000.0,
-    "sliding_window": 4096,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "vocab_size": 32000,
-}
-MISTRAL_V03 = MISTRAL_V01 | {"rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 32768}
-QWEN25_05B = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "eos_token_id": 151643,
-    "hidden_act": "silu",
-    "hidden_size": 896,
-    "initializer_range": 0.02,
-    "intermediate_size": 4864,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 24,
-    "model_type": "qwen2",
-    "num_attention_heads": 14,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "sliding_window": 32768,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "use_mrope": False,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-QWEN3_06B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 1024,
-    "initializer_range": 0.02,
-    "intermediate_size": 3072,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 28,
-    "model_type": "qwen3",
-    "num_attention_heads": 16,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-PHI3_4K = {
-    "architectures": ["Phi3ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "auto_map": {
-        "AutoConfig": "configuration_phi3.Phi3Config",
-        "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
-    },
-    "bos_token_id": 1,
-    "embd_pdrop": 0.0,
-    "eos_token_id": 32000,
-    "hidden_act": "silu",
-    "hidden_size": 3072,
-    "initializer_range": 0.02,
-    "intermediate_size": 8192,
-    "max_position_embeddings": 4096,
-    "model_type": "phi3",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 32,
-    "original_max_position_embeddings": 4096,
-    "pad_token_id": 32000,
-    "resid_pdrop": 0.0,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": None,
-    "rope_theta": 10000.0,
-    "sliding_window": 2047,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "vocab_size": 32064,
-}
 # The divisors are as many as the published ones, and as large at the ends.
 SHORT = [1.05 + 0.02 * i for i in range(48)]
 FAR = [1.07 * 1.086**i for i in range(48)]
-PHI3_128K = PHI3_4K | {
-    "max_position_embeddings": 131072,
-    "rope_scaling": {"long_factor": FAR, "short_factor": SHORT, "type": "longrope"},
-    "sliding_window": 262144,
-}
-PHI4_MINI = PHI3_128K | {
-    "bos_token_id": 199999,
-    "eos_token_id": 199999,
-    "full_attn_mod": 1,
-    "interpolate_factor": 1,
-    "lm_head_bias": False,
-    "mlp_bias": False,
-    "num_attention_heads": 24,
-    "num_key_value_heads": 8,
-    "pad_token_id": 199999,
-    "partial_rotary_factor": 0.75,
-    "rope_scaling": {"long_factor": FAR, "short_factor": [1.0] * 48, "type": "longrope"},
-    "tie_word_embeddings": True,
-    "vocab_size": 200064,
-}
-LLAMA32_1B = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "initializer_range": 0.02,
-    "intermediate_size": 8192,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 16,
-    "num_key_value_heads": 8,
-    "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "factor": 32.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "vocab_size": 128256,
-}
-
-
-def parts(folder: Path, config: dict[str, Any]) -> ModelSpec:
-    """The parts of a config.json."""
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return families.build_spec(checkpoint.read_config(folder))
 
 
 def expected_attention(heads: int, kv_heads: int, head_dim: int, position: Rotary, **values: Any) -> Attention:
@@ -235,7 +82,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], Attention, int, bool]] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs(name: str, tmp_path: Path) -> None:
     config, attention, width, tied = PUBLISHED[name]
-    model = parts(tmp_path, config)
+    model = read(tmp_path, config)
     norm = Norm("rms", config["rms_norm_eps"])
     assert model.decoder is not None
     assert len(model.decoder.blocks) == config["num_hidden_layers"]
@@ -262,7 +109,7 @@ def test_published_configs(name: str, tmp_path: Path) -> None:
 def test_scaling_added_to_a_published_config(scaling: dict[str, Any], expected: object, tmp_path: Path) -> None:
     """What model cards say to add to config.json for long texts."""
     for config in (QWEN25_05B, MISTRAL_V03):
-        model = parts(tmp_path, config | {"rope_scaling": scaling})
+        model = read(tmp_path, config | {"rope_scaling": scaling})
         assert model.decoder is not None
         for block in model.decoder.blocks:
             assert isinstance(block.attention.position, Rotary)
@@ -272,22 +119,22 @@ def test_scaling_added_to_a_published_config(scaling: dict[str, Any], expected: 
 def test_windows_in_the_upper_layers(tmp_path: Path) -> None:
     for config in (QWEN25_05B, QWEN3_06B):
         upper = {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 5, "num_hidden_layers": 8}
-        model = parts(tmp_path, config | upper)
+        model = read(tmp_path, config | upper)
         assert model.decoder is not None
         assert [block.attention.window for block in model.decoder.blocks] == [None] * 5 + [Window(99)] * 3
         # Without use_sliding_window, the other two settings mean nothing.
-        model = parts(tmp_path, config | upper | {"use_sliding_window": False})
+        model = read(tmp_path, config | upper | {"use_sliding_window": False})
         assert model.decoder is not None
         assert {block.attention.window for block in model.decoder.blocks} == {None}
         types = ["full_attention", "sliding_attention"] * 4
-        model = parts(tmp_path, config | upper | {"layer_types": types})
+        model = read(tmp_path, config | upper | {"layer_types": types})
         assert model.decoder is not None
         assert [block.attention.window for block in model.decoder.blocks] == [None, Window(99)] * 4
 
 
 def test_layer_types_of_mistral_are_heeded(tmp_path: Path) -> None:
     """As transformers does, which reads such a config as a Ministral's."""
-    model = parts(tmp_path, MISTRAL_V01 | {"layer_types": ["full_attention", "sliding_attention"] * 16})
+    model = read(tmp_path, MISTRAL_V01 | {"layer_types": ["full_attention", "sliding_attention"] * 16})
     assert model.decoder is not None
     assert [block.attention.window for block in model.decoder.blocks] == [None, Window(4095)] * 16
 
@@ -315,7 +162,7 @@ def test_layer_types_of_mistral_are_heeded(tmp_path: Path) -> None:
 )
 def test_settings_without_a_part_are_refused_by_name(config: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=message):
-        parts(tmp_path, config)
+        read(tmp_path, config)
 
 
 def test_the_number_of_layer_types() -> None:

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from support.adapters import LLAMA, make_adapter
 from support.checkpoints import make_checkpoint, random_prompt
 from support.driving import Job, add, finish, make_engine, run, run_alone, tokens_of
-from support.gpu import check_compiled, compile_variants, kernels
+from support.gpu import kernels
 
 from engine import SamplingParams
 from engine.backends.native.memory import Arena
@@ -89,7 +89,3 @@ def test_steps_have_the_answers_of_a_cpu(tmp_path: Path, recorded: bool) -> None
         add(engine, "0", Job(jobs[2].prompt, params, {"adapter": "new"}))
         assert tokens_of(finish(engine)["0"]) == expected[2]
         engine.close()
-
-
-def test_the_kernel_is_compiled_for_every_generation(tmp_path: Path) -> None:
-    check_compiled(compile_variants("support.variants_adapters", tmp_path))

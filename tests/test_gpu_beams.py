@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from support.gpu import check_compiled, compile_variants, kernels
+from support.gpu import kernels
 
 from engine.backends.attention.formats import PageShape
 from engine.backends.triton import beams
@@ -221,8 +220,3 @@ def test_candidates_of_all_sizes_are_compiled_before_they_are_needed() -> None:
         tensors = [value for call in launches.call_args_list for value in call.args if isinstance(value, torch.Tensor)]
         assert len(tensors) == 8 * len(WIDTHS)
         assert all(tensor.data_ptr() % 16 == 0 for tensor in tensors), "as they are later, for what is compiled"
-
-
-@pytest.mark.slow
-def test_it_compiles(tmp_path: Path) -> None:
-    check_compiled(compile_variants("support.variants_beams", tmp_path))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from support.gpu import check_compiled, compile_variants, kernels
+from support.gpu import kernels
 
 from engine.backends.attention.formats import FORMATS, PageShape, movable
 from engine.backends.triton import copies
@@ -99,8 +97,3 @@ def test_words_are_as_wide_as_everything_allows() -> None:
         assert copies.PageCopier(memory, [0, 32], [8, 16])._memory.dtype == torch.int64
         assert copies.PageCopier(memory, [0, 32], [8, 6])._memory.dtype == torch.uint8
         assert copies.PageCopier(memory, [0, 36], [8, 8])._memory.dtype == torch.uint8
-
-
-@pytest.mark.slow
-def test_it_compiles(tmp_path: Path) -> None:
-    check_compiled(compile_variants("support.variants_copies", tmp_path))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from support.gpu import check_compiled, compile_variants, kernels
+from support.gpu import kernels
 from support.poison import poisoned
 
 from engine.backends.triton import activations, norms
@@ -186,7 +184,3 @@ def near(dtype: torch.dtype) -> dict[str, float]:
     """Tolerances: of float32 a few last bits, of 16 bits two of them, also of the number that an activation is of."""
     unit = torch.finfo(dtype).eps
     return {"rtol": 2e-6, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 4 * unit, "atol": 4 * unit}
-
-
-def test_they_compile(tmp_path: Path) -> None:
-    check_compiled(compile_variants("support.variants_elementwise", tmp_path))

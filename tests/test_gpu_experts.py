@@ -36,7 +36,7 @@ pytest.importorskip("triton")
 
 from support.driving import Job, make_engine, run
 from support.families import FAMILY_SHAPES, make_family_checkpoint
-from support.gpu import check_compiled, compile_variants, kernels
+from support.gpu import kernels
 
 from engine import SamplingParams
 from engine.backends import triton as gpu
@@ -500,7 +500,3 @@ def test_a_runner_warms_one_of_several_modules_that_are_alike(tmp_path: Path) ->
         capability = experts.capability_of(device)
     assert len(modules) > 1
     assert warmed == trial_sizes(56, part.active, part.count, weight.dtype, capability)
-
-
-def test_products_are_compiled_for_the_published_models(tmp_path: Path) -> None:
-    check_compiled(compile_variants("support.variants_experts", tmp_path))

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 from support.driving import Job, make_engine, run, run_alone
 from support.families import FAMILY_SHAPES, make_family_checkpoint
-from support.gpu import check_compiled, compile_variants, kernels
+from support.gpu import kernels
 from support.jobs import CHECKPOINT, greedy, prompt, sampled
 from support.poison import poisoned
 from test_gpu_elementwise import by_torch
@@ -139,14 +139,6 @@ def test_what_does_not_fit_is_refused() -> None:
         ):
             with pytest.raises(ValueError, match=said):
                 call()
-
-
-def test_they_compile(tmp_path: Path) -> None:
-    found = compile_variants("support.variants_few_bits", tmp_path)
-    check_compiled(found)
-    assert {one.name.split(":")[0] for one in found} == {"rows", "widen"}
-    for one in found:
-        assert one.stack == 0, f"{one.name} for sm_{one.capability} spills {one.stack} bytes"
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from support.gpu import check_compiled, compile_variants, kernels
+from support.gpu import kernels
 from support.poison import poisoned
 from test_gpu_elementwise import by_torch, hows, numbers
 
@@ -147,12 +146,3 @@ def test_what_does_not_fit_is_refused() -> None:
         ):
             with pytest.raises(ValueError, match=said):
                 call()
-
-
-def test_they_compile(tmp_path: Path) -> None:
-    found = compile_variants("support.variants_matvec", tmp_path)
-    check_compiled(found)
-    assert {one.name.split(":")[0] for one in found} == {"held", "pieces"}
-    for one in found:
-        assert one.stack == 0, f"{one.name} for sm_{one.capability} spills {one.stack} bytes"
-        assert one.waits == one.loads_first == ("early" in one.name), f"{one.name} asks for no weights before it waits"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from support.gpu import check_compiled, compile_variants, kernels
+from support.gpu import kernels
 from support.poison import poisoned
 from test_gpu_elementwise import by_torch
 
@@ -313,10 +312,3 @@ def test_what_does_not_fit_is_refused() -> None:
         ):
             with pytest.raises(ValueError):
                 call()
-
-
-def test_they_compile(tmp_path: Path) -> None:
-    found = compile_variants("support.variants_rotary", tmp_path)
-    check_compiled(found)
-    for one in found:
-        assert one.waits == one.loads_first == ("early" in one.name), "weights of norms are asked for before the wait"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from support.gpu import check_compiled, compile_variants, kernels
+from support.gpu import kernels
 from support.poison import poisoned
 from test_native_sampling import KINDS, by_rank, used
 from test_sampler import FILTERS, allowed_rows, batch_of, distribution, mixed_rows, warped
@@ -548,7 +547,3 @@ def test_logits_that_do_not_fit_are_refused(device: torch.device) -> None:
     for shape in ((3, 50), (2, 51)):
         with pytest.raises(ValueError, match="expected up to 2 rows of 50 contiguous logits"):
             captured.launch(torch.zeros(shape, device=device))
-
-
-def test_kernels_compile(tmp_path: Path) -> None:
-    check_compiled(compile_variants("support.variants_sampling", tmp_path))

@@ -535,8 +535,7 @@ ARGUMENTS = (
 def test_arguments_that_are_no_object_stay_text(arguments: str) -> None:
     call = {**CALL, "function": {"name": "f", "arguments": arguments}}
     (text,) = shown_to_template(
-        ARGUMENTS.format("{{ c.function.arguments | tojson }}"),
-        messages=[{"role": "assistant", "tool_calls": [call]}],
+        ARGUMENTS.format("{{ c.function.arguments | tojson }}"), messages=[{"role": "assistant", "tool_calls": [call]}]
     )
     assert json.loads(text) == (arguments or {})
 
@@ -634,26 +633,22 @@ def pool() -> Iterator[WorkerPool]:
     pool.close()
 
 
-def test_a_runaway_template_is_stopped_and_holds_up_no_other(pool: WorkerPool) -> None:
+async def test_a_runaway_template_is_stopped_and_holds_up_no_other(pool: WorkerPool) -> None:
     endless, simple = tokenizer_with(ENDLESS), tokenizer_with(SIMPLE)
-
-    async def both() -> None:
-        renderer = ChatRenderer(time_limit=600, workers=pool)
-        assert (await renderer.prompt(simple, HELLO, ROOM)).text == "u:hi;a:"
-        runaway = asyncio.create_task(renderer.prompt(endless, HELLO, ROOM))
-        await asyncio.sleep(0.1)
-        assert (await renderer.prompt(simple, HELLO, ROOM)).text == "u:hi;a:"
-        assert not runaway.done()
-        await until_workers_are(pool, 2)
-        runaway.cancel()  # as a client that leaves does
-        await asyncio.gather(runaway, return_exceptions=True)
-        await until_workers_are(pool, 1)
-        with pytest.raises(ApiError, match=r"more than 0\.2 seconds"):
-            await ChatRenderer(time_limit=0.2, workers=pool).prompt(endless, HELLO, ROOM)
-        await until_workers_are(pool, 0)
-        assert (await renderer.prompt(simple, HELLO, ROOM)).text == "u:hi;a:"
-
-    asyncio.run(both())
+    renderer = ChatRenderer(time_limit=600, workers=pool)
+    assert (await renderer.prompt(simple, HELLO, ROOM)).text == "u:hi;a:"
+    runaway = asyncio.create_task(renderer.prompt(endless, HELLO, ROOM))
+    await asyncio.sleep(0.1)
+    assert (await renderer.prompt(simple, HELLO, ROOM)).text == "u:hi;a:"
+    assert not runaway.done()
+    await until_workers_are(pool, 2)
+    runaway.cancel()  # as a client that leaves does
+    await asyncio.gather(runaway, return_exceptions=True)
+    await until_workers_are(pool, 1)
+    with pytest.raises(ApiError, match=r"more than 0\.2 seconds"):
+        await ChatRenderer(time_limit=0.2, workers=pool).prompt(endless, HELLO, ROOM)
+    await until_workers_are(pool, 0)
+    assert (await renderer.prompt(simple, HELLO, ROOM)).text == "u:hi;a:"
 
 
 # One call into C, which no thread of the same process could be stopped in; and two ways to take gigabytes.
@@ -666,17 +661,14 @@ def test_a_runaway_template_is_stopped_and_holds_up_no_other(pool: WorkerPool) -
     ],
 )
 @pytest.mark.slow
-def test_a_template_that_takes_gigabytes_takes_them_elsewhere(template: str, pool: WorkerPool) -> None:
-    async def render() -> None:
-        renderer = ChatRenderer(workers=pool)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        with pytest.raises(ApiError) as caught:
-            await renderer.prompt(tokenizer_with(template), HELLO, ROOM)
-        assert caught.value.code == "chat_template_memory"
-        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 64 * 1024  # KiB
-        assert (await renderer.prompt(tokenizer_with(SIMPLE), HELLO, ROOM)).text == "u:hi;a:"
-
-    asyncio.run(render())
+async def test_a_template_that_takes_gigabytes_takes_them_elsewhere(template: str, pool: WorkerPool) -> None:
+    renderer = ChatRenderer(workers=pool)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ApiError) as caught:
+        await renderer.prompt(tokenizer_with(template), HELLO, ROOM)
+    assert caught.value.code == "chat_template_memory"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 64 * 1024  # KiB
+    assert (await renderer.prompt(tokenizer_with(SIMPLE), HELLO, ROOM)).text == "u:hi;a:"
 
 
 def test_a_text_that_is_far_too_long_stays_in_the_worker(pool: WorkerPool) -> None:
@@ -687,21 +679,18 @@ def test_a_text_that_is_far_too_long_stays_in_the_worker(pool: WorkerPool) -> No
 
 
 @pytest.mark.slow
-def test_a_worker_that_was_killed_while_idle_is_not_missed(pool: WorkerPool) -> None:
-    async def kill() -> None:
-        renderer, simple = ChatRenderer(workers=pool), tokenizer_with(SIMPLE)
-        await renderer.prompt(simple, HELLO, ROOM)
-        (pid,) = workers_of(pool)
-        os.kill(pid, signal.SIGKILL)
-        assert (await renderer.prompt(simple, HELLO, ROOM)).text == "u:hi;a:"
-        assert pool._forker is not None
-        pool._forker.kill()
-        pool._forker.wait()
-        (pid,) = [worker._pid for worker in pool._idle]
-        os.kill(pid, signal.SIGKILL)
-        assert (await renderer.prompt(simple, HELLO, ROOM)).text == "u:hi;a:"
-
-    asyncio.run(kill())
+async def test_a_worker_that_was_killed_while_idle_is_not_missed(pool: WorkerPool) -> None:
+    renderer, simple = ChatRenderer(workers=pool), tokenizer_with(SIMPLE)
+    await renderer.prompt(simple, HELLO, ROOM)
+    (pid,) = workers_of(pool)
+    os.kill(pid, signal.SIGKILL)
+    assert (await renderer.prompt(simple, HELLO, ROOM)).text == "u:hi;a:"
+    assert pool._forker is not None
+    pool._forker.kill()
+    pool._forker.wait()
+    (pid,) = [worker._pid for worker in pool._idle]
+    os.kill(pid, signal.SIGKILL)
+    assert (await renderer.prompt(simple, HELLO, ROOM)).text == "u:hi;a:"
 
 
 async def until(happened: Callable[[], bool]) -> None:
@@ -711,32 +700,28 @@ async def until(happened: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_a_stopped_worker_is_replaced_and_no_fault_of_the_client(
+async def test_a_stopped_worker_is_replaced_and_no_fault_of_the_client(
     pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is idle is not missed. One that is stopped in a job costs that request a 503."""
-
-    async def stop() -> None:
-        renderer, simple = ChatRenderer(workers=pool), tokenizer_with(SIMPLE)
-        await renderer.prompt(simple, HELLO, ROOM)
-        assert pool._forker is not None
-        for pid in (pool._idle[0]._pid, pool._forker.pid):
-            os.kill(pid, signal.SIGSTOP)
-            await until(functools.partial(_is_stopped, pid))
-        assert (await renderer.prompt(simple, HELLO, ROOM)).text == "u:hi;a:"
-        monkeypatch.setattr("server.workers.pool._PATIENCE", 0.5)
-        (pid,) = [worker._pid for worker in pool._idle]
-        endless = ChatRenderer(time_limit=2.0, workers=pool).prompt(tokenizer_with(ENDLESS), HELLO, ROOM)
-        late = asyncio.create_task(endless)
-        await until(lambda: not pool._idle)
+    renderer, simple = ChatRenderer(workers=pool), tokenizer_with(SIMPLE)
+    await renderer.prompt(simple, HELLO, ROOM)
+    assert pool._forker is not None
+    for pid in (pool._idle[0]._pid, pool._forker.pid):
         os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(ApiError) as caught:
-            await late
-        assert (caught.value.status_code, caught.value.code) == (503, "worker_stuck")
-        monkeypatch.undo()
-        assert (await renderer.prompt(simple, HELLO, ROOM)).text == "u:hi;a:"
-
-    asyncio.run(stop())
+        await until(functools.partial(_is_stopped, pid))
+    assert (await renderer.prompt(simple, HELLO, ROOM)).text == "u:hi;a:"
+    monkeypatch.setattr("server.workers.pool._PATIENCE", 0.5)
+    (pid,) = [worker._pid for worker in pool._idle]
+    endless = ChatRenderer(time_limit=2.0, workers=pool).prompt(tokenizer_with(ENDLESS), HELLO, ROOM)
+    late = asyncio.create_task(endless)
+    await until(lambda: not pool._idle)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(ApiError) as caught:
+        await late
+    assert (caught.value.status_code, caught.value.code) == (503, "worker_stuck")
+    monkeypatch.undo()
+    assert (await renderer.prompt(simple, HELLO, ROOM)).text == "u:hi;a:"
 
 
 def test_workers_get_no_secrets(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import base64
 import time
 import tracemalloc
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -104,16 +104,6 @@ def expected(text: str) -> list[float]:
     """What the script says of a text; a third as float32 has it."""
     values = [len(text), *text.encode()[: FEATURES - 2], float(np.float32(1 / 3))]
     return values + [0.0] * (FEATURES - len(values))
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(40):
-            await scenario
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        assert not left, left
-
-    asyncio.run(limited())
 
 
 async def until(what: Callable[[], object]) -> None:
@@ -442,99 +432,87 @@ def test_as_many_inputs_as_openai_takes(ids: bool) -> None:
     api.check_empty()
 
 
-def test_a_short_request_does_not_wait_for_a_long_one() -> None:
-    async def scenario() -> None:
-        gates: list[asyncio.Event] = []
+async def test_a_short_request_does_not_wait_for_a_long_one() -> None:
+    gates: list[asyncio.Event] = []
 
-        def script(request_id: str, source: TokenInput, params: Any) -> Iterator[Step]:
-            gates.append(asyncio.Event())
-            yield gates[-1]
-            yield from pool(request_id, source, params)
+    def script(request_id: str, source: TokenInput, params: Any) -> Iterator[Step]:
+        gates.append(asyncio.Event())
+        yield gates[-1]
+        yield from pool(request_id, source, params)
 
-        api = Api(script)
-        long = Call(api.app, PATH, {"input": ["x"] * 500})
-        await until(lambda: len(gates) == 6)
-        short = Call(api.app, PATH, {"input": "y"})
-        await until(lambda: api.service.turns.num_waiting == 495)
-        assert api.counts("octavo_num_requests_waiting") == {"": 495.0}
-        gates[0].set()
-        await until(lambda: len(gates) == 7)  # one more of the long request, whose turn it was
-        gates[1].set()
-        await until(lambda: len(gates) == 8)
-        gates[7].set()
-        await short.wait_end()
-        assert (short.status, long.sent) == (200, [])
-        long.leave()
-        await long.wait_end()
-        assert api.counts("octavo_requests_aborted_total") == {"disconnect": 498.0}
-        api.check_empty()
-
-    run(scenario())
+    api = Api(script)
+    long = Call(api.app, PATH, {"input": ["x"] * 500})
+    await until(lambda: len(gates) == 6)
+    short = Call(api.app, PATH, {"input": "y"})
+    await until(lambda: api.service.turns.num_waiting == 495)
+    assert api.counts("octavo_num_requests_waiting") == {"": 495.0}
+    gates[0].set()
+    await until(lambda: len(gates) == 7)  # one more of the long request, whose turn it was
+    gates[1].set()
+    await until(lambda: len(gates) == 8)
+    gates[7].set()
+    await short.wait_end()
+    assert (short.status, long.sent) == (200, [])
+    long.leave()
+    await long.wait_end()
+    assert api.counts("octavo_requests_aborted_total") == {"disconnect": 498.0}
+    api.check_empty()
 
 
-def test_a_client_that_leaves_ends_what_runs() -> None:
-    async def scenario() -> None:
-        api = Api(lambda *_: [asyncio.Event()])
-        call = Call(api.app, PATH, {"input": ["a"] * 100})
-        await until(lambda: len(api.client.running) == 6)
-        assert (api.service.pooling.num_prompts, api.service.pooling.num_queued_tokens) == (1, 100)
-        assert api.counts("octavo_num_requests_in_service") == {"": 1.0}
-        call.leave()
-        await call.wait_end()
-        assert len(api.client.cut_short) == 6
-        assert api.counts("octavo_requests_aborted_total") == {"disconnect": 100.0}
-        assert api.counts("octavo_request_success_total") == {"abort": 6.0}
-        api.check_empty()
-
-    run(scenario())
+async def test_a_client_that_leaves_ends_what_runs() -> None:
+    api = Api(lambda *_: [asyncio.Event()])
+    call = Call(api.app, PATH, {"input": ["a"] * 100})
+    await until(lambda: len(api.client.running) == 6)
+    assert (api.service.pooling.num_prompts, api.service.pooling.num_queued_tokens) == (1, 100)
+    assert api.counts("octavo_num_requests_in_service") == {"": 1.0}
+    call.leave()
+    await call.wait_end()
+    assert len(api.client.cut_short) == 6
+    assert api.counts("octavo_requests_aborted_total") == {"disconnect": 100.0}
+    assert api.counts("octavo_request_success_total") == {"abort": 6.0}
+    api.check_empty()
 
 
-def test_the_end_of_the_service_ends_it_with_503() -> None:
-    async def scenario() -> None:
-        api = Api(lambda *_: [asyncio.Event()])
-        call = Call(api.app, PATH, {"input": ["a"] * 10})
-        await until(lambda: len(api.client.running) == 6)
-        api.drain.begin()
-        api.drain.interrupt()
-        await call.wait_end()
-        assert call.status == 503
-        assert "shutting_down" in call.text
-        api.check_empty()
-
-    run(scenario())
+async def test_the_end_of_the_service_ends_it_with_503() -> None:
+    api = Api(lambda *_: [asyncio.Event()])
+    call = Call(api.app, PATH, {"input": ["a"] * 10})
+    await until(lambda: len(api.client.running) == 6)
+    api.drain.begin()
+    api.drain.interrupt()
+    await call.wait_end()
+    assert call.status == 503
+    assert "shutting_down" in call.text
+    api.check_empty()
 
 
-def test_tokens_wait_until_their_answer() -> None:
-    async def scenario() -> None:
-        gates: list[asyncio.Event] = []
+async def test_tokens_wait_until_their_answer() -> None:
+    gates: list[asyncio.Event] = []
 
-        def script(request_id: str, source: TokenInput, params: Any) -> Iterator[Step]:
-            gates.append(asyncio.Event())
-            yield gates[-1]
-            yield from pool(request_id, source, params)
+    def script(request_id: str, source: TokenInput, params: Any) -> Iterator[Step]:
+        gates.append(asyncio.Event())
+        yield gates[-1]
+        yield from pool(request_id, source, params)
 
-        api = Api(script, max_num_queued_tokens=50)
-        call = Call(api.app, PATH, {"input": [[97] * 10] * 6})  # alone, it may be of any size
-        await until(lambda: len(gates) == 6)
-        assert api.service.pooling.num_queued_tokens == 60
-        other = Call(api.app, PATH, {"input": [[97] * 30]})
-        await other.wait_end()
-        assert (other.status, other.headers["retry-after"]) == (503, "1")
-        assert "max_num_queued_tokens" in other.text
-        for gate in gates[:4]:
-            gate.set()
-        await until(lambda: api.service.pooling.num_queued_tokens == 20)
-        third = Call(api.app, PATH, {"input": [[97] * 30]})
-        await until(lambda: len(gates) == 7)
-        for gate in gates:
-            gate.set()
-        await call.wait_end()
-        await third.wait_end()
-        assert (call.status, third.status) == (200, 200)
-        assert api.counts("octavo_requests_rejected_total") == {"queued_tokens": 1.0}
-        api.check_empty()
-
-    run(scenario())
+    api = Api(script, max_num_queued_tokens=50)
+    call = Call(api.app, PATH, {"input": [[97] * 10] * 6})  # alone, it may be of any size
+    await until(lambda: len(gates) == 6)
+    assert api.service.pooling.num_queued_tokens == 60
+    other = Call(api.app, PATH, {"input": [[97] * 30]})
+    await other.wait_end()
+    assert (other.status, other.headers["retry-after"]) == (503, "1")
+    assert "max_num_queued_tokens" in other.text
+    for gate in gates[:4]:
+        gate.set()
+    await until(lambda: api.service.pooling.num_queued_tokens == 20)
+    third = Call(api.app, PATH, {"input": [[97] * 30]})
+    await until(lambda: len(gates) == 7)
+    for gate in gates:
+        gate.set()
+    await call.wait_end()
+    await third.wait_end()
+    assert (call.status, third.status) == (200, 200)
+    assert api.counts("octavo_requests_rejected_total") == {"queued_tokens": 1.0}
+    api.check_empty()
 
 
 @pytest.mark.parametrize("field", ["input", "ids"])
@@ -568,25 +546,22 @@ def test_texts_are_tokenised_in_little_memory() -> None:
     assert asyncio.run(read()) < 6 * 360_000
 
 
-def test_requests_are_bounded_and_those_for_text_have_bounds_of_their_own() -> None:
-    async def scenario() -> None:
-        info = {"tasks": ("generate", "embed"), "encoder_only": False, "num_blocks": 10, "block_size": 16}
-        api = Api(lambda *_: [asyncio.Event()], info=info, max_num_queued_reqs=1)
-        calls = [Call(api.app, PATH, {"input": ["a"] * 20}) for _ in range(4)]
-        await until(lambda: api.service.pooling.num_prompts == 4 and api.client.running)
-        full = Call(api.app, PATH, {"input": "a"})
-        await full.wait_end()
-        assert full.status == 503
-        assert "max_num_seqs (3) + max_num_queued_reqs (1)" in full.text
-        text = Call(api.app, "/v1/completions", {"prompt": ["a"] * 4})
-        await until(lambda: api.service.admission.num_prompts == 4)
-        assert api.counts("octavo_num_requests_in_service") == {"": 8.0}
-        for call in (*calls, text):
-            call.leave()
-            await call.wait_end()
-        api.check_empty()
-
-    run(scenario())
+async def test_requests_are_bounded_and_those_for_text_have_bounds_of_their_own() -> None:
+    info = {"tasks": ("generate", "embed"), "encoder_only": False, "num_blocks": 10, "block_size": 16}
+    api = Api(lambda *_: [asyncio.Event()], info=info, max_num_queued_reqs=1)
+    calls = [Call(api.app, PATH, {"input": ["a"] * 20}) for _ in range(4)]
+    await until(lambda: api.service.pooling.num_prompts == 4 and api.client.running)
+    full = Call(api.app, PATH, {"input": "a"})
+    await full.wait_end()
+    assert full.status == 503
+    assert "max_num_seqs (3) + max_num_queued_reqs (1)" in full.text
+    text = Call(api.app, "/v1/completions", {"prompt": ["a"] * 4})
+    await until(lambda: api.service.admission.num_prompts == 4)
+    assert api.counts("octavo_num_requests_in_service") == {"": 8.0}
+    for call in (*calls, text):
+        call.leave()
+        await call.wait_end()
+    api.check_empty()
 
 
 @pytest.mark.parametrize(("seqs", "tokens"), [(3, 4 * 3 * LONGEST), (2048, 4 * 128 * LONGEST)])

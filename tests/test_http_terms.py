@@ -345,23 +345,19 @@ def test_a_full_service_refuses_before_it_reads_the_body() -> None:
     asyncio.run(scenario())
 
 
-def test_one_key_does_not_lock_others_out() -> None:
+async def test_one_key_does_not_lock_others_out() -> None:
     api = scripted(lambda *_: [asyncio.Event()], max_num_queued_reqs=8)  # the engine runs 8 at a time
-
-    async def scenario() -> None:
-        calls = [api.call(key="one") for _ in range(30)]
-        while len(api.client.terms) < 16:
-            await asyncio.sleep(0.001)
-        others = [api.call(key="two") for _ in range(4)]
-        while len(api.client.terms) < 18:
-            await asyncio.sleep(0.001)
-        await asyncio.gather(*(call.task for call in [*calls[16:], *others[2:]]))
-        assert {call.status for call in [*calls[16:], *others[2:]]} == {503}
-        for call in [*calls[:16], *others[:2]]:
-            call.leave()
-            await call.wait_end()
-
-    asyncio.run(scenario())
+    calls = [api.call(key="one") for _ in range(30)]
+    while len(api.client.terms) < 16:
+        await asyncio.sleep(0.001)
+    others = [api.call(key="two") for _ in range(4)]
+    while len(api.client.terms) < 18:
+        await asyncio.sleep(0.001)
+    await asyncio.gather(*(call.task for call in [*calls[16:], *others[2:]]))
+    assert {call.status for call in [*calls[16:], *others[2:]]} == {503}
+    for call in [*calls[:16], *others[:2]]:
+        call.leave()
+        await call.wait_end()
 
 
 def test_time_that_cannot_suffice_is_refused_at_once() -> None:

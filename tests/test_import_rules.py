@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import subprocess
@@ -66,13 +67,17 @@ def module_of(path: Path) -> str:
 
 
 FILES = sorted(path for top in PACKAGES for path in (ROOT / top).rglob("*.py"))
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 MODULES = {module_of(path) for path in FILES}
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def imports(path: Path) -> Iterator[str]:
     """All modules a file imports, wherever in the file; `from package import module` gives the module."""
-    for node in ast.walk(TREES[path]):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -240,7 +245,7 @@ def test_messages_between_processes_have_one_place(path: Path) -> None:
 def test_transformers_computes_nothing_for_us(path: Path) -> None:
     """No call of transformers' generate, and none of its model classes. (`LLM.generate` and the client's are
     ours; nothing under engine/ calls a method of that name, except on such a client.)"""
-    for node in ast.walk(TREES[path]):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             assert node.func.attr != "generate", f"{path}:{node.lineno} calls .generate()"
         names = []
@@ -285,15 +290,15 @@ def test_no_family_is_named_in_the_transformer(path: Path) -> None:
     assert {"llama", "gpt2", "bert", "t5"} <= families
     families -= {"clip", "hf_colbert"}  # also a setting of attention, and the name in ColBERT's files
     words = {
-        node.value for node in ast.walk(TREES[path]) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        node.value for node in ast.walk(tree_of(path)) if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
     docstrings = {
         ast.get_docstring(node, clean=False)
-        for node in ast.walk(TREES[path])
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
     }
-    names = {node.id for node in ast.walk(TREES[path]) if isinstance(node, ast.Name)}
-    names |= {node.attr for node in ast.walk(TREES[path]) if isinstance(node, ast.Attribute)}
+    names = {node.id for node in ast.walk(tree_of(path)) if isinstance(node, ast.Name)}
+    names |= {node.attr for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)}
     for family in families:
         assert not [word for word in words - docstrings if word.lower() == family]
         assert not [name for name in names if family.replace("_", "") in runs_of_words(name)]

@@ -204,12 +204,11 @@ def test_beams_go_on_without_a_wait(checkpoint: Callable[[str], Any]) -> None:
     the host."""
     path: Path = checkpoint(CHECKPOINT).path
     jobs = [
-        Job(prompt(1, 7), beams(3, 5, ignore_eos=True)),
-        Job(prompt(2, 3), beams(2, 6)),
-        Job(prompt(3, 2), greedy(6)),
-        Job(prompt(4, 9), beams(2, 4, length_penalty=0.0, early_stopping=True)),
+        Job(prompt(1, 7), beams(3, 4, ignore_eos=True)),
+        Job(prompt(2, 3), beams(2, 6, length_penalty=0.0, early_stopping=True)),
+        Job(prompt(3, 2), greedy(5)),
     ]
-    settings = SETTINGS | {"max_num_seqs": 8, "block_size": 4, "num_gpu_blocks_override": 40, "max_model_len": 16}
+    settings = SETTINGS | {"max_num_seqs": 6, "block_size": 4, "num_gpu_blocks_override": 40, "max_model_len": 16}
     plain = make_engine(path, **settings)
     expected = run_alone(plain, jobs)
     plain.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -88,7 +87,7 @@ def test_what_takes_too_much_is_refused_and_harms_nothing(pool: WorkerPool) -> N
     assert tokenizer.encode("ab" + " " * LONG) == [1, 3, 2]
 
 
-def test_the_service_sends_long_prompts_there(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_service_sends_long_prompts_there(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     ask = LongTexts.encode
 
@@ -103,13 +102,9 @@ def test_the_service_sends_long_prompts_there(monkeypatch: pytest.MonkeyPatch) -
     client.info = replace(client.info, max_model_len=2**17)
     app = create_app(client, tokenizer, "fake")
     text = "ab" + " " * LONG + "abc"
-
-    async def scenario() -> None:
-        for path, body in (("/v1/completions", {"prompt": text}), ("/tokenize", {"prompt": text})):
-            call = Call(app, path, body)
-            await call.wait_end()
-            assert call.status == 200, call.text
-        assert asked == [len(text)] * 2
-        assert [list(source.token_ids) for source, *_ in client.asked.values()] == [[1, 3, 3, 4, 2]]
-
-    asyncio.run(scenario())
+    for path, body in (("/v1/completions", {"prompt": text}), ("/tokenize", {"prompt": text})):
+        call = Call(app, path, body)
+        await call.wait_end()
+        assert call.status == 200, call.text
+    assert asked == [len(text)] * 2
+    assert [list(source.token_ids) for source, *_ in client.asked.values()] == [[1, 3, 3, 4, 2]]

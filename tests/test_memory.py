@@ -134,7 +134,7 @@ def test_what_is_not_in_use_is_given_back_and_what_is_is_said(caplog: pytest.Log
     asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
 
 
-def test_memory_is_given_back_after_growth() -> None:
+async def test_memory_is_given_back_after_growth() -> None:
     """Also far below the limit; not again before it has grown again, and a while has passed."""
     process = Process()
 
@@ -143,24 +143,21 @@ def test_memory_is_given_back_after_growth() -> None:
         while process.looks < wanted:
             await asyncio.sleep(0.001)
 
-    async def scenario() -> None:
-        process.size = 100 * MIB
-        async with process.guard.watched(lambda: 1, period=0):
-            await looks(4)
-            process.size, process.now = 110 * MIB, 100.0
-            await looks(4)
-            assert process.given_back == 0
-            process.size = 120 * MIB
-            await looks(8)
-            assert process.given_back == 1
-            process.size, process.now = 140 * MIB, 101.0
-            await looks(4)
-            assert process.given_back == 1, "it has only just been given back"
-            process.now = 200.0
-            await looks(8)
-            assert process.given_back == 2
-
-    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
+    process.size = 100 * MIB
+    async with process.guard.watched(lambda: 1, period=0):
+        await looks(4)
+        process.size, process.now = 110 * MIB, 100.0
+        await looks(4)
+        assert process.given_back == 0
+        process.size = 120 * MIB
+        await looks(8)
+        assert process.given_back == 1
+        process.size, process.now = 140 * MIB, 101.0
+        await looks(4)
+        assert process.given_back == 1, "it has only just been given back"
+        process.now = 200.0
+        await looks(8)
+        assert process.given_back == 2
 
 
 def test_without_a_limit_memory_is_not_read() -> None:

@@ -291,7 +291,7 @@ def test_an_engine_that_can_read_nothing_ends(berts: Callable[..., Path], monkey
 
 
 @pytest.mark.slow
-def test_an_engine_in_its_own_process_answers_as_one_in_ours(berts: Callable[..., Path]) -> None:
+async def test_an_engine_in_its_own_process_answers_as_one_in_ours(berts: Callable[..., Path]) -> None:
     """Accepted first, then the whole answer; a refusal; a request that is given up; one that comes too late."""
     works = whole_works("ForMaskedLM")
     settings: dict[str, Any] = {"device": "cpu", "dtype": "float32", "show_progress": False}
@@ -305,26 +305,23 @@ def test_an_engine_in_its_own_process_answers_as_one_in_ours(berts: Callable[...
             delta async for delta in client.generate(name, TokenInput(tokens, token_type_ids=types), params, **terms)
         ]
 
-    async def scenario() -> None:
-        try:
-            found = await asyncio.gather(*(ask(str(number), work) for number, work in enumerate(works)))
-            assert [[delta.finished for delta in deltas] for deltas in found] == [[False, True]] * len(works)
-            assert [deltas[-1].pooled for deltas in found] == expected
-            assert all(not delta.choices and delta.error is None for deltas in found for delta in deltas)
-            with pytest.raises(InvalidRequestError, match="positions must be below the 2 tokens"):
-                await ask("refused", ([1, 2], None, PoolingParams(task="fill_mask", positions=[2])))
-            late = await ask("late", works[0], deadline=time.monotonic() - 1.0)
-            assert (late[-1].finished, late[-1].pooled, late[-1].error) == (True, None, "deadline")
-            given_up = client.generate("given up", works[1][0], works[1][2])
-            await anext(given_up)
-            await given_up.aclose()
-            await client.settled()
-            stats = client.stats()
-            assert (stats.num_running, stats.num_waiting, stats.pages_total) == (0, 0, 0)
-        finally:
-            await client.close()
-
-    asyncio.run(scenario())
+    try:
+        found = await asyncio.gather(*(ask(str(number), work) for number, work in enumerate(works)))
+        assert [[delta.finished for delta in deltas] for deltas in found] == [[False, True]] * len(works)
+        assert [deltas[-1].pooled for deltas in found] == expected
+        assert all(not delta.choices and delta.error is None for deltas in found for delta in deltas)
+        with pytest.raises(InvalidRequestError, match="positions must be below the 2 tokens"):
+            await ask("refused", ([1, 2], None, PoolingParams(task="fill_mask", positions=[2])))
+        late = await ask("late", works[0], deadline=time.monotonic() - 1.0)
+        assert (late[-1].finished, late[-1].pooled, late[-1].error) == (True, None, "deadline")
+        given_up = client.generate("given up", works[1][0], works[1][2])
+        await anext(given_up)
+        await given_up.aclose()
+        await client.settled()
+        stats = client.stats()
+        assert (stats.num_running, stats.num_waiting, stats.pages_total) == (0, 0, 0)
+    finally:
+        await client.close()
 
 
 # ------------------------------------------------------------------ decoder-only models

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import transformers
+from support.published import MODERNBERT_BASE
 
 from engine.backends.attention.base import Window
 from engine.errors import UnsupportedModelError
@@ -309,51 +310,6 @@ def test_modernbert_altered() -> None:
     tokens = make("ModernBertForTokenClassification", num_labels=2, classifier_pooling="mean").head
     assert isinstance(tokens, Classifier)
     assert (tokens.labels, tokens.pooling) == (2, None)
-
-
-# The settings of answerdotai/ModernBERT-base, as they are published.
-MODERNBERT_BASE = {
-    "architectures": ["ModernBertForMaskedLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 50281,
-    "classifier_activation": "gelu",
-    "classifier_bias": False,
-    "classifier_dropout": 0.0,
-    "classifier_pooling": "mean",
-    "cls_token_id": 50281,
-    "decoder_bias": True,
-    "deterministic_flash_attn": False,
-    "embedding_dropout": 0.0,
-    "eos_token_id": 50282,
-    "global_attn_every_n_layers": 3,
-    "global_rope_theta": 160000.0,
-    "gradient_checkpointing": False,
-    "hidden_activation": "gelu",
-    "hidden_size": 768,
-    "initializer_cutoff_factor": 2.0,
-    "initializer_range": 0.02,
-    "intermediate_size": 1152,
-    "layer_norm_eps": 1e-05,
-    "local_attention": 128,
-    "local_rope_theta": 10000.0,
-    "max_position_embeddings": 8192,
-    "mlp_bias": False,
-    "mlp_dropout": 0.0,
-    "model_type": "modernbert",
-    "norm_bias": False,
-    "norm_eps": 1e-05,
-    "num_attention_heads": 12,
-    "num_hidden_layers": 22,
-    "pad_token_id": 50283,
-    "position_embedding_type": "absolute",
-    "reference_compile": True,
-    "sep_token_id": 50282,
-    "tie_word_embeddings": True,
-    "torch_dtype": "float32",
-    "transformers_version": "4.47.0.dev0",
-    "vocab_size": 50368,
-}
 
 
 def test_modernbert_as_published(tmp_path: Path) -> None:

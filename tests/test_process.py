@@ -313,61 +313,58 @@ def pages(folder: Path) -> int:
     return sum(not path.name.startswith(".") for path in folder.glob("*/*"))
 
 
-def test_restart_and_giving_up(checkpoint: Callable[[str], Checkpoint], sockets: Path, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        client = start_engine(replace(config(checkpoint), kv_disk=str(tmp_path / "pages")), QUICK)
-        (folder,) = sockets.glob("octavo-ipc-*")
-        assert folder.stat().st_mode & 0o777 == 0o700
-        assert client.progress.idle
-        first = await ask(client, "one", 5, range(40))
-        assert client.stats().num_steps > 0
-        assert client.progress.idle
-        async with asyncio.timeout(PATIENCE):  # an idle engine writes its pages, so that it may be killed
-            while pages(tmp_path / "pages") < 2:
-                await asyncio.sleep(0.01)
-        given_up = asyncio.create_task(client.wait_failed())
-        (engine,) = children(os.getpid())
-        with stopped(engine):  # it computes nothing any more, and does not say why
-            running = [asyncio.create_task(ask(client, str(number), 40)) for number in range(4)]
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            assert not client.progress.idle
-            await asyncio.sleep(0.3)
-            assert client.progress.seconds > 0.2
-            os.kill(engine, signal.SIGKILL)
-        async with asyncio.timeout(PATIENCE):
-            ends = await asyncio.gather(*running, return_exceptions=True)
-        assert all(isinstance(end, EngineDeadError) and "SIGKILL" in str(end) for end in ends)
-        assert not client.is_alive
-        for call in (client.stats, lambda: client.abort("0")):
-            with pytest.raises(EngineDeadError):
-                call()
-        with pytest.raises(EngineDeadError):
-            await ask(client, "early", 5)
-        async with asyncio.timeout(PATIENCE):
-            while not client.is_alive:
-                await asyncio.sleep(0.01)
-        assert client.num_restarts == 1
-        again = await ask(client, "one", 5, range(40))
-        assert [delta.choices for delta in again] == [delta.choices for delta in first]
-        assert max(delta.num_cached_tokens for delta in again) == 32
-        assert len(list(folder.iterdir())) == 1  # the new engine's socket
-
-        (engine,) = children(os.getpid())
+async def test_restart_and_giving_up(checkpoint: Callable[[str], Checkpoint], sockets: Path, tmp_path: Path) -> None:
+    client = start_engine(replace(config(checkpoint), kv_disk=str(tmp_path / "pages")), QUICK)
+    (folder,) = sockets.glob("octavo-ipc-*")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert client.progress.idle
+    first = await ask(client, "one", 5, range(40))
+    assert client.stats().num_steps > 0
+    assert client.progress.idle
+    async with asyncio.timeout(PATIENCE):  # an idle engine writes its pages, so that it may be killed
+        while pages(tmp_path / "pages") < 2:
+            await asyncio.sleep(0.01)
+    given_up = asyncio.create_task(client.wait_failed())
+    (engine,) = children(os.getpid())
+    with stopped(engine):  # it computes nothing any more, and does not say why
+        running = [asyncio.create_task(ask(client, str(number), 40)) for number in range(4)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not client.progress.idle
+        await asyncio.sleep(0.3)
+        assert client.progress.seconds > 0.2
         os.kill(engine, signal.SIGKILL)
-        async with asyncio.timeout(PATIENCE):
-            assert "SIGKILL" in await given_up
-        assert not client.is_alive
-        await client.close()
-        assert not folder.exists()
+    async with asyncio.timeout(PATIENCE):
+        ends = await asyncio.gather(*running, return_exceptions=True)
+    assert all(isinstance(end, EngineDeadError) and "SIGKILL" in str(end) for end in ends)
+    assert not client.is_alive
+    for call in (client.stats, lambda: client.abort("0")):
+        with pytest.raises(EngineDeadError):
+            call()
+    with pytest.raises(EngineDeadError):
+        await ask(client, "early", 5)
+    async with asyncio.timeout(PATIENCE):
+        while not client.is_alive:
+            await asyncio.sleep(0.01)
+    assert client.num_restarts == 1
+    again = await ask(client, "one", 5, range(40))
+    assert [delta.choices for delta in again] == [delta.choices for delta in first]
+    assert max(delta.num_cached_tokens for delta in again) == 32
+    assert len(list(folder.iterdir())) == 1  # the new engine's socket
 
-    asyncio.run(scenario())
+    (engine,) = children(os.getpid())
+    os.kill(engine, signal.SIGKILL)
+    async with asyncio.timeout(PATIENCE):
+        assert "SIGKILL" in await given_up
+    assert not client.is_alive
+    await client.close()
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize(
     "place", ["engine.process.launch.socket.socketpair", "engine.process.client.ProcessEngineClient._watch"]
 )
-def test_a_restart_that_fails_in_any_way_is_tried_again(
+async def test_a_restart_that_fails_in_any_way_is_tried_again(
     place: str, checkpoint: Callable[[str], Checkpoint], sockets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not only in those that the engine explains: while too many connections are open, no process can be started."""
@@ -376,23 +373,20 @@ def test_a_restart_that_fails_in_any_way_is_tried_again(
         monkeypatch.undo()
         raise OSError(errno.EMFILE, "Too many open files")
 
-    async def scenario() -> None:
-        policy = RestartPolicy(max_failures=3, first_delay=0.01)
-        client = start_engine(config(checkpoint), policy)
-        first = await ask(client, "one", 3)
-        (engine,) = children(os.getpid())
-        monkeypatch.setattr(place, fail)
-        os.kill(engine, signal.SIGKILL)
-        async with asyncio.timeout(PATIENCE):
-            while not client.num_restarts:
-                await asyncio.sleep(0.01)
-        (engine,) = children(os.getpid())
-        again = await ask(client, "one", 3)
-        assert [delta.choices for delta in again] == [delta.choices for delta in first]
-        await client.close()
-        assert children(os.getpid()) == []
-
-    asyncio.run(scenario())
+    policy = RestartPolicy(max_failures=3, first_delay=0.01)
+    client = start_engine(config(checkpoint), policy)
+    first = await ask(client, "one", 3)
+    (engine,) = children(os.getpid())
+    monkeypatch.setattr(place, fail)
+    os.kill(engine, signal.SIGKILL)
+    async with asyncio.timeout(PATIENCE):
+        while not client.num_restarts:
+            await asyncio.sleep(0.01)
+    (engine,) = children(os.getpid())
+    again = await ask(client, "one", 3)
+    assert [delta.choices for delta in again] == [delta.choices for delta in first]
+    await client.close()
+    assert children(os.getpid()) == []
 
 
 def test_one_event_loop_after_the_other(checkpoint: Callable[[str], Checkpoint], sockets: Path, tmp_path: Path) -> None:
@@ -518,8 +512,7 @@ def test_a_long_temporary_folder_does_not_matter(
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
-    [({}, "20000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)],
+    ("given", "expected"), [({}, "20000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)]
 )
 def test_waiting_threads_spin_for_a_moment_only(
     given: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,6 @@ from server.processes.messages import Body, Cancelled, Count, Counted, LookAt, R
 from server.processes.remote import RemoteGate, RemoteKeys
 
 SETTINGS = ServerSettings(max_num_queued_reqs=4, max_num_queued_tokens=100, max_queue_time=0)
-
-
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        await asyncio.wait_for(scenario(), 60)
-
-    asyncio.run(bounded())
 
 
 def make_counts() -> Counts:
@@ -68,53 +61,47 @@ class Side:
 # ---------------------------------------------------------------- the line
 
 
-def test_messages_keep_their_order_and_answers_find_their_questions() -> None:
-    async def scenario() -> None:
-        ours, theirs = socket.socketpair()
-        heard: list[Body] = []
-        gate = asyncio.Event()
+async def test_messages_keep_their_order_and_answers_find_their_questions() -> None:
+    ours, theirs = socket.socketpair()
+    heard: list[Body] = []
+    gate = asyncio.Event()
 
-        async def later() -> Body:
-            await gate.wait()
-            return Counted(2, 2)
+    async def later() -> Body:
+        await gate.wait()
+        return Counted(2, 2)
 
-        def answer(body: Body) -> Body | Awaitable[Body] | None:
-            heard.append(body)
-            if isinstance(body, Cancelled):
-                return later()
-            return Counted(1, 1) if isinstance(body, Count) else None
+    def answer(body: Body) -> Body | Awaitable[Body] | None:
+        heard.append(body)
+        if isinstance(body, Cancelled):
+            return later()
+        return Counted(1, 1) if isinstance(body, Count) else None
 
-        far = await Line.over(theirs, answer, lambda: None)
-        line = await Line.over(ours, lambda body: None, lambda: None)
-        slow = asyncio.ensure_future(line.ask(Cancelled(b"x" * 200_000)))  # more than a socket holds
-        await asyncio.sleep(0)
-        line.tell(Ready())
-        assert await line.ask(Count()) == Counted(1, 1)
-        assert [type(body) for body in heard] == [Cancelled, Ready, Count]
-        gate.set()
-        assert await slow == Counted(2, 2)
-        line.close()
-        far.close()
-
-    run(scenario)
+    far = await Line.over(theirs, answer, lambda: None)
+    line = await Line.over(ours, lambda body: None, lambda: None)
+    slow = asyncio.ensure_future(line.ask(Cancelled(b"x" * 200_000)))  # more than a socket holds
+    await asyncio.sleep(0)
+    line.tell(Ready())
+    assert await line.ask(Count()) == Counted(1, 1)
+    assert [type(body) for body in heard] == [Cancelled, Ready, Count]
+    gate.set()
+    assert await slow == Counted(2, 2)
+    line.close()
+    far.close()
 
 
-def test_a_question_fails_when_the_line_is_closed() -> None:
-    async def scenario() -> None:
-        ours, theirs = socket.socketpair()
-        lost = asyncio.Event()
-        line = await Line.over(ours, lambda body: None, lost.set)
-        asking = asyncio.ensure_future(line.ask(Count()))
-        await asyncio.sleep(0)
-        theirs.close()
-        with pytest.raises(ConnectionError):
-            await asking
-        await lost.wait()
-        with pytest.raises(ConnectionError):
-            await line.ask(Count())
-        line.tell(Ready())  # is for nothing
-
-    run(scenario)
+async def test_a_question_fails_when_the_line_is_closed() -> None:
+    ours, theirs = socket.socketpair()
+    lost = asyncio.Event()
+    line = await Line.over(ours, lambda body: None, lost.set)
+    asking = asyncio.ensure_future(line.ask(Count()))
+    await asyncio.sleep(0)
+    theirs.close()
+    with pytest.raises(ConnectionError):
+        await asking
+    await lost.wait()
+    with pytest.raises(ConnectionError):
+        await line.ask(Count())
+    line.tell(Ready())  # is for nothing
 
 
 # ---------------------------------------------------------------- the desk
@@ -133,89 +120,79 @@ def said(error: ApiError | None) -> Any:
     return error and (error.status_code, error.code, error.message.partition("Try again")[0])
 
 
-def test_gates_at_the_desk_decide_as_one_gate() -> None:
+async def test_gates_at_the_desk_decide_as_one_gate() -> None:
     """Random requests over three lines, and the same ones with one admission: equal answers, equal counts."""
-
-    async def scenario() -> None:
-        rng = random.Random(5)
-        counts, model = make_counts(), make_counts().admissions.generating
-        sides = [await Side(counts).connect() for _ in range(3)]
-        held: list[tuple[Side, Any, Ticket, int]] = []
-        refused = 0
-        for _ in range(1500):
-            chance = rng.random()
-            if chance < 0.45:
-                side, tenant = rng.choice(sides), rng.choice([None, "a", "b"])
-                prompts, tokens = rng.randint(1, 3), rng.randint(1, 40)
-                ours, expected = await outcome(model.admit(prompts, tokens, tenant))
-                theirs, error = await outcome(side.gate.admit(prompts, tokens, tenant))
-                assert said(error) == said(expected)
-                refused += error is not None
-                if ours is not None:
-                    held.append((side, theirs, ours, prompts))
-            elif held:
-                side, theirs, ours, prompts = held[rng.randrange(len(held))]
-                index = rng.randrange(prompts)
-                if chance < 0.6:
-                    theirs.started(index)
-                    ours.started(index)
-                elif chance < 0.8:
-                    theirs.finished(index)
-                    ours.finished(index)
-                    assert theirs.num_unfinished == ours.num_unfinished
-                else:
-                    held = [entry for entry in held if entry[2] is not ours]
-                    theirs.__exit__(None, None, None)
-                    ours.__exit__(None, None, None)
-                await side.heard()
-            real = counts.admissions.generating
-            assert (real.num_prompts, real.num_queued_tokens) == (model.num_prompts, model.num_queued_tokens)
-        assert refused > 100
-        assert sum(len(side.rejected) for side in sides) == refused
-        assert {"queue_full", "queued_tokens"} <= {reason for side in sides for reason in side.rejected}
-
-    run(scenario)
+    rng = random.Random(5)
+    counts, model = make_counts(), make_counts().admissions.generating
+    sides = [await Side(counts).connect() for _ in range(3)]
+    held: list[tuple[Side, Any, Ticket, int]] = []
+    refused = 0
+    for _ in range(1500):
+        chance = rng.random()
+        if chance < 0.45:
+            side, tenant = rng.choice(sides), rng.choice([None, "a", "b"])
+            prompts, tokens = rng.randint(1, 3), rng.randint(1, 40)
+            ours, expected = await outcome(model.admit(prompts, tokens, tenant))
+            theirs, error = await outcome(side.gate.admit(prompts, tokens, tenant))
+            assert said(error) == said(expected)
+            refused += error is not None
+            if ours is not None:
+                held.append((side, theirs, ours, prompts))
+        elif held:
+            side, theirs, ours, prompts = held[rng.randrange(len(held))]
+            index = rng.randrange(prompts)
+            if chance < 0.6:
+                theirs.started(index)
+                ours.started(index)
+            elif chance < 0.8:
+                theirs.finished(index)
+                ours.finished(index)
+                assert theirs.num_unfinished == ours.num_unfinished
+            else:
+                held = [entry for entry in held if entry[2] is not ours]
+                theirs.__exit__(None, None, None)
+                ours.__exit__(None, None, None)
+            await side.heard()
+        real = counts.admissions.generating
+        assert (real.num_prompts, real.num_queued_tokens) == (model.num_prompts, model.num_queued_tokens)
+    assert refused > 100
+    assert sum(len(side.rejected) for side in sides) == refused
+    assert {"queue_full", "queued_tokens"} <= {reason for side in sides for reason in side.rejected}
 
 
-def test_what_a_front_held_is_free_when_it_is_gone() -> None:
-    async def scenario() -> None:
-        counts = make_counts()
-        first, second = await Side(counts).connect(), await Side(counts).connect()
-        place = await first.gate.admit(2, 10)
-        await place.measured([10, 20])
-        kept = await second.gate.admit(1, 7)
-        assert (await first.keys.begin("key", 1, None)).counted
-        assert not (await second.keys.begin("key", 1, None)).counted
-        place.finished(0)
-        await first.heard()
-        gate = counts.admissions.generating
-        assert (gate.num_prompts, gate.num_queued_tokens) == (2, 27)
-        assert first.desk.close() == 1  # of two prompts, one was not finished
-        assert (gate.num_prompts, gate.num_queued_tokens) == (1, 7)
-        assert (await second.keys.begin("key", 1, None)).counted
-        kept.release()
-        kept.release()
-        second.keys.end("key")
-        await second.heard()
-        assert (gate.num_prompts, gate.num_queued_tokens, dict(counts.keys.running)) == (0, 0, {})
-
-    run(scenario)
+async def test_what_a_front_held_is_free_when_it_is_gone() -> None:
+    counts = make_counts()
+    first, second = await Side(counts).connect(), await Side(counts).connect()
+    place = await first.gate.admit(2, 10)
+    await place.measured([10, 20])
+    kept = await second.gate.admit(1, 7)
+    assert (await first.keys.begin("key", 1, None)).counted
+    assert not (await second.keys.begin("key", 1, None)).counted
+    place.finished(0)
+    await first.heard()
+    gate = counts.admissions.generating
+    assert (gate.num_prompts, gate.num_queued_tokens) == (2, 27)
+    assert first.desk.close() == 1  # of two prompts, one was not finished
+    assert (gate.num_prompts, gate.num_queued_tokens) == (1, 7)
+    assert (await second.keys.begin("key", 1, None)).counted
+    kept.release()
+    kept.release()
+    second.keys.end("key")
+    await second.heard()
+    assert (gate.num_prompts, gate.num_queued_tokens, dict(counts.keys.running)) == (0, 0, {})
 
 
-def test_a_request_that_is_cancelled_while_the_desk_is_asked_holds_nothing() -> None:
-    async def scenario() -> None:
-        counts = make_counts()
-        side = await Side(counts).connect()
-        for asking in (side.gate.admit(1, 5), side.keys.begin("key", 5, None)):
-            task = asyncio.ensure_future(asking)
-            await asyncio.sleep(0)  # the question is on its way
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        await side.heard()
-        assert (counts.admissions.generating.num_prompts, dict(counts.keys.running)) == (0, {})
-
-    run(scenario)
+async def test_a_request_that_is_cancelled_while_the_desk_is_asked_holds_nothing() -> None:
+    counts = make_counts()
+    side = await Side(counts).connect()
+    for asking in (side.gate.admit(1, 5), side.keys.begin("key", 5, None)):
+        task = asyncio.ensure_future(asking)
+        await asyncio.sleep(0)  # the question is on its way
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    await side.heard()
+    assert (counts.admissions.generating.num_prompts, dict(counts.keys.running)) == (0, {})
 
 
 class SlowRates(RequestRates):
@@ -231,48 +208,40 @@ class SlowRates(RequestRates):
 
 
 @pytest.mark.parametrize("how", ["it is cancelled", "the front is gone"])
-def test_a_key_is_not_counted_for_a_request_that_has_ended_before(how: str) -> None:
-    async def scenario() -> None:
-        rates = SlowRates()
-        counts = make_counts()
-        counts.keys = KeyCounts(rates)
-        side = await Side(counts).connect()
-        asking = asyncio.ensure_future(side.keys.begin("key", 5, 100))
-        while not counts.keys.running:
-            await asyncio.sleep(0.001)
-        if how == "it is cancelled":
-            asking.cancel()
-            await asyncio.sleep(0.05)
-        else:
-            side.desk.close()
-        assert counts.keys.running["key"] == 1
-        rates.gate.set()
-        while counts.keys.running:
-            await asyncio.sleep(0.001)
-        assert not side.desk._keys
-        assert not side.desk._ended
-
-    run(scenario)
+async def test_a_key_is_not_counted_for_a_request_that_has_ended_before(how: str) -> None:
+    rates = SlowRates()
+    counts = make_counts()
+    counts.keys = KeyCounts(rates)
+    side = await Side(counts).connect()
+    asking = asyncio.ensure_future(side.keys.begin("key", 5, 100))
+    while not counts.keys.running:
+        await asyncio.sleep(0.001)
+    if how == "it is cancelled":
+        asking.cancel()
+        await asyncio.sleep(0.05)
+    else:
+        side.desk.close()
+    assert counts.keys.running["key"] == 1
+    rates.gate.set()
+    while counts.keys.running:
+        await asyncio.sleep(0.001)
+    assert not side.desk._keys
+    assert not side.desk._ended
 
 
-def test_what_is_refused_tells_all_that_a_client_is_told() -> None:
-    async def scenario() -> None:
-        side = await Side(make_counts()).connect()
-        with pytest.raises(
-            ApiError, match=r"The request has 9 prompts, but the service accepts at most 8"
-        ) as impossible:
-            await side.gate.admit(9, 1)
-        assert (impossible.value.status_code, impossible.value.param) == (400, "prompt")
-        assert side.rejected == []
-        for _ in range(8):
-            await side.gate.admit(1, 1)
-        with pytest.raises(ApiError, match="The service is full: it has 8 prompts") as full:
-            await side.gate.look()
-        assert full.value.headers is not None
-        assert int(full.value.headers["Retry-After"]) >= 1
-        assert side.rejected == ["queue_full"]
-
-    run(scenario)
+async def test_what_is_refused_tells_all_that_a_client_is_told() -> None:
+    side = await Side(make_counts()).connect()
+    with pytest.raises(ApiError, match=r"The request has 9 prompts, but the service accepts at most 8") as impossible:
+        await side.gate.admit(9, 1)
+    assert (impossible.value.status_code, impossible.value.param) == (400, "prompt")
+    assert side.rejected == []
+    for _ in range(8):
+        await side.gate.admit(1, 1)
+    with pytest.raises(ApiError, match="The service is full: it has 8 prompts") as full:
+        await side.gate.look()
+    assert full.value.headers is not None
+    assert int(full.value.headers["Retry-After"]) >= 1
+    assert side.rejected == ["queue_full"]
 
 
 # ---------------------------------------------------------------- connections
@@ -312,43 +281,39 @@ def test_connections_that_are_limited_are_limited_over_all_processes(tmp_path: P
     assert not theirs.open().is_reserve
 
 
-def test_a_process_that_has_more_connections_leaves_the_next_to_others(tmp_path: Path) -> None:
+async def test_a_process_that_has_more_connections_leaves_the_next_to_others(tmp_path: Path) -> None:
     """Its neighbour takes it if it can; else this one does, a moment later."""
+    path = tmp_path / "shares"
+    Shares.make(path, 2)
+    other = Shares(path, 1)
+    slots = Slots(shares=Shares(path, 0))
+    slots.sizes = Sizes(100, 2, 100)
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    made: list[Slot] = []
 
-    async def scenario() -> None:
-        path = tmp_path / "shares"
-        Shares.make(path, 2)
-        other = Shares(path, 1)
-        slots = Slots(shares=Shares(path, 0))
-        slots.sizes = Sizes(100, 2, 100)
-        listener = socket.socket()
-        listener.bind(("127.0.0.1", 0))
-        made: list[Slot] = []
+    def protocol(slot: Slot) -> asyncio.Protocol:
+        made.append(slot)
+        return asyncio.Protocol()
 
-        def protocol(slot: Slot) -> asyncio.Protocol:
-            made.append(slot)
-            return asyncio.Protocol()
-
-        acceptor = Acceptor(listener, slots, protocol, None, 1.0)
-        waits: list[bool] = []
-        leave = acceptor._leave_to_others
-        acceptor._leave_to_others = lambda shares: bool(waits.append(leave(shares)) or waits[-1])  # type: ignore[method-assign]
-        acceptor.start(10)
-        clients = []
-        for number, count in enumerate((0, 0, 5), 1):  # the other one has as many, fewer, more
-            other.show(count)
-            client = socket.socket()
-            client.setblocking(False)
-            await asyncio.get_running_loop().sock_connect(client, listener.getsockname())
-            clients.append(client)
-            while len(made) < number:
-                await asyncio.sleep(0.001)
-            assert waits == {1: [False], 2: [False, True, False], 3: [False, True, False, False]}[number]
-        acceptor.close()
-        for client in clients:
-            client.close()
-
-    run(scenario)
+    acceptor = Acceptor(listener, slots, protocol, None, 1.0)
+    waits: list[bool] = []
+    leave = acceptor._leave_to_others
+    acceptor._leave_to_others = lambda shares: bool(waits.append(leave(shares)) or waits[-1])  # type: ignore[method-assign]
+    acceptor.start(10)
+    clients = []
+    for number, count in enumerate((0, 0, 5), 1):  # the other one has as many, fewer, more
+        other.show(count)
+        client = socket.socket()
+        client.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(client, listener.getsockname())
+        clients.append(client)
+        while len(made) < number:
+            await asyncio.sleep(0.001)
+        assert waits == {1: [False], 2: [False, True, False], 3: [False, True, False, False]}[number]
+    acceptor.close()
+    for client in clients:
+        client.close()
 
 
 @pytest.mark.parametrize("value", [0, 65, -1])

@@ -149,42 +149,39 @@ ENDS: dict[str, Callable[[Call, asyncio.Event, FakeClient], None]] = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("end", ENDS)
-def test_a_slot_is_free_again_however_a_request_ends(end: str, stream: bool) -> None:
-    async def main() -> None:
-        go = asyncio.Event()
-        client = FakeClient(lambda *given: [go, *echo(*given)])
-        settings = ServerSettings(api_key=(KEY, "other"), key_max_concurrency=2)
-        app = create_app(client, byte_tokenizer(), "m", settings=settings)
+async def test_a_slot_is_free_again_however_a_request_ends(end: str, stream: bool) -> None:
+    go = asyncio.Event()
+    client = FakeClient(lambda *given: [go, *echo(*given)])
+    settings = ServerSettings(api_key=(KEY, "other"), key_max_concurrency=2)
+    app = create_app(client, byte_tokenizer(), "m", settings=settings)
 
-        def ask(key: str) -> Call:
-            return Call(app, "/v1/completions", {"prompt": "ab", "stream": stream}, headers=bearer(key))
+    def ask(key: str) -> Call:
+        return Call(app, "/v1/completions", {"prompt": "ab", "stream": stream}, headers=bearer(key))
 
-        running = [ask(KEY), ask(KEY)]
-        while len(client.asked) < 2:
-            await asyncio.sleep(0)
-        for _ in range(3):
-            refused = ask(KEY)
-            await refused.wait_end()
-            assert refused.status == 429
-            assert refused.headers["retry-after"] == "1"
-            assert "has 2 requests running, but may have only 2 at the same time" in refused.text
-        other = ask("other")
-        while len(client.asked) < 3:
-            await asyncio.sleep(0)
-        for one in running:
-            ENDS[end](one, go, client)
-        for one in running:
-            await asyncio.wait([one.task], timeout=PATIENCE)
-            assert one.task.done()
-        go.set()
-        await other.wait_end()
-        assert other.status == 200
-        again = [ask(KEY), ask(KEY)]
-        for one in again:
-            await one.wait_end()
-            assert one.status == 200
-
-    asyncio.run(asyncio.wait_for(main(), PATIENCE))
+    running = [ask(KEY), ask(KEY)]
+    while len(client.asked) < 2:
+        await asyncio.sleep(0)
+    for _ in range(3):
+        refused = ask(KEY)
+        await refused.wait_end()
+        assert refused.status == 429
+        assert refused.headers["retry-after"] == "1"
+        assert "has 2 requests running, but may have only 2 at the same time" in refused.text
+    other = ask("other")
+    while len(client.asked) < 3:
+        await asyncio.sleep(0)
+    for one in running:
+        ENDS[end](one, go, client)
+    for one in running:
+        await asyncio.wait([one.task], timeout=PATIENCE)
+        assert one.task.done()
+    go.set()
+    await other.wait_end()
+    assert other.status == 200
+    again = [ask(KEY), ask(KEY)]
+    for one in again:
+        await one.wait_end()
+        assert one.status == 200
 
 
 def test_a_slot_is_free_again_after_an_exception() -> None:
@@ -202,30 +199,27 @@ def test_a_slot_is_free_again_after_an_exception() -> None:
     assert not counts.running  # nothing is kept of a key that runs nothing
 
 
-def test_one_too_many_at_a_time_does_not_count_in_the_minute() -> None:
-    async def main() -> None:
-        go = asyncio.Event()
-        client = FakeClient(lambda *given: [go, *echo(*given)])
-        settings = ServerSettings(api_key=KEY, key_max_concurrency=1, key_requests_per_minute=2)
-        app = create_app(client, byte_tokenizer(), "m", settings=settings)
+async def test_one_too_many_at_a_time_does_not_count_in_the_minute() -> None:
+    go = asyncio.Event()
+    client = FakeClient(lambda *given: [go, *echo(*given)])
+    settings = ServerSettings(api_key=KEY, key_max_concurrency=1, key_requests_per_minute=2)
+    app = create_app(client, byte_tokenizer(), "m", settings=settings)
 
-        def ask() -> Call:
-            return Call(app, "/v1/completions", {"prompt": "ab"}, headers=bearer(KEY))
+    def ask() -> Call:
+        return Call(app, "/v1/completions", {"prompt": "ab"}, headers=bearer(KEY))
 
-        first = ask()
-        while not client.asked:
-            await asyncio.sleep(0)
-        for _ in range(3):
-            refused = ask()
-            await refused.wait_end()
-            assert (refused.status, "at the same time" in refused.text) == (429, True)
-        go.set()
-        await first.wait_end()
-        second = ask()
-        await second.wait_end()
-        assert (second.status, second.headers[NAMES[1]]) == (200, "0")
-
-    asyncio.run(asyncio.wait_for(main(), PATIENCE))
+    first = ask()
+    while not client.asked:
+        await asyncio.sleep(0)
+    for _ in range(3):
+        refused = ask()
+        await refused.wait_end()
+        assert (refused.status, "at the same time" in refused.text) == (429, True)
+    go.set()
+    await first.wait_end()
+    second = ask()
+    await second.wait_end()
+    assert (second.status, second.headers[NAMES[1]]) == (200, "0")
 
 
 # ---------------------------------------------------------------- settings
@@ -308,20 +302,17 @@ def run(steps: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(steps(), PATIENCE))
 
 
-def test_services_share_what_redis_counts(redis: Redis) -> None:
-    async def steps() -> None:
-        services = [RequestRates(redis.url), RequestRates(redis.url)]
-        taken = [await services[turn % 2].take("tenant", 4) for turn in range(6)]
-        assert [window.allowed for window in taken] == [True] * 4 + [False] * 2
-        assert [window.remaining for window in taken] == [3, 2, 1, 0, 0, 0]
-        assert all(1 <= window.reset <= 61 for window in taken)
-        assert (await services[0].take("another", 4)).remaining == 3
-        many = await asyncio.gather(*(services[turn % 2].take("crowd", 50) for turn in range(100)))
-        assert sum(window.allowed for window in many) == 50  # and no more connections than a few
-        for service in services:
-            await service.close()
-
-    run(steps)
+async def test_services_share_what_redis_counts(redis: Redis) -> None:
+    services = [RequestRates(redis.url), RequestRates(redis.url)]
+    taken = [await services[turn % 2].take("tenant", 4) for turn in range(6)]
+    assert [window.allowed for window in taken] == [True] * 4 + [False] * 2
+    assert [window.remaining for window in taken] == [3, 2, 1, 0, 0, 0]
+    assert all(1 <= window.reset <= 61 for window in taken)
+    assert (await services[0].take("another", 4)).remaining == 3
+    many = await asyncio.gather(*(services[turn % 2].take("crowd", 50) for turn in range(100)))
+    assert sum(window.allowed for window in many) == 50  # and no more connections than a few
+    for service in services:
+        await service.close()
 
 
 def test_without_redis_each_service_counts_its_own(
@@ -354,46 +345,39 @@ def test_without_redis_each_service_counts_its_own(
     run(steps)
 
 
-def test_a_redis_that_does_not_answer_holds_nothing_up(
+async def test_a_redis_that_does_not_answer_holds_nothing_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its connections are accepted and nothing comes: the event loop is free meanwhile."""
     pytest.importorskip("redis")
     monkeypatch.setattr(rates, "PATIENCE", 0.2)
-
-    async def steps() -> None:
-        with socket.socket(socket.AF_UNIX) as silent:
-            silent.bind(str(tmp_path / "silent"))
-            silent.listen()
-            service = RequestRates(f"unix://{tmp_path / 'silent'}")
-            asked = asyncio.create_task(service.take("tenant", 2))
-            for _ in range(5):
-                await asyncio.sleep(0)
-            assert not asked.done()
-            assert (await asked).remaining == 1
-            assert "TimeoutError" in caplog.text
-            assert (await service.take("tenant", 2)).remaining == 0
-            await service.close()
-
-    run(steps)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "silent"))
+        silent.listen()
+        service = RequestRates(f"unix://{tmp_path / 'silent'}")
+        asked = asyncio.create_task(service.take("tenant", 2))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not asked.done()
+        assert (await asked).remaining == 1
+        assert "TimeoutError" in caplog.text
+        assert (await service.take("tenant", 2)).remaining == 0
+        await service.close()
 
 
-def test_an_app_asks_redis(redis: Redis) -> None:
-    async def steps() -> None:
-        settings = ServerSettings(api_key=KEY, key_requests_per_minute=2, rate_limit_storage=redis.url)
-        app = create_app(FakeClient(echo), byte_tokenizer(), "m", settings=settings)
-        async with app.router.lifespan_context(app):
-            found = []
-            for _ in range(3):
-                asked = Call(app, "/v1/completions", {"prompt": "ab"}, headers=bearer(KEY))
-                await asked.wait_end()
-                found.append(asked.status)
-            assert found == [200, 200, 429]
-        with socket.socket(socket.AF_UNIX) as line:
-            line.connect(str(redis.path))
-            line.sendall(b"KEYS *\r\n")
-            said = line.recv(10_000).decode()
-        assert ApiKey.of(KEY).tenant in said
-        assert KEY not in said
-
-    run(steps)
+async def test_an_app_asks_redis(redis: Redis) -> None:
+    settings = ServerSettings(api_key=KEY, key_requests_per_minute=2, rate_limit_storage=redis.url)
+    app = create_app(FakeClient(echo), byte_tokenizer(), "m", settings=settings)
+    async with app.router.lifespan_context(app):
+        found = []
+        for _ in range(3):
+            asked = Call(app, "/v1/completions", {"prompt": "ab"}, headers=bearer(KEY))
+            await asked.wait_end()
+            found.append(asked.status)
+        assert found == [200, 200, 429]
+    with socket.socket(socket.AF_UNIX) as line:
+        line.connect(str(redis.path))
+        line.sendall(b"KEYS *\r\n")
+        said = line.recv(10_000).decode()
+    assert ApiKey.of(KEY).tenant in said
+    assert KEY not in said

@@ -167,40 +167,33 @@ class TestArguments:
 
 
 class TestCarriedByServe:
-    def test_a_cancelled_request_is_told_that_its_client_left(self) -> None:
+    async def test_a_cancelled_request_is_told_that_its_client_left(self) -> None:
         """And counted so; the task ends as cancelled."""
+        begun = asyncio.Event()
 
-        async def scenario() -> None:
-            begun = asyncio.Event()
+        def script(request_id: str, prompt: TokenInput, params: Any) -> list[asyncio.Event]:
+            begun.set()
+            return [asyncio.Event()]
 
-            def script(request_id: str, prompt: TokenInput, params: Any) -> list[asyncio.Event]:
-                begun.set()
-                return [asyncio.Event()]
+        client = FakeClient(script)
+        app = create_app(client, byte_tokenizer(), "m", settings=ServerSettings(max_queue_time=0))
+        call = Call(CarriedByServe(app), "/v1/completions", {"prompt": "a"})  # type: ignore[arg-type]
+        await begun.wait()
+        call.task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call.task
+        metrics = app.state.service.metrics
+        assert b'octavo_requests_aborted_total{reason="disconnect"} 1.0' in metrics.render(None)[0]
+        assert not client.running
 
-            client = FakeClient(script)
-            app = create_app(client, byte_tokenizer(), "m", settings=ServerSettings(max_queue_time=0))
-            call = Call(CarriedByServe(app), "/v1/completions", {"prompt": "a"})  # type: ignore[arg-type]
-            await begun.wait()
-            call.task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await call.task
-            metrics = app.state.service.metrics
-            assert b'octavo_requests_aborted_total{reason="disconnect"} 1.0' in metrics.render(None)[0]
-            assert not client.running
-
-        asyncio.run(scenario())
-
-    def test_other_requests_pass_and_have_one_id(self) -> None:
-        async def scenario() -> None:
-            app = create_app(FakeClient(lambda *_: []), byte_tokenizer(), "m")
-            call = Call(CarriedByServe(app), "/version", method="GET")  # type: ignore[arg-type]
-            await call.wait_end()
-            assert call.status == 200
-            names = [name for name, _ in call.sent[0]["headers"]]
-            assert b"x-request-id" not in names  # Serve adds it
-            assert b"x-content-type-options" in names
-
-        asyncio.run(scenario())
+    async def test_other_requests_pass_and_have_one_id(self) -> None:
+        app = create_app(FakeClient(lambda *_: []), byte_tokenizer(), "m")
+        call = Call(CarriedByServe(app), "/version", method="GET")  # type: ignore[arg-type]
+        await call.wait_end()
+        assert call.status == 200
+        names = [name for name, _ in call.sent[0]["headers"]]
+        assert b"x-request-id" not in names  # Serve adds it
+        assert b"x-content-type-options" in names
 
 
 class Client(FakeClient):
@@ -227,22 +220,19 @@ class TestReplica:
         assembly = Assembly(app, client, Drain())  # type: ignore[arg-type]
         return Replica(assembly, made), client
 
-    def test_an_engine_that_hangs_or_has_failed_makes_it_unhealthy(self) -> None:
-        async def scenario() -> None:
-            replica, client = self.replica(liveness_timeout=5)
+    async def test_an_engine_that_hangs_or_has_failed_makes_it_unhealthy(self) -> None:
+        replica, client = self.replica(liveness_timeout=5)
+        replica.check()
+        client.told = Progress(idle=True, seconds=100)
+        replica.check()
+        client.told = Progress(idle=False, seconds=4)
+        replica.check()
+        client.told = Progress(idle=False, seconds=6)
+        with pytest.raises(UnhealthyError, match="no progress for 6 seconds; the limit is 5"):
             replica.check()
-            client.told = Progress(idle=True, seconds=100)
+        client.told = Progress(idle=True, seconds=0)
+        client.failed.set()
+        await asyncio.sleep(0.01)
+        with pytest.raises(UnhealthyError, match="no memory"):
             replica.check()
-            client.told = Progress(idle=False, seconds=4)
-            replica.check()
-            client.told = Progress(idle=False, seconds=6)
-            with pytest.raises(UnhealthyError, match="no progress for 6 seconds; the limit is 5"):
-                replica.check()
-            client.told = Progress(idle=True, seconds=0)
-            client.failed.set()
-            await asyncio.sleep(0.01)
-            with pytest.raises(UnhealthyError, match="no memory"):
-                replica.check()
-            replica.stop()
-
-        asyncio.run(scenario())
+        replica.stop()

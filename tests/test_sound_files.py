@@ -282,77 +282,61 @@ def test_a_file_has_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pool.given == [15.0, 15.0, 15.0, 15.0]
 
 
-def test_keys_take_turns() -> None:
+async def test_keys_take_turns() -> None:
     """One key's many parts leave a slot, and whoever waits is served by key in turn."""
+    slots, served = FairSlots(2), list[str]()
+    go_on = asyncio.Event()
 
-    async def run() -> None:
-        slots, served = FairSlots(2), list[str]()
-        go_on = asyncio.Event()
+    async def ask(tenant: str | None, name: str, go_on: asyncio.Event) -> None:
+        async with slots.of(tenant):
+            served.append(name)
+            await go_on.wait()
 
-        async def ask(tenant: str | None, name: str, go_on: asyncio.Event) -> None:
-            async with slots.of(tenant):
-                served.append(name)
-                await go_on.wait()
-
-        tasks = [asyncio.create_task(ask("a", f"a{number}", go_on)) for number in range(4)]
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert served == ["a0"]
-        tasks.append(asyncio.create_task(ask("b", "b0", asyncio.Event())))
-        tasks += [asyncio.create_task(ask("c", "c0", go_on))]
-        await asyncio.sleep(0.01)
-        assert served == ["a0", "b0"]
-        tasks[2].cancel()
-        go_on.set()
-        await asyncio.sleep(0.01)
-        assert served == ["a0", "b0", "a1", "c0", "a3"]
-        tasks[4].cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert not slots._held
-        assert not slots._waiting
-
-    asyncio.run(run())
+    tasks = [asyncio.create_task(ask("a", f"a{number}", go_on)) for number in range(4)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert served == ["a0"]
+    tasks.append(asyncio.create_task(ask("b", "b0", asyncio.Event())))
+    tasks += [asyncio.create_task(ask("c", "c0", go_on))]
+    await asyncio.sleep(0.01)
+    assert served == ["a0", "b0"]
+    tasks[2].cancel()
+    go_on.set()
+    await asyncio.sleep(0.01)
+    assert served == ["a0", "b0", "a1", "c0", "a3"]
+    tasks[4].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert not slots._held
+    assert not slots._waiting
 
 
-def test_tasks_that_are_cancelled_together_keep_no_slot() -> None:
+async def test_tasks_that_are_cancelled_together_keep_no_slot() -> None:
     """A waiting task may be cancelled and not have run yet when a slot becomes free."""
+    slots = FairSlots(2)
 
-    async def run() -> None:
-        slots = FairSlots(2)
+    async def ask() -> None:
+        async with slots.of(None):
+            await asyncio.sleep(60)
 
-        async def ask() -> None:
-            async with slots.of(None):
-                await asyncio.sleep(60)
+    tasks = [asyncio.create_task(ask()) for _ in range(4)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert slots._held == {None: 2}
+    for task in tasks:
+        task.cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(result, asyncio.CancelledError) for result in results)
+    assert not slots._held
+    assert not slots._waiting
 
-        tasks = [asyncio.create_task(ask()) for _ in range(4)]
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+
+async def test_without_keys_all_slots_are_used() -> None:
+    slots = FairSlots(2)
+    async with slots.of(None), slots.of(None):
         assert slots._held == {None: 2}
-        for task in tasks:
-            task.cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(isinstance(result, asyncio.CancelledError) for result in results)
-        assert not slots._held
-        assert not slots._waiting
-
-    asyncio.run(run())
 
 
-def test_without_keys_all_slots_are_used() -> None:
-    async def run() -> None:
-        slots = FairSlots(2)
-        async with slots.of(None), slots.of(None):
-            assert slots._held == {None: 2}
-
-    asyncio.run(run())
-
-
-JOINED = {
-    ("MP3", "MPEG_LAYER_III"): 0.1,
-    ("OGG", "VORBIS"): 0.05,
-    ("OGG", "OPUS"): 0.05,
-    ("FLAC", "PCM_16"): 1e-4,
-}
+JOINED = {("MP3", "MPEG_LAYER_III"): 0.1, ("OGG", "VORBIS"): 0.05, ("OGG", "OPUS"): 0.05, ("FLAC", "PCM_16"): 1e-4}
 
 
 @pytest.mark.parametrize(("form", "kind"), JOINED)

@@ -23,6 +23,11 @@ from support import reference
 from support.checkpoints import random_prompt
 from support.reference import Reference
 
+# Settings of most decoders' shapes.
+DECODER: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
 # What every shape is asked: tokens of an answer, and (length penalty, early stopping) of its beam searches.
 GREEDY_TOKENS = 24
 BEAM_TOKENS = 12

@@ -1,7 +1,7 @@
 """What tests of `engine.backends.triton` share: where kernels run, and how they are compiled where there is no GPU.
 
-As a script (`python -m support.gpu MODULE [CAPABILITY]`) it compiles the `VARIANTS` of a module and prints what came of
-it: in a process of its own, because kernels that were imported for the interpreter cannot be compiled.
+As a script (`python -m support.gpu NAME...`) it compiles the `VARIANTS` of `variants_NAME.py` beside it and prints the
+results: in a process of its own, because kernels that were imported for the interpreter cannot be compiled.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from engine.backends import triton as gpu
+from engine.host.folders import cache_folder, make_private
 
 TESTS = Path(__file__).resolve().parents[1]
 # Bytes of shared memory that a block may have, by compute capability (CUDA C++ Programming Guide, table of technical
@@ -102,19 +103,18 @@ class Compiled:
     error: str = ""
 
 
-def compile_variants(module: str, cache: Path, capability: int | None = None) -> list[Compiled]:
-    """Compile the `VARIANTS` of a module below tests/, such as "support.variants_attention", without a GPU.
-
-    Args:
-        cache: a folder for Triton's own cache.
-        capability: the only one to compile for.
-    """
+def compile_variants(names: Sequence[str]) -> dict[str, list[Compiled]]:
+    """Compile the `VARIANTS` of these modules, by name, without a GPU. Triton's cache keeps kernels that did not
+    change."""
+    cache = cache_folder("test-triton")
+    make_private(cache)
     environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "support.gpu", module, *([] if capability is None else [str(capability)])]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=540)
+    command = [sys.executable, "-m", "support.gpu", *names]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1100)
     assert done.returncode == 0, done.stderr[-4000:]
-    return [Compiled(**item) for item in json.loads(done.stdout.splitlines()[-1])]
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {name: [Compiled(**item) for item in items] for name, items in found.items()}
 
 
 def check_compiled(found: list[Compiled]) -> None:
@@ -170,6 +170,8 @@ def _stack(cubin: bytes) -> int:
 
 
 if __name__ == "__main__":
-    variants: list[Variant] = importlib.import_module(sys.argv[1]).VARIANTS
-    wanted = {int(capability) for capability in sys.argv[2:]} or set(SHARED_MEMORY)
-    print(json.dumps([asdict(_compile(v, c)) for v in variants for c in v.capabilities if c in wanted]))
+    made = {}
+    for name in sys.argv[1:]:
+        variants: list[Variant] = importlib.import_module(f"support.variants_{name}").VARIANTS
+        made[name] = [asdict(_compile(v, capability)) for v in variants for capability in v.capabilities]
+    print(json.dumps(made))

@@ -1,212 +1,26 @@
-"""The config.json of published checkpoints, and what is read from it."""
+"""Published checkpoints: the contents of `published/NAME.json`, a config.json, is the constant NAME; and the parts that
+are read from one. DeBERTa v3's config names no architecture; saving the model adds it."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from engine.model import checkpoint, families
 from engine.model.spec import ModelSpec
 
-MIXTRAL_8X7B: dict[str, Any] = {
-    "architectures": ["MixtralForCausalLM"],
-    "attention_dropout": 0.0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 32768,
-    "model_type": "mixtral",
-    "num_attention_heads": 32,
-    "num_experts_per_tok": 2,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "num_local_experts": 8,
-    "output_router_logits": False,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 1000000.0,
-    "router_aux_loss_coef": 0.02,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.36.0.dev0",
-    "use_cache": True,
-    "vocab_size": 32000,
-}
-QWEN3_30B_A3B: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "decoder_sparse_step": 1,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "initializer_range": 0.02,
-    "intermediate_size": 6144,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 48,
-    "mlp_only_layers": [],
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "output_router_logits": False,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000.0,
-    "router_aux_loss_coef": 0.001,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.51.0",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-GEMMA_3_1B: dict[str, Any] = {
-    "architectures": ["Gemma3ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "attn_logit_softcapping": None,
-    "bos_token_id": 2,
-    "cache_implementation": "hybrid",
-    "eos_token_id": [1, 106],
-    "final_logit_softcapping": None,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "hidden_size": 1152,
-    "initializer_range": 0.02,
-    "intermediate_size": 6912,
-    "max_position_embeddings": 32768,
-    "model_type": "gemma3_text",
-    "num_attention_heads": 4,
-    "num_hidden_layers": 26,
-    "num_key_value_heads": 1,
-    "pad_token_id": 0,
-    "query_pre_attn_scalar": 256,
-    "rms_norm_eps": 1e-06,
-    "rope_local_base_freq": 10000,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": 512,
-    "sliding_window_pattern": 6,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.50.0.dev0",
-    "use_cache": True,
-    "vocab_size": 262144,
-}
-# Images and text; what is not named has its default.
-GEMMA_3_4B: dict[str, Any] = {
-    "architectures": ["Gemma3ForConditionalGeneration"],
-    "boi_token_index": 255999,
-    "eoi_token_index": 256000,
-    "eos_token_id": [1, 106],
-    "image_token_index": 262144,
-    "initializer_range": 0.02,
-    "mm_tokens_per_image": 256,
-    "model_type": "gemma3",
-    "text_config": {
-        "hidden_size": 2560,
-        "intermediate_size": 10240,
-        "model_type": "gemma3_text",
-        "num_hidden_layers": 34,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-        "sliding_window": 1024,
-    },
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.50.0.dev0",
-    "vision_config": {
-        "hidden_size": 1152,
-        "image_size": 896,
-        "intermediate_size": 4304,
-        "model_type": "siglip_vision_model",
-        "num_attention_heads": 16,
-        "num_hidden_layers": 27,
-        "patch_size": 14,
-        "vision_use_head": False,
-    },
-}
-GEMMA_2_2B: dict[str, Any] = {
-    "architectures": ["Gemma2ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "attn_logit_softcapping": 50.0,
-    "bos_token_id": 2,
-    "cache_implementation": "hybrid",
-    "eos_token_id": 1,
-    "final_logit_softcapping": 30.0,
-    "head_dim": 256,
-    "hidden_act": "gelu_pytorch_tanh",
-    "hidden_activation": "gelu_pytorch_tanh",
-    "hidden_size": 2304,
-    "initializer_range": 0.02,
-    "intermediate_size": 9216,
-    "max_position_embeddings": 8192,
-    "model_type": "gemma2",
-    "num_attention_heads": 8,
-    "num_hidden_layers": 26,
-    "num_key_value_heads": 4,
-    "pad_token_id": 0,
-    "query_pre_attn_scalar": 256,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 10000.0,
-    "sliding_window": 4096,
-    "torch_dtype": "float32",
-    "transformers_version": "4.42.4",
-    "use_cache": True,
-    "vocab_size": 256000,
-}
-OLMO_2_7B: dict[str, Any] = {
-    "architectures": ["Olmo2ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "eos_token_id": 100257,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 11008,
-    "max_position_embeddings": 4096,
-    "model_type": "olmo2",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 32,
-    "pad_token_id": 100277,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 500000,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float32",
-    "transformers_version": "4.47.0.dev0",
-    "use_cache": True,
-    "vocab_size": 100352,
-}
-OLMO_3_7B: dict[str, Any] = OLMO_2_7B | {
-    "architectures": ["Olmo3ForCausalLM"],
-    "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 8,
-    "max_position_embeddings": 65536,
-    "model_type": "olmo3",
-    "rope_scaling": {
-        "attention_factor": 1.2079441541679836,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 8.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "yarn",
-    },
-    "sliding_window": 4096,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.57.0",
-    "vocab_size": 100278,
-}
+Read = Callable[..., ModelSpec]  # of the fixture `read`
+FOLDER = Path(__file__).with_suffix("")
+
+
+def __getattr__(name: str) -> dict[str, Any]:
+    file = FOLDER / f"{name.lower()}.json"
+    if not (name.isupper() and file.is_file()):
+        raise AttributeError(f"no config.json of {name} is in {FOLDER}")
+    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return config
 
 
 def read(folder: Path, values: dict[str, Any], **changes: Any) -> ModelSpec:

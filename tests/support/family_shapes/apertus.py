@@ -1,23 +1,12 @@
 """Apertus: xIELU with slopes of each layer's own, norms of queries and keys, llama3 scaling by default."""
 
-from typing import Any
-
-from support.family_shape import FamilyShape
-
-BASE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 56,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
+from support.family_shape import DECODER, FamilyShape
 
 SHAPES = {
-    "apertus": FamilyShape("ApertusForCausalLM", BASE, prompts=(1, 2, 0, 6)),
+    "apertus": FamilyShape("ApertusForCausalLM", DECODER, prompts=(1, 2, 0, 6)),
     "apertus-biases-tied-own-heads": FamilyShape(
         "ApertusForCausalLM",
-        BASE
+        DECODER
         | {
             "head_dim": 12,
             "attention_bias": True,
@@ -27,5 +16,5 @@ SHAPES = {
         eos=(3, 90),
         prompts=(0, 10, 1, 2),
     ),
-    "apertus-relu2": FamilyShape("ApertusForCausalLM", BASE | {"hidden_act": "relu2"}, prompts=(0, 1, 2, 3)),
+    "apertus-relu2": FamilyShape("ApertusForCausalLM", DECODER | {"hidden_act": "relu2"}, prompts=(0, 1, 2, 3)),
 }

@@ -2,19 +2,9 @@
 
 from typing import Any
 
-from support.family_shape import FamilyShape
+from support.family_shape import DECODER, FamilyShape
 
-BASE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 56,
-    "moe_intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "moe_num_experts": 6,
-    "moe_k": 3,
-}
+BASE: dict[str, Any] = DECODER | {"moe_intermediate_size": 24, "num_hidden_layers": 3, "moe_num_experts": 6, "moe_k": 3}
 
 SHAPES = {
     "ernie4-5-moe": FamilyShape("Ernie4_5_MoeForCausalLM", BASE, prompts=(1, 2, 0, 4)),

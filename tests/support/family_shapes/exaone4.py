@@ -2,16 +2,9 @@
 
 from typing import Any
 
-from support.family_shape import FamilyShape
+from support.family_shape import DECODER, FamilyShape
 
-BASE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 56,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
+BASE: dict[str, Any] = DECODER | {"num_hidden_layers": 4}
 
 SHAPES = {
     "exaone4": FamilyShape("Exaone4ForCausalLM", BASE | {"sliding_window": 9}, prompts=(3, 4, 0, 1)),

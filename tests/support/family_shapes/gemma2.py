@@ -2,20 +2,16 @@
 
 from typing import Any
 
-from support.family_shape import FamilyShape
+from support.family_shape import DECODER, FamilyShape
 
-BASE: dict[str, Any] = {
-    "hidden_size": 32,
+BASE: dict[str, Any] = DECODER | {
     "intermediate_size": 48,
     "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 8,
     "query_pre_attn_scalar": 10,
     "sliding_window": 9,
     "attn_logit_softcapping": 2.0,
     "final_logit_softcapping": 9.0,
-    "max_position_embeddings": 128,
 }
 
 SHAPES = {

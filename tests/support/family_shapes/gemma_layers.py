@@ -2,16 +2,11 @@
 
 from typing import Any
 
-from support.family_shape import FamilyShape
+from support.family_shape import DECODER, FamilyShape
 
-BASE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 56,
+BASE: dict[str, Any] = DECODER | {
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 8,
-    "max_position_embeddings": 128,
     "sliding_window": 9,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "num_kv_shared_layers": 2,

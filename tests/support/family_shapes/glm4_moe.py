@@ -2,16 +2,11 @@
 
 from typing import Any
 
-from support.family_shape import FamilyShape
+from support.family_shape import DECODER, FamilyShape
 
-BASE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 56,
+BASE: dict[str, Any] = DECODER | {
     "moe_intermediate_size": 24,
     "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
     "n_routed_experts": 8,
     "n_shared_experts": 1,
     "num_experts_per_tok": 3,

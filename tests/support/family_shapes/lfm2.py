@@ -2,24 +2,15 @@
 
 from typing import Any
 
-from support.family_shape import FamilyShape
+from support.family_shape import DECODER, FamilyShape
 
-BASE: dict[str, Any] = {
-    "hidden_size": 32,
+BASE: dict[str, Any] = DECODER | {
     "intermediate_size": 48,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
     "layer_types": ["conv", "full_attention", "conv", "full_attention"],
     "block_auto_adjust_ff_dim": False,
 }
-EXPERTS = BASE | {
-    "moe_intermediate_size": 24,
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "num_dense_layers": 1,
-}
+EXPERTS = BASE | {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2, "num_dense_layers": 1}
 del EXPERTS["block_auto_adjust_ff_dim"]
 
 SHAPES = {

@@ -2,18 +2,9 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
-from support.family_shape import FamilyShape
+from support.family_shape import DECODER, FamilyShape
 
-BASE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 56,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
 BANDS = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -46,53 +37,53 @@ def older(folder: Path) -> None:
 
 
 SHAPES = {
-    "llama": FamilyShape("LlamaForCausalLM", BASE, prompts=(0, 2, 1, 5)),
+    "llama": FamilyShape("LlamaForCausalLM", DECODER, prompts=(0, 2, 1, 5)),
     "llama-biases-own-head-dim-tied": FamilyShape(
         "LlamaForCausalLM",
-        BASE | {"attention_bias": True, "mlp_bias": True, "head_dim": 10, "tie_word_embeddings": True},
+        DECODER | {"attention_bias": True, "mlp_bias": True, "head_dim": 10, "tie_word_embeddings": True},
         prompts=(10, 47, 3, 7),
         eos_gain=2.2,
     ),
     "llama-linear": FamilyShape(
         "LlamaForCausalLM",
-        BASE | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}},
+        DECODER | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}},
         prompts=(0, 1, 5, 2),
     ),
     "llama-bands": FamilyShape(
-        "LlamaForCausalLM", BASE | {"num_key_value_heads": 1, "rope_parameters": BANDS}, prompts=(1, 3, 2, 0)
+        "LlamaForCausalLM", DECODER | {"num_key_value_heads": 1, "rope_parameters": BANDS}, prompts=(1, 3, 2, 0)
     ),
-    "llama-yarn": FamilyShape("LlamaForCausalLM", BASE | {"rope_parameters": YARN}, prompts=(0, 2, 1, 3)),
+    "llama-yarn": FamilyShape("LlamaForCausalLM", DECODER | {"rope_parameters": YARN}, prompts=(0, 2, 1, 3)),
     "llama-yarn-own-ramp": FamilyShape(
         "LlamaForCausalLM",
-        BASE | {"rope_parameters": YARN | {"beta_fast": 8.0, "beta_slow": 2.0, "attention_factor": 1.3}},
+        DECODER | {"rope_parameters": YARN | {"beta_fast": 8.0, "beta_slow": 2.0, "attention_factor": 1.3}},
         prompts=(0, 1, 9, 2),
     ),
     "llama-yarn-older-config": FamilyShape(
         "LlamaForCausalLM",
-        BASE | {"head_dim": 12, "rope_parameters": YARN | {"truncate": False, "mscale": 1.4, "mscale_all_dim": 0.6}},
+        DECODER | {"head_dim": 12, "rope_parameters": YARN | {"truncate": False, "mscale": 1.4, "mscale_all_dim": 0.6}},
         finish=older,
         prompts=(33, 48, 1, 2),
     ),
     "llama-dynamic": FamilyShape(
         "LlamaForCausalLM",
-        BASE | {"max_position_embeddings": 12, "rope_parameters": DYNAMIC},
+        DECODER | {"max_position_embeddings": 12, "rope_parameters": DYNAMIC},
         shortest=13,
         lengths=(96, 13, 14),
         prompts=(0, 1, 2, 3),
     ),
     "llama-dynamic-by-request": FamilyShape(
         "LlamaForCausalLM",
-        BASE | {"max_position_embeddings": 72, "rope_parameters": DYNAMIC},
+        DECODER | {"max_position_embeddings": 72, "rope_parameters": DYNAMIC},
         max_model_len=128,
         lengths=(128, 73, 14, 71),
         prompts=(0, 1, 2, 3),
     ),
     "llama-dynamic-within-its-length": FamilyShape(
-        "LlamaForCausalLM", BASE | {"rope_parameters": DYNAMIC}, prompts=(0, 1, 2, 3)
+        "LlamaForCausalLM", DECODER | {"rope_parameters": DYNAMIC}, prompts=(0, 1, 2, 3)
     ),
     "llama-longrope": FamilyShape(
         "LlamaForCausalLM",
-        BASE | {"rope_parameters": LONG},
+        DECODER | {"rope_parameters": LONG},
         shortest=13,
         lengths=(37, 13, 14),
         finish=older,

@@ -2,20 +2,16 @@
 
 from typing import Any
 
-from support.family_shape import FamilyShape
+from support.family_shape import DECODER, FamilyShape
 
-BASE: dict[str, Any] = {
-    "hidden_size": 32,
+BASE: dict[str, Any] = DECODER | {
     "intermediate_size": 24,
     "intermediate_size_mlp": 44,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 12,
     "num_local_experts": 5,
     "attention_chunk_size": 16,
     "no_rope_layer_interval": 3,
-    "max_position_embeddings": 128,
     "floor_scale": 8,
     "attn_scale": 0.3,
 }

@@ -2,18 +2,9 @@
 
 from typing import Any
 
-from support.family_shape import FamilyShape
+from support.family_shape import DECODER, FamilyShape
 
-BASE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-}
+BASE: dict[str, Any] = DECODER | {"intermediate_size": 40, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 SHAPES = {
     "mixtral": FamilyShape("MixtralForCausalLM", BASE, prompts=(0, 5, 1, 2)),

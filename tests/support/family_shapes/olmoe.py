@@ -2,18 +2,9 @@
 
 from typing import Any
 
-from support.family_shape import FamilyShape
+from support.family_shape import DECODER, FamilyShape
 
-BASE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "num_experts": 6,
-    "num_experts_per_tok": 3,
-}
+BASE: dict[str, Any] = DECODER | {"intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 3}
 
 SHAPES = {
     "olmoe": FamilyShape("OlmoeForCausalLM", BASE, prompts=(10, 20, 2, 0)),

@@ -2,17 +2,9 @@
 
 from typing import Any
 
-from support.family_shape import FamilyShape
+from support.family_shape import DECODER, FamilyShape
 
-BASE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 56,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "original_max_position_embeddings": 128,
-}
+BASE: dict[str, Any] = DECODER | {"original_max_position_embeddings": 128}
 LONG = {
     "rope_type": "longrope",
     "rope_theta": 500.0,

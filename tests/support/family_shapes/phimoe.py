@@ -2,17 +2,9 @@
 
 from typing import Any
 
-from support.family_shape import FamilyShape
+from support.family_shape import DECODER, FamilyShape
 
-BASE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 56,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "num_local_experts": 6,
-}
+BASE: dict[str, Any] = DECODER | {"num_hidden_layers": 3, "num_local_experts": 6}
 
 SHAPES = {
     "phimoe": FamilyShape("PhimoeForCausalLM", BASE | {"intermediate_size": 24}, prompts=(2, 3, 0, 1)),

@@ -1,23 +1,12 @@
 """Qwen2: biases of query, key and value only; windows in the upper layers."""
 
-from typing import Any
-
-from support.family_shape import FamilyShape
-
-BASE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 56,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
+from support.family_shape import DECODER, FamilyShape
 
 SHAPES = {
-    "qwen2": FamilyShape("Qwen2ForCausalLM", BASE, prompts=(0, 1, 7, 2)),
+    "qwen2": FamilyShape("Qwen2ForCausalLM", DECODER, prompts=(0, 1, 7, 2)),
     "qwen2-upper-windows-tied": FamilyShape(
         "Qwen2ForCausalLM",
-        BASE
+        DECODER
         | {
             "num_hidden_layers": 3,
             "num_key_value_heads": 1,
@@ -31,7 +20,7 @@ SHAPES = {
     ),
     "qwen2-alternating-windows-yarn": FamilyShape(
         "Qwen2ForCausalLM",
-        BASE
+        DECODER
         | {
             "num_hidden_layers": 3,
             "head_dim": 12,

@@ -2,17 +2,11 @@
 
 from typing import Any
 
-from support.family_shape import FamilyShape
+from support.family_shape import DECODER, FamilyShape
 
-BASE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 56,
+BASE: dict[str, Any] = DECODER | {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
     "num_experts": 6,
     "num_experts_per_tok": 3,
 }

@@ -2,16 +2,12 @@
 
 from typing import Any
 
-from support.family_shape import FamilyShape
+from support.family_shape import DECODER, FamilyShape
 
-BASE: dict[str, Any] = {
-    "hidden_size": 32,
+BASE: dict[str, Any] = DECODER | {
     "intermediate_size": 48,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 16,
-    "max_position_embeddings": 128,
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,

@@ -2,17 +2,12 @@
 
 from typing import Any
 
-from support.family_shape import FamilyShape
+from support.family_shape import DECODER, FamilyShape
 
-BASE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 56,
+BASE: dict[str, Any] = DECODER | {
     "moe_intermediate_size": 24,
     "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 12,
-    "max_position_embeddings": 128,
     "num_experts": 6,
     "num_experts_per_tok": 3,
     "norm_topk_prob": True,

@@ -2,17 +2,9 @@
 
 from typing import Any
 
-from support.family_shape import FamilyShape
+from support.family_shape import DECODER, FamilyShape
 
-BASE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 56,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "no_rope_layer_interval": 2,
-}
+BASE: dict[str, Any] = DECODER | {"num_hidden_layers": 3, "no_rope_layer_interval": 2}
 
 SHAPES = {
     "smollm3": FamilyShape("SmolLM3ForCausalLM", BASE, eos_gain=2.2, prompts=(1, 2, 0, 3)),

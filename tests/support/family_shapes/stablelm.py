@@ -1,23 +1,12 @@
 """StableLM: a quarter of each head rotates; blocks one after the other, and parallel ones."""
 
-from typing import Any
-
-from support.family_shape import FamilyShape
-
-BASE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 56,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
+from support.family_shape import DECODER, FamilyShape
 
 SHAPES = {
-    "stablelm": FamilyShape("StableLmForCausalLM", BASE, prompts=(0, 1, 2, 3)),
+    "stablelm": FamilyShape("StableLmForCausalLM", DECODER, prompts=(0, 1, 2, 3)),
     "stablelm-parallel-biases-tied": FamilyShape(
         "StableLmForCausalLM",
-        BASE
+        DECODER
         | {
             "use_parallel_residual": True,
             "use_qkv_bias": True,

@@ -2,16 +2,9 @@
 
 from typing import Any
 
+from support.family_shape import DECODER as BASE
 from support.family_shape import FamilyShape
 
-BASE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 56,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
 WINDOWS: dict[str, Any] = BASE | {
     "num_hidden_layers": 3,
     "sliding_window": 9,
@@ -73,11 +66,7 @@ SHAPES = {
         WINDOWS | {"head_dim": 10, "rope_parameters": {"rope_theta": 300.0}, "mlp_bias": True},
         prompts=(3, 4, 0, 1),
     ),
-    "jais2": FamilyShape(
-        "Jais2ForCausalLM",
-        BASE | {"head_dim": 10},
-        prompts=(4, 12, 0, 1),
-    ),
+    "jais2": FamilyShape("Jais2ForCausalLM", BASE | {"head_dim": 10}, prompts=(4, 12, 0, 1)),
     "jais2-no-biases-tied": FamilyShape(
         "Jais2ForCausalLM",
         BASE | {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True},
@@ -88,11 +77,7 @@ SHAPES = {
         BASE | {"intermediate_size": 24, "num_experts": 5, "num_experts_per_tok": 3},
         prompts=(1, 3, 0, 2),
     ),
-    "persimmon": FamilyShape(
-        "PersimmonForCausalLM",
-        BASE | {"num_key_value_heads": 4},
-        prompts=(8, 10, 0, 1),
-    ),
+    "persimmon": FamilyShape("PersimmonForCausalLM", BASE | {"num_key_value_heads": 4}, prompts=(8, 10, 0, 1)),
     "persimmon-no-norms-tied": FamilyShape(
         "PersimmonForCausalLM",
         BASE
@@ -199,16 +184,9 @@ SHAPES = {
         seed=1,
         prompts=(4, 7, 0, 1),
     ),
-    "youtu": FamilyShape(
-        "YoutuForCausalLM",
-        LATENT,
-        eos_gain=2.6,
-        prompts=(0, 1, 2, 3),
-    ),
+    "youtu": FamilyShape("YoutuForCausalLM", LATENT, eos_gain=2.6, prompts=(0, 1, 2, 3)),
     "minicpm3": FamilyShape(
-        "MiniCPM3ForCausalLM",
-        LATENT | {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 18},
-        prompts=(2, 9, 0, 1),
+        "MiniCPM3ForCausalLM", LATENT | {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 18}, prompts=(2, 9, 0, 1)
     ),
     "minicpm3-untied": FamilyShape(
         "MiniCPM3ForCausalLM",
@@ -243,11 +221,7 @@ SHAPES = {
         },
         prompts=(0, 2, 1, 3),
     ),
-    "hunyuan3": FamilyShape(
-        "HYV3ForCausalLM",
-        BASE | EXPERTS | {"head_dim": 10},
-        prompts=(0, 2, 1, 3),
-    ),
+    "hunyuan3": FamilyShape("HYV3ForCausalLM", BASE | EXPERTS | {"head_dim": 10}, prompts=(0, 2, 1, 3)),
     "hunyuan3-biases-tied": FamilyShape(
         "HYV3ForCausalLM",
         BASE
@@ -313,11 +287,7 @@ SHAPES = {
         eos_gain=2.2,
         prompts=(4, 9, 0, 1),
     ),
-    "mellum": FamilyShape(
-        "MellumForCausalLM",
-        WINDOWS | EXPERTS | {"head_dim": 10},
-        prompts=(2, 4, 0, 1),
-    ),
+    "mellum": FamilyShape("MellumForCausalLM", WINDOWS | EXPERTS | {"head_dim": 10}, prompts=(2, 4, 0, 1)),
     "mellum-biases-tied": FamilyShape(
         "MellumForCausalLM",
         WINDOWS
