@@ -305,10 +305,11 @@ def test_models_without_such_a_head_are_named(
     resolved = resolve(config_of, torch.device("cpu"))
     head = TrainedHead(config_of, SpeculativeConfig(method="mtp"))
     for change, message in (
+        ({"spec": replace(resolved.spec, encoder=resolved.spec.decoder)}, "mtp is for decoder-only models"),
         ({"device": torch.device("cuda")}, "mtp runs on the CPU only, but the device is cuda"),
         ({"file": Path("x.gguf")}, "mtp needs a checkpoint folder, but x.gguf is a GGUF file"),
     ):
-        with pytest.raises(UnsupportedModelError, match=message):
+        with pytest.raises((ConfigError, UnsupportedModelError), match=message):
             head.adapt(replace(resolved, **change))
 
 

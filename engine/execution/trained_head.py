@@ -128,6 +128,10 @@ class TrainedHead(DraftModel):
             ConfigError, UnsupportedModelError: the model has no such head, or its device or file cannot serve one.
         """
         method = self._settings.method
+        if resolved.spec.decoder is None or resolved.spec.encoder is not None:
+            raise ConfigError(
+                f"speculative_config: {method} is for decoder-only models, but {self._config.model} is not one."
+            )
         if resolved.spec.state_sizes:
             raise ConfigError(
                 f"speculative_config: layers of {self._config.model} carry a state, which cannot be rolled back after "
@@ -147,7 +151,6 @@ class TrainedHead(DraftModel):
             self._resolved = replace(resolved, config=self._config, spec=spec, table=table, vision=None)
             return resolved
         assert self._settings.model is not None
-        assert resolved.spec.decoder is not None
         path = find(self._settings.model)
         config = self._read(path)
         spec, table = eagle3(config, resolved.spec, self._fill_table)
