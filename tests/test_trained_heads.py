@@ -272,6 +272,29 @@ def test_a_head_that_fails_fails_no_request(
     assert (one.stats().num_accepted_draft_tokens > 0) == (call > 1)
 
 
+def test_hidden_states_that_are_unknown_cost_drafts_and_no_answer(
+    predicting: Callable[..., Any], engines: Callable[..., Engine]
+) -> None:
+    """The head reads zeros at positions of a step that it has not seen, and shares none of their pages."""
+    made = predicting("wide")
+    one = engines(made.path, **with_head(1, block_size=4))
+    observe, steps = one._stepping._observe, []
+
+    def seldom(step: Any) -> None:
+        steps.append(step)
+        if len(steps) % 3:
+            observe(step)  # type: ignore[misc]
+
+    one._stepping._observe = seldom
+    told = [(5 + 7 * i) % 60 for i in range(1, 41)]
+    for job in (Job([9, 3, 5], greedy(40)), Job([9, 3, 5], greedy(40))):
+        steps.clear()
+        assert outputs(one, [job])[0].outputs[0].token_ids == told
+    assert not one._draft_model._failed  # type: ignore[union-attr]
+    assert one._draft_model._pool.num_cached <= 1  # type: ignore[union-attr]
+    assert 8 < one.stats().num_accepted_draft_tokens < one.stats().num_draft_tokens
+
+
 def test_pages_of_the_head_are_part_of_the_plan(predicting: Callable[..., Any], engines: Callable[..., Engine]) -> None:
     """Three layers and the head's one fit into `kv_cache_memory`."""
     memory = {"kv_cache_memory": 1 << 20, "num_gpu_blocks_override": None}

@@ -44,7 +44,8 @@ class _HeadShadow(Shadow):
     settled: int = 0
     hidden: list[Tensor] = field(default_factory=list)  # the model's hidden states from there on, in parts
     is_whole: bool = True  # whether no hidden state was unknown
-    state: Tensor | None = None  # [1, features] the head's own at the last position, which the next draft reads
+    # [1, features] the head's own at the last position, which the next draft reads; zeros at first.
+    state: Tensor = field(default_factory=lambda: torch.zeros(1, 0))
 
     @property
     def reached(self) -> int:
@@ -54,26 +55,24 @@ class _HeadShadow(Shadow):
     def take(self, start: int, hidden: Tensor) -> None:
         """Have the hidden states [N, features] of the positions from `start` on."""
         self.cut(start)
-        self._fill(start, hidden)
+        self._fill(start)
         if len(known := hidden[max(self.reached - start, 0) :]):
             self.hidden.append(known.clone())  # the rest of the step's are not needed
 
     def next(self, count: int) -> Tensor:
         """The hidden states [count, features] that the head reads next."""
         if self.proposal:
-            assert self.state is not None
             return self.state
-        self._fill(self.settled + count, self.hidden[0] if self.hidden else self.state)
+        self._fill(self.settled + count)
         known = torch.cat(self.hidden)
         self.hidden = [known[count:]] if len(known) > count else []
         self.settled += count
         return known[:count]
 
-    def _fill(self, end: int, like: Tensor | None) -> None:
+    def _fill(self, end: int) -> None:
         """Take zeros for hidden states that are unknown, up to a position."""
         if (missing := end - self.reached) > 0:
-            assert like is not None
-            self.hidden.append(like.new_zeros(missing, like.shape[1]))
+            self.hidden.append(self.state.new_zeros(missing, self.state.shape[1]))
             self.is_whole = False
 
     def cut(self, end: int) -> None:
@@ -151,7 +150,9 @@ class TrainedHead(DraftModel):
             self._resolved = replace(resolved, config=self._config, spec=spec, table=table, vision=None)
             return resolved
         assert self._settings.model is not None
-        path = find(self._settings.model)
+        path = find(self._settings.model, hf_token=self._config.hf_token)
+        if not path.is_dir():
+            raise UnsupportedModelError(f"speculative_config: {method} needs a head in a folder, but {path} is a file.")
         config = self._read(path)
         spec, table = eagle3(config, resolved.spec, self._fill_table)
         self._kept = kept_layers(config, resolved.spec.decoder)
@@ -176,6 +177,7 @@ class TrainedHead(DraftModel):
             vocabulary, count = own.model.vocab_size, self._resolved.spec.head.choices or 0
             own.model.head.choose(chosen_tokens(self._resolved.path, count, vocabulary), vocabulary)
         del self._model
+        self._zeros = torch.zeros(1, own.model.spec.trunk.hidden_size, dtype=own.model.dtype)
         self._executor = prepare(self._resolved, own)
         return self.page_bytes
 
@@ -214,7 +216,7 @@ class TrainedHead(DraftModel):
             shadow = self._shadow(row.group, row.sequence)
             shadow.take(row.start, hidden[first:place])
             count = min(shadow.reached, row.sequence.num_tokens - 1) - shadow.settled
-            if count < _MANY or count > left:
+            if (count := min(count, left)) < _MANY:
                 continue
             shadow.mirror(row.sequence)
             if self._reserve(shadow.sequence, shadow.settled + count):
@@ -255,7 +257,7 @@ class TrainedHead(DraftModel):
         own_group.root = self._hasher.extend(own_group.root, sequence.tokens.view(0, 1))
         own = own_group.sequences[0]
         own.index = sequence.index
-        shadow = _HeadShadow(own_group, own, sequence.num_releases, num_known=sequence.num_tokens)
+        shadow = _HeadShadow(own_group, own, sequence.num_releases, num_known=sequence.num_tokens, state=self._zeros)
         shadow.mirror(sequence)
         own.hashes, own.num_published = [], 0
         first = self._shadows.get(group.sequences[0])

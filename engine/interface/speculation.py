@@ -72,8 +72,8 @@ def parse_speculative(given: Any) -> SpeculativeConfig:
     values = {name: value for name, value in decoded(NAME, given).items() if name not in _WITHOUT_EFFECT}
     if "model" in values:
         values.setdefault("method", "draft_model")
-    if values.get("method") in _DEFAULT_COUNTS:
-        values.setdefault("num_speculative_tokens", _DEFAULT_COUNTS[values["method"]])
+    if count := _DEFAULT_COUNTS.get(str(values.get("method"))):
+        values.setdefault("num_speculative_tokens", count)
     known = [field.name for field in fields(SpeculativeConfig)]
     for name in values:
         if name not in known:
