@@ -485,7 +485,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "architecture": (
         lambda w: put(w, "general.architecture", "mamba"),
-        r"mamba, which is not supported.*Supported: command-r, g",
+        r"mamba, which is not supported.*Supported: command-r, falcon-h1, g",
     ),
     "part": (lambda w: put(w, "split.count", 3), r"is one of 3 files of a model\. Join them: llama-gguf-split --merge"),
     "importance": (lambda w: put(w, "general.type", "imatrix"), r"importance matrix \(imatrix\), not a model\."),

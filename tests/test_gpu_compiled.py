@@ -13,8 +13,8 @@ from support.gpu import Compiled, check_compiled, compile_variants
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 MODULES = (
-    "adapters", "attention", "beams", "copies", "elementwise", "experts", "few_bits", "matvec", "rotary", "sampling",
-    "of_tests",
+    "adapters", "attention", "beams", "copies", "elementwise", "experts", "few_bits", "float8", "matvec", "rotary",
+    "sampling", "states", "of_tests",
 )  # fmt: skip
 # Bytes that a thread may keep on its stack. A few are spilled once, before a loop; more would be in it.
 STACK = 64

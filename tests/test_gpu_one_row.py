@@ -185,7 +185,8 @@ def test_kernels_that_go_wrong_are_not_used(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with mock.patch.object(matvec, "product", kernel), recorded(checkpoint(CHECKPOINT).path, *FASTER) as engine:
-        assert caplog.text.count(said) == 2, "of layers and of logits"
+        overlapping = engine.runner.model.device.type == "cuda"  # a GPU tries the kernels with overlap, too
+        assert caplog.text.count(said) == (4 if overlapping else 2), "of layers and of logits"
         assert engine.runner.graphs is not None
         assert engine.runner.graphs.one_row.kept == dict.fromkeys(("layers", "logits"), LIBRARY.name)
         assert len(run(engine, [Job(prompt(1, 5), greedy(3, ignore_eos=True))])[0][0]) == 3

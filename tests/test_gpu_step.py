@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("triton")
 
 from support.checkpoints import random_prompt
-from support.driving import Job, add, finish, make_engine, run, run_alone, watching
+from support.driving import Job, add, finish, make_engine, run, run_alone, tokens_of, watching
 from support.families import FAMILY_SHAPES, make_family_checkpoint
 from support.gpu import kernels
 from support.jobs import CHECKPOINT, beams, greedy, prompt, sampled
@@ -105,7 +105,13 @@ def test_beams_that_run_ahead(
             if device.type == "cpu" and recorded == "all":
                 runner.use_prompt_graphs(6, 8, eager)
             with watching(engine) as plans:
-                assert search(engine) == in_turn
+                ahead = search(engine)
+            if device.type == "cpu":
+                assert ahead == in_turn
+            else:  # whose libraries multiply few rows otherwise than many
+                assert {name: tokens_of(one) for name, one in ahead.items()} == {
+                    name: tokens_of(one) for name, one in in_turn.items()
+                }
             if device.type == "cpu":
                 assert bool(runner.graphs and runner.graphs.num_replayed) == (recorded != "nothing")
                 assert bool(runner.prompt_graphs and runner.prompt_graphs.num_replayed) == (recorded == "all")

@@ -40,6 +40,8 @@ SHAPES = {
     "latents": replace(FAMILY_SHAPES["deepseek-v3"], vocab=VOCAB),
     "states": replace(FAMILY_SHAPES["lfm2"], vocab=VOCAB),
     "matrices as states": replace(FAMILY_SHAPES["qwen3.5-moe"], vocab=VOCAB),
+    "a scan beside attention": replace(FAMILY_SHAPES["falcon-h1"], vocab=VOCAB),
+    "layers of one sublayer": replace(FAMILY_SHAPES["nemotron-h-moe-odd"], vocab=VOCAB),
     # Half of the jobs reach further than the original length.
     "factors by request": replace(
         FAMILY_SHAPES["phi3-factors-by-request"],

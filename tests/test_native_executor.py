@@ -125,9 +125,9 @@ def equal(pairs: Iterator[tuple[Tensor, Tensor]]) -> None:
 
 def agree(model: Transformer, padding: int = 0) -> None:
     """Both executors give the same bits, but for experts' weights, whose exponentials are summed otherwise, and for the
-    delta rule, whose sums over keys are."""
+    delta rule and scans, whose sums over keys are."""
     blocks = model.spec.trunk.blocks
-    delta = any(isinstance(block.mixing, spec.DeltaRule) for block in blocks)
+    delta = any(isinstance(block.mixing, spec.DeltaRule | spec.SelectiveScan) for block in blocks)
     if not delta and not any(isinstance(block.ffn, spec.Experts | spec.Shared) for block in blocks):
         equal(both_ways(model, padding))
         return

@@ -30,9 +30,11 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from cli.main import main
 from engine import SamplingParams
+from engine.backends import triton as gpu
 from engine.backends.native import gemm
 from engine.config import EngineConfig
 from engine.errors import ModelLoadError, UnsupportedModelError
+from engine.execution.loading import find_quantization
 from engine.execution.starting import resolve
 from engine.inspection import inspect_model
 from engine.model.checkpoint import read_config
@@ -243,6 +245,70 @@ def test_groups_of_128_keep_their_own_bits(said: dict[str, Any], pack: Packing, 
     assert 0 < float((found - exact).abs().median() / exact.std()) < 0.05
 
 
+WIDE_FP8: dict[str, tuple[dict[str, Any], Packing]] = {
+    "blocks": (FP8 | {"weight_block_size": [128, 128]}, packing.fp8((128, 128))),
+    "wide-blocks": (FP8 | {"weight_block_size": [64, 256]}, packing.fp8((64, 256))),
+    "channels": ({"quant_method": "fbgemm_fp8"}, packing.fp8((1, 1 << 20), ".weight_scale")),
+    "tensor": (FP8, packing.fp8(None, ".weight_scale")),
+    "compressed": (
+        {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {}},
+        packing.fp8((1, 1 << 20), ".weight_scale"),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WIDE_FP8)
+def test_fp8_keeps_its_bytes(kind: str, tmp_path: Path) -> None:
+    """Scales for each 128 inputs are all that is added. The numbers are the file's."""
+    plain = checkpoint(tmp_path, *WIDE_FP8[kind], hidden_size=160, intermediate_size=300, head_dim=40)
+    with Checkpoint(tmp_path, stored_scheme(read_config(tmp_path))) as stored:
+        for name in filter(stored.few_bits, stored.names):
+            blocks = stored.quantised(name, own=True)
+            assert isinstance(blocks, gemm.Blocks)
+            assert torch.equal(numbers(blocks), plain[name])
+    prompt, settings = random_prompt(SHAPE.vocab, 1, 40), {"quantization_cache": "off"}
+    facts = inspect_model(EngineConfig(model=str(tmp_path), device="cpu", quantization="stored"))
+    engine = make_engine(tmp_path, quantization="stored", **settings)
+    model = engine.runner.model
+    assert {kind for _, kind in model.matrices("stored")} == {"e4m3", None}
+    found = logprobs(engine, prompt)
+    engine.close()
+    few = sum(tensor.numel() for name, tensor in plain.items() if ".layers." in name and tensor.dim() == 2)
+    rest = sum(tensor.numel() * 4 for name, tensor in plain.items() if ".layers." not in name or tensor.dim() < 2)
+    assert rest + few < facts.weights < rest + 1.06 * few
+    engine = make_engine(tmp_path, quantization="none")
+    exact = logprobs(engine, prompt)
+    engine.close()
+    assert 0 < float((found - exact).abs().median() / exact.std()) < 0.01, "rows are rounded to bfloat16"
+
+
+def test_fp8_that_is_not_finite_is_refused(tmp_path: Path) -> None:
+    checkpoint(tmp_path, *WIDE_FP8["tensor"])
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors[Q + ".weight"].view(torch.uint8)[3, 5] = 0xFF
+    write(file, tensors)
+    with pytest.raises(ModelLoadError, match="stored as FP8 holds numbers that are not finite"):
+        make_engine(tmp_path, quantization="stored")
+
+
+def test_a_gpu_that_multiplies_fp8_is_given_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other GPUs, and other formats, get plain weights unless they are asked to keep them."""
+    folders = {kind: tmp_path / kind for kind in ("fp8", "gptq")}
+    for folder in folders.values():
+        folder.mkdir()
+    checkpoint(folders["fp8"], *WIDE_FP8["blocks"])
+    checkpoint(folders["gptq"], *KINDS["gptq-4"])
+    monkeypatch.setattr(gpu, "serves", lambda device: True)
+    for converts in (True, False):
+        monkeypatch.setattr(gpu, "converts_float8", lambda device, answer=converts: answer)
+        for kind, folder in folders.items():
+            config = EngineConfig(model=str(folder), device="cuda")
+            scheme = stored_scheme(read_config(folder))
+            found = find_quantization(config, folder, torch.device("cuda"), scheme)
+            assert found == ("stored" if converts and kind == "fp8" else None)
+
+
 def test_what_is_stored_plainly_stays_plain(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """And the start says that the setting does nothing."""
     build_reference(SHAPE).save_pretrained(tmp_path)
@@ -309,6 +375,7 @@ class _Held:
 
     def format(self, name: str) -> str:
         formats = {torch.int32: "I32", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3", torch.int64: "I64",
+                   torch.uint8: "U8",
                    torch.float16: "F16", torch.bfloat16: "BF16"}  # fmt: skip
         return formats.get(self._tensors[name].dtype, "F32")
 
@@ -383,6 +450,33 @@ def test_compressed_tensors_are_read_as_the_library_reads_them(
     assert torch.equal(found.decode(*map(tensors.read, found.parts)).to(dtype), expected)
 
 
+def test_nvfp4_is_read_as_the_library_reads_it(compressors: Any, tmp_path: Path) -> None:
+    """And Model Optimizer's, whose scale of a matrix is the reciprocal."""
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    args = QuantizationArgs(num_bits=4, type="float", symmetric=True, strategy="tensor_group", group_size=16)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    weight = torch.randn(48, 96, generator=torch.Generator().manual_seed(1))
+    whole = torch.tensor([64.0])
+    scales = (weight.view(48, 6, 16).abs().amax(-1) / 6 * whole).to(torch.float8_e4m3fn)
+    given = {"weight": weight, "weight_scale": scales.float(), "weight_global_scale": whole}
+    stored = compressors.NVFP4PackedCompressor.compress(given, scheme)
+    expected = compressors.NVFP4PackedCompressor.decompress(stored, scheme)["weight"]
+    other = {"weight": stored["weight_packed"], "weight_scale": scales, "weight_scale_2": 1 / whole}
+    for said, tensors in (
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, stored),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, other),
+    ):
+        ours = methods.find_scheme(type("Config", (), {"quantization_config": said}))
+        assert ours is not None
+        found_in = held({f"m.{key}": value for key, value in tensors.items()}, tmp_path)
+        (found,) = ours.find(found_in)
+        assert (found.name, found.shape) == ("m.weight", expected.shape)
+        numbers_read = found.decode(*map(found_in.read, found.parts))
+        assert torch.equal(numbers_read.to(expected.dtype), expected)
+        assert float((numbers_read - weight).abs().max()) < 0.6
+
+
 def test_a_whole_checkpoint_of_compressed_tensors(tmp_path: Path) -> None:
     """With what belongs to activations and to cached keys, which weights do not need."""
 
@@ -432,9 +526,10 @@ def test_a_whole_checkpoint_of_compressed_tensors(tmp_path: Path) -> None:
         (AWQ | {"version": "gemv"}, ("version", "gemm", "'gemv'")),
         (AWQ | {"backend": "llm-awq"}, ("autoawq", "'llm-awq'")),
         (FP8 | {"weight_block_size": [128]}, ("weight_block_size", "[128]")),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, ("quant_algo", "NVFP4 or FP8", "'W4A8_AWQ'")),
         (
-            {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
-            ("format", "pack-quantized", "nvfp4-pack-quantized"),
+            {"quant_method": "compressed-tensors", "format": "mxfp8-quantized"},
+            ("format", "pack-quantized", "mxfp8-quantized"),
         ),
         (
             {"quant_method": "compressed-tensors", "format": "dense", "sparsity_config": {"format": "sparse-bitmask"}},

@@ -87,10 +87,12 @@ UNLISTED = {
     "SiglipTextModel": "siglip_text_model",
 }
 # What the defaults of transformers lack to be a model.
-COMPLETED: dict[str, dict[str, int]] = {
+COMPLETED: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 2, "n_shared_experts": 1, "num_experts_per_tok": 1},
     "glm4_moe": {"head_dim": 128},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
     "t5": {"decoder_start_token_id": 0},
     "mt5": {"decoder_start_token_id": 0},
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},

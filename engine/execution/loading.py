@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from engine.backends import native
+from engine.backends import triton as gpu
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution.gpu_choice import another_gpu, holders
@@ -84,7 +85,7 @@ def _share(
     """Bytes per 2^20 numbers of a tensor. This is a lower bound: embeddings take more than what matrices become."""
     kind: Held | None
     if quantization == "stored":
-        stored = checkpoint.own_kind(name) if device.type == "cpu" else checkpoint.kind(name)
+        stored = checkpoint.own_kind(name) if device.type == "cpu" else checkpoint.kind_on_gpu(name)
         kind = (stored or "int8") if checkpoint.few_bits(name) else None
     else:
         kind = quantization
@@ -131,7 +132,8 @@ def find_quantization(
     config: EngineConfig, path: Path, device: torch.device, scheme: Scheme | None = None
 ) -> Wanted | None:
     """The format that matrices are converted to. A CPU with Octavo's own kernels serves quantised weights in their
-    stored format. Raises ConfigError if this device does not support the format.
+    stored format, a GPU that multiplies FP8 those that are stored as FP8. Raises ConfigError if this device does not
+    support the format.
 
     Args:
         scheme: how the checkpoint stores quantised weights, which may name a format for serving; on a GPU without
@@ -142,6 +144,10 @@ def find_quantization(
     wanted: Wanted | None = config.quantization or (None if scheme is None else scheme.served_as)
     if wanted is None and device.type == "cpu" and native.available():
         wanted = "stored"
+    if wanted is None and gpu.converts_float8(device) and gpu.serves(device):
+        with Checkpoint(path, scheme) as checkpoint:
+            kinds = {checkpoint.own_kind(name) for name in checkpoint.names if checkpoint.few_bits(name)}
+        wanted = "stored" if kinds == {"e4m3"} else None
     if wanted == "stored":
         with Checkpoint(path, scheme) as checkpoint:
             if not checkpoint.has_few_bits:

@@ -128,11 +128,6 @@ def resolve(config: EngineConfig, device: torch.device, read: ConfigReader = rea
         raise ModelLoadError(why)
     hf_config = read(path)
     spec, vision = find_vision(build_spec(hf_config), path, config, device)
-    if spec.state_sizes and device.type != "cpu":
-        raise UnsupportedModelError(
-            f"Layers with a state ({', '.join(spec.state_kinds)}) have no kernels for GPUs yet. Serve this model with "
-            "--device cpu."
-        )
     scheme = stored_scheme(hf_config)
     check_parameters(path, spec, scheme)
     stored = stored_dtype(path, hf_config)

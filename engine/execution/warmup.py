@@ -51,8 +51,9 @@ def trial(runner: ModelRunner) -> None:
 
 
 def can_record(model: Transformer) -> bool:
-    """Whether the model decodes: others have no steps of single tokens."""
-    return model.decoder is not None and isinstance(model.spec.head, Lm)
+    """Whether the model decodes: others have no steps of single tokens. The slots of layers with a state are chosen on
+    the host."""
+    return model.decoder is not None and isinstance(model.spec.head, Lm) and not model.spec.state_sizes
 
 
 def record(runner: ModelRunner, backend: AttentionBackend, max_rows: int, max_tokens: int) -> None:
@@ -60,6 +61,8 @@ def record(runner: ModelRunner, backend: AttentionBackend, max_rows: int, max_to
     possible."""
     device = runner.model.device
     if device.type != "cuda" or not can_record(runner.model) or not max_rows:
+        if runner.model.spec.state_sizes:
+            logger.info("Steps run without CUDA graphs: layers with a state cannot be recorded")
         return
     if not backend.recordable:
         logger.info("Steps run without CUDA graphs: %s attention cannot be recorded", backend.name)

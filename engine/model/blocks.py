@@ -31,7 +31,7 @@ from engine.model.place import Place
 from engine.model.positions import Disentangled, QueryBuckets
 from engine.model.query_buckets import BucketedAttention
 from engine.model.reading import ReadingAttention
-from engine.model.state_layers import build_state_layer
+from engine.model.state_layers import AttentionBesideState, build_state_layer
 from engine.model.versions import LayerVersions
 
 
@@ -55,8 +55,8 @@ class Sublayer(nn.Module):
 
 
 class SequentialBlock(nn.Module):
-    """Attention, attention to an encoder if there is one, then the feed-forward network, each with a residual.
-    `versions`: the stream's versions."""
+    """Attention, attention to an encoder if there is one, then the feed-forward network, each with a residual. A layer
+    may lack the first or the last. `versions`: the stream's versions."""
 
     def __init__(
         self,
@@ -78,28 +78,31 @@ class SequentialBlock(nn.Module):
                 norms = {"outer": (attention, cross, ffn)}
             case spec.AfterSublayer(attention, ffn):
                 norms = {"after": (attention, None, ffn)}
-            case spec.Sandwich() as own:
+            case spec.Sandwich() as around:
                 norms = {
-                    "before": (own.before_attention, own.before_cross, own.before_ffn),
-                    "after": (own.after_attention, own.after_cross, own.after_ffn),
+                    "before": (around.before_attention, around.before_cross, around.before_ffn),
+                    "after": (around.after_attention, around.after_cross, around.after_ffn),
                 }
             case _:
                 raise UnsupportedModelError(f"A {type(block.placement).__name__} block is not sequential.")
         attention_norms, cross_norms, ffn_norms = (
             {name: build_norm(three[i], hidden_size, place) for name, three in norms.items()} for i in range(3)
         )
-        self.attention = Sublayer(build_attention(block, hidden_size, backend, place), **attention_norms)
+        mixes = block.attention.heads or block.mixing is not None
+        own = build_attention(block, hidden_size, backend, place) if mixes else None
+        self.attention = None if own is None else Sublayer(own, **attention_norms)
         self.reads_tokens = block.reads_tokens
         if block.reads_tokens:
-            assert isinstance(self.attention.inner, SelfAttention)
-            width = self.attention.inner.qkv.outputs
-            self.attention.inner.qkv = Linear(2 * hidden_size, width, block.attention.qkv_bias, place)
+            assert isinstance(own, SelfAttention)
+            own.qkv = Linear(2 * hidden_size, own.qkv.outputs, block.attention.qkv_bias, place)
         self.low_rank = None if block.low_rank is None else LowRankPath(block.low_rank, hidden_size, place)
         self.cross = None
         if block.cross is not None:
             inner = CrossAttention(block.cross, hidden_size, memory_size, backend, place)
             self.cross = Sublayer(inner, **cross_norms)
-        self.ffn = Sublayer(build_feed_forward(block.ffn, hidden_size, place), **ffn_norms)
+        self.ffn = None
+        if block.ffn != spec.NO_NETWORK:
+            self.ffn = Sublayer(build_feed_forward(block.ffn, hidden_size, place), **ffn_norms)
         self.versions = None if versions is None else LayerVersions(versions, hidden_size, place)
         self.input = None if block.input is None else LayerInputs(block.input, hidden_size, place)
         self.factor = place.parameter(1) if block.factor else None
@@ -158,7 +161,10 @@ class ConvolvedBlock(nn.Module):
 def build_attention(block: spec.Block, hidden_size: int, backend: AttentionBackend, place: Place) -> nn.Module:
     """The module of a block's attention to its own tokens, or the module that mixes them instead."""
     if isinstance(block.mixing, spec.StateLayer):
-        return build_state_layer(block.mixing, hidden_size, place)
+        state = build_state_layer(block.mixing, hidden_size, place)
+        if not block.attention.heads:
+            return state
+        return AttentionBesideState(SelfAttention(block.attention, hidden_size, backend, place), state)
     if block.mixing is not None:
         return FourierMixing()
     part = block.attention

@@ -15,7 +15,7 @@ from engine.backends import triton as gpu
 from engine.backends.native.gemm import Packed, Quantised, Weight
 from engine.model import spec
 from engine.model.activations import activate, activate_by_name, gate_by_name
-from engine.model.layers import GatedFeedForward, Linear, OpenedFeedForward
+from engine.model.layers import DenseFeedForward, GatedFeedForward, Linear, OpenedFeedForward
 from engine.model.norms import build_norm
 from engine.model.packing import PackedProduct, on_gpu, pack_product
 from engine.model.place import Place
@@ -178,7 +178,7 @@ class ExpertsFeedForward(nn.Module):
     @property
     def shape(self) -> tuple[object, ...]:
         """Modules with equal values run the same compiled kernels."""
-        bits = [None if each.few_bits is None else each.few_bits.has_minima for each in (self.up, self.down)]
+        bits = [None if each.few_bits is None else each.few_bits.values.dtype for each in (self.up, self.down)]
         return self.part, self.down.outputs, self.up.weight.dtype, *bits
 
     def warm(self, most: int) -> None:
@@ -340,6 +340,8 @@ class SharedExperts(nn.Module):
                 self.always = OpenedFeedForward(part.always, hidden_size, place)
             case spec.Gated():
                 self.always = GatedFeedForward(part.always, hidden_size, place)
+            case spec.Dense():
+                self.always = DenseFeedForward(part.always, hidden_size, place)
 
 
 class NormedExperts(nn.Module):

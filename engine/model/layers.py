@@ -118,7 +118,7 @@ class Linear(nn.Module):
             return
         from engine.backends.triton import few_bits
 
-        for rows in few_bits.TRIAL:
+        for rows in few_bits.trial_rows(weight):
             self(weight.scales.new_zeros(rows, self.inputs, dtype=dtype))
 
     def in_float32(self, x: Tensor, form: RowForm = LIBRARY) -> Tensor:

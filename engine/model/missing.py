@@ -82,6 +82,7 @@ def _unsupported_decoder(stack: spec.Stack, *, has_encoder: bool) -> list[str]:
                 missing.append("Fourier transforms in a decoder")  # they would see later tokens
             if not isinstance(block.placement, spec.Pre) or has_encoder:
                 missing.append("a state in layers of another kind")
+        if not block.attention.heads:
             continue
         if not block.attention.causal:
             missing.append("bidirectional attention in a decoder")
@@ -207,7 +208,12 @@ def _unsupported_block(block: spec.Block) -> list[str]:
     found = {
         f"activation {activation}": activation is not None and activation not in ACTIVATIONS,
         **_unsupported_attention(attention),
-        "layers that mix no tokens": (attention.heads == 0) != (block.mixing is not None),
+        "layers that mix no tokens": not attention.heads
+        and block.mixing is None
+        and not isinstance(block.placement, spec.Pre),
+        "attention beside mixing of another kind": attention.heads > 0
+        and block.mixing is not None
+        and (not isinstance(block.mixing, spec.StateLayer) or not _is_plain(attention)),
         **_unsupported_bottleneck(block),
         **_unsupported_convolution(block.beside),
         "vectors beside tokens in layers of another kind": attention.stream is not None
@@ -243,6 +249,12 @@ def _unsupported_attention(part: spec.Attention) -> dict[str, bool]:
         )
         > 1,
     }
+
+
+def _is_plain(part: spec.Attention) -> bool:
+    """Whether attention has nothing that needs another module."""
+    beside = (part.reads, part.latent, part.global_tokens, part.block_sums, part.blocks, part.stream, part.spans)
+    return beside == (None,) * len(beside) and not part.content_bias and not part.query_bias
 
 
 def _is_bare(part: spec.Attention, *, windowed: bool) -> bool:

@@ -85,8 +85,14 @@ from engine.model.operations import (
 )
 from engine.model.query_buckets import BucketedAttention
 from engine.model.reading import ReadingAttention
-from engine.model.state_layers import DeltaRuleAttention, GatedConvolution, StateModule
-from engine.model.state_operations import ApplyDelta, Convolve
+from engine.model.state_layers import (
+    AttentionBesideState,
+    DeltaRuleAttention,
+    GatedConvolution,
+    SelectiveStateSpace,
+    StateModule,
+)
+from engine.model.state_operations import ApplyDelta, ApplyScan, Convolve
 from engine.model.versions import LayerVersions, VersionEnds
 
 Operation = (
@@ -133,6 +139,7 @@ Operation = (
     | Add
     | Convolve
     | ApplyDelta
+    | ApplyScan
 )
 
 
@@ -197,15 +204,13 @@ def compile_stack(
     if versions is not None:
         builder.versions = builder.rows("versions", versions.part.count * hidden_size)
         builder.add(ExpandVersions(versions, builder.stream, builder.versions))
-    pages = states = 0  # layers have either
+    pages = 0
     for number, block in enumerate(blocks):
         builder.keeps = number in kept
-        if isinstance(block, SequentialBlock) and isinstance(block.attention.inner, StateModule):
-            builder.block(block, states)
-            states += 1
-        else:
-            builder.block(block, pages)
-            pages += 1
+        inner = block.attention.inner if isinstance(block, SequentialBlock) and block.attention is not None else None
+        builder.block(block, pages)
+        builder.states += isinstance(inner, StateModule | AttentionBesideState)
+        pages += not isinstance(inner, StateModule) and (inner is not None or not isinstance(block, SequentialBlock))
     if versions is not None and builder.versions is not None:
         builder.add(MergeVersions(versions, builder.versions, builder.stream))
     result = builder.ahead or builder.normed(final_norm)
@@ -255,6 +260,7 @@ class Builder:
         self.ahead: Rows | None = None  # the stream of next tokens
         self.layer_vectors: Rows | None = None  # all of a token's, side by side
         self.versions: Rows | None = None  # of the stream, side by side
+        self.states = 0  # layers with a state so far
         self.keeps = False  # whether a drafter reads the stream as soon as it is complete
 
     def begin(self, embedding: Embedding) -> None:
@@ -299,7 +305,8 @@ class Builder:
                     self._pending = self._layer_input(block.input, self.normed(None), layer)
                 if block.factor is not None:
                     self.add(MultiplyAll(block.factor, self.normed(None)))
-                if isinstance(block.attention.inner, StreamAttention):
+                if block.attention is not None and isinstance(block.attention.inner, StreamAttention):
+                    assert block.ffn is not None
                     assert isinstance(block.ffn.inner, DenseFeedForward)
                     self.add(FeedBeside(block.ffn.before, block.ffn.inner))
             case _:
@@ -351,6 +358,8 @@ class Builder:
     def _versions(self, block: SequentialBlock, versions: LayerVersions, layer: int) -> None:
         """A layer on the active version of the stream, which predicts all of them before, and corrects them after."""
         assert self.versions is not None
+        assert block.attention is not None
+        assert block.ffn is not None
         self.add(PredictVersions(versions, self.versions, self.stream))
         if block.low_rank is None:
             self.sublayer(block.attention, layer)
@@ -466,9 +475,15 @@ class Builder:
                 self.add(TransformFourier(x, out))
                 return out
             case DeltaRuleAttention():
-                return self._delta_rule(module, x, name, layer)
+                return self._delta_rule(module, x, name)
             case GatedConvolution():
-                return self._gated_convolution(module, x, name, layer)
+                return self._gated_convolution(module, x, name)
+            case SelectiveStateSpace():
+                return self._state_space(module, x, name)
+            case AttentionBesideState():
+                out = self._inner(module.attention, x, name, layer)
+                self.add(Add(out, self._inner(module.state, x, f"{name} beside attention", layer), out))
+                return out
             case ReadingAttention():
                 return self._reading_attention(module, x, name)
             case LatentAttention():
@@ -620,20 +635,29 @@ class Builder:
         self.add(ExpandLatent(module, attended, expanded))
         return self._reduced(module.out, expanded, name)
 
-    def _delta_rule(self, module: DeltaRuleAttention, x: Rows, name: str, layer: int) -> Rows:
+    def _delta_rule(self, module: DeltaRuleAttention, x: Rows, name: str) -> Rows:
         entered = self.product(module.enter, x, "entered")
         opening = self.product(module.opening, x, "openings of heads")
         rates = self.product(module.rates, x, "rates")
         convolved = self.rows("convolved", entered.width)
-        self.add(Convolve(module.convolution, entered, convolved, False, layer))
+        self.add(Convolve(module.convolution, entered, convolved, False, self.states))
         out = self.rows("attended", opening.width)
-        self.add(ApplyDelta(module, convolved, rates, opening, out, layer))
+        self.add(ApplyDelta(module, convolved, rates, opening, out, self.states))
         return self._reduced(module.out, out, name)
 
-    def _gated_convolution(self, module: GatedConvolution, x: Rows, name: str, layer: int) -> Rows:
+    def _state_space(self, module: SelectiveStateSpace, x: Rows, name: str) -> Rows:
+        part, entered = module.part, self.product(module.enter, x, "entered")
+        opening, rest = entered.part(0, part.width), entered.part(part.width, part.convolved)
+        rates = entered.part(part.width + part.convolved, part.heads)
+        convolved, out = self.rows("convolved", part.convolved), self.rows("scanned", part.width)
+        self.add(Convolve(module.convolution, rest, convolved, False, self.states))
+        self.add(ApplyScan(module, convolved, rates, opening, out, self.states))
+        return self._reduced(module.out, out, name)
+
+    def _gated_convolution(self, module: GatedConvolution, x: Rows, name: str) -> Rows:
         width = module.convolution.width
         entered, out = self.product(module.enter, x, "entered"), self.rows("convolved", width)
-        self.add(Convolve(module.convolution, entered, out, True, layer))
+        self.add(Convolve(module.convolution, entered, out, True, self.states))
         return self._reduced(module.out, out, name)
 
     def _feed_forward(self, module: DenseFeedForward | GatedFeedForward, x: Rows, name: str) -> Rows:

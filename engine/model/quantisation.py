@@ -6,7 +6,8 @@ the product, with a scale for each group of a row, or for each row. Groups of in
 of their activations, are rotated first (`gemm.rotate`), so that a large activation costs its neighbours less precision.
 On a CPU torch computes the same results as `engine.backends.native.gemm` from the same numbers: sums of integers are
 exact, so a row's result depends only on that row here too. On a GPU, which has no int8-fast, activations keep their
-format and weights are widened (`device_product`).
+format and weights are widened (`device_product`). FLOAT8 weights of a checkpoint are multiplied with activations in
+bfloat16; on a GPU that multiplies FLOAT8, many activations become FLOAT8 too (`engine.backends.torch.float8`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from torch import Tensor
 from engine.backends import native
 from engine.backends import triton as gpu
 from engine.backends.native import gemm
-from engine.backends.native.gemm import GROUP, BlockKind, Blocks, Form, Joined, Quantised
+from engine.backends.native.gemm import FLOAT8, FLOAT8_GROUP, GROUP, BlockKind, Blocks, Form, Joined, Quantised
+from engine.backends.torch import float8
 from engine.errors import ConfigError
 from engine.model.gguf.blocks import Grouped, groups_of, held_size, numbers_of
 
@@ -45,6 +47,7 @@ class Parts:
 Held = Quantization | BlockKind | Parts
 """The form in which a matrix is kept: one of our own kinds, GGUF's blocks unchanged, or parts of several kinds."""
 ON_GPUS: tuple[Quantization, ...] = ("int8", "int4")
+"""Kinds that weights may become on a GPU; those that a checkpoint stores as e4m3 stay so."""
 
 _EXACT = 1024  # sums of this many products of two int8 are below 2^24: exact in float32, in any order
 _TINY8, _TINY4 = 2.0**-100, 1e-17  # too small to affect a product: largest weights for 8 bits, differences for 4
@@ -70,6 +73,8 @@ def size_of(outputs: int, inputs: int, kind: Held) -> int:
         return outputs * (inputs + 2 * -(-inputs // GROUP))
     if kind == "int4":
         return outputs * -(-inputs // GROUP) * (GROUP // 2 + 4)
+    if kind == "e4m3":
+        return outputs * (inputs + 4 * -(-inputs // FLOAT8_GROUP))
     return held_size(kind, outputs * inputs)
 
 
@@ -118,8 +123,9 @@ def rows(made: gemm.Weight, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows ids [N] of a weight in a format, [N, inputs]."""
     assert not isinstance(made, Joined), "a table is one matrix"
     found = made.changed(lambda tensor: tensor[ids])
-    dense = numbers_of(groups_of(found)).flatten(1) if isinstance(found, Blocks) else found.dense()
-    return dense.to(dtype)
+    if isinstance(found, Blocks):
+        return numbers_of(groups_of(found)).flatten(1)[:, : found.inputs].to(dtype)
+    return found.dense().to(dtype)
 
 
 def product(
@@ -158,6 +164,8 @@ def _pack(weight: gemm.Weight, bias: Tensor | None, kind: Held, into: Tensor | N
 def on_device(weight: Tensor | gemm.Weight | gemm.Packed, kind: Held, device: torch.device) -> Quantised:
     """A quantised weight on a device other than a CPU; a plain one is quantised on the CPU first. Raises ConfigError:
     only a CPU multiplies with this kind."""
+    if kind == "e4m3" and isinstance(weight, Blocks):
+        return _float8_on(weight, device)
     if kind not in ("int8", "int4"):
         raise ConfigError(f"weights of {kind} are for CPUs; on {device} there are {' and '.join(ON_GPUS)}.")
     made = quantise(weight, kind) if isinstance(weight, Tensor) else weight
@@ -166,9 +174,20 @@ def on_device(weight: Tensor | gemm.Weight | gemm.Packed, kind: Held, device: to
     return Quantised(made.values.to(device), made.scales.to(device), made.inputs)
 
 
+def _float8_on(weight: Blocks, device: torch.device) -> Quantised:
+    """Numbers and scales apart, each in one piece."""
+    blocks = weight.values.view(len(weight.values), -1, FLOAT8_GROUP + 4)
+    numbers = blocks[..., :FLOAT8_GROUP].flatten(1)[:, : weight.inputs].contiguous().view(FLOAT8).to(device)
+    scales = blocks[..., FLOAT8_GROUP:].contiguous().view(torch.float32).squeeze(-1)
+    alike = scales.shape[1] > 0 and bool((scales == scales[:, :1]).all())
+    by_output = scales[:, 0].to(device) if alike else None
+    return Quantised(numbers, scales.to(device), weight.inputs, by_output=by_output)
+
+
 def device_product(made: Quantised, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """x [..., inputs] to x @ weight.T + bias on the weight's device, in x's format. Activations keep their format too:
-    the weight is widened, by our own kernels if available, otherwise as a whole by torch for every product."""
+    the weight is widened, by our own kernels if available, otherwise as a whole by torch for every product. Many rows
+    may become FLOAT8 to be multiplied by such a weight (`engine.backends.triton.float8`)."""
     if not gpu.serves(made.values.device):
         return lambda x: F.linear(x, made.dense().to(x.dtype), bias)
     from engine.backends.triton import few_bits
@@ -316,7 +335,10 @@ def torch_product(made: gemm.Weight, bias: Tensor | None) -> Callable[[Tensor], 
 
     def product(x: Tensor) -> Tensor:
         rows = x.reshape(-1, inputs)
-        if isinstance(made, Quantised) and made.scales.dim() == 1:
+        if isinstance(made, Blocks) and made.kind == "e4m3":
+            numbers, scales, _ = groups_of(made)
+            sums = float8.product(rows, numbers, scales)
+        elif isinstance(made, Quantised) and made.scales.dim() == 1:
             sums = _sums_of_rows(made, rows)
         else:
             sums = _sums_of_groups(made, rows)

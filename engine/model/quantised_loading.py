@@ -327,9 +327,9 @@ def mark_stored(model: Transformer, checkpoint: Checkpoint, table: WeightTable, 
         apart = isinstance(module, Linear) and module.shared and on_gpu(device)
         alone = keeps_rows(entry.transform) and not apart and all(uses[name] == 1 for name in names)
         if on_gpu(device):
-            kinds: list[Quantization | BlockKind | None] = [checkpoint.kind(name) for name in names]
+            kinds: list[Quantization | BlockKind | None] = [checkpoint.kind_on_gpu(name) for name in names]
             found = _held_as(module, kinds) if alone else None
-            module.stored = found if found in ON_GPUS else "int8"
+            module.stored = found if found in (*ON_GPUS, "e4m3") else "int8"
         else:
             kinds = [checkpoint.own_kind(name) for name in names]
             lengths = entry.transform.lengths if isinstance(entry.transform, JoinedRows) else None

@@ -61,9 +61,39 @@ class DeltaRuleAttention(StateModule):
         self.out = Linear(values, hidden_size, False, place)
 
 
+class SelectiveStateSpace(StateModule):
+    """The weights of a layer of Mamba-2.
+
+    Attributes:
+        enter: makes gates, then x, B and C, then of each head the number that its step t follows from.
+        decay: [heads] the logarithm of the decay's factor.
+        offset: [heads] added to what the step follows from.
+        skip: [heads] the factor of x in the result.
+    """
+
+    def __init__(self, part: spec.SelectiveScan, hidden_size: int, place: Place):
+        super().__init__()
+        self.part = part
+        self.enter = Linear(hidden_size, part.width + part.convolved + part.heads, part.bias, place)
+        self.convolution = CausalConvolution(part.convolved, part.kernel, part.kernel_bias, place)
+        self.decay, self.offset, self.skip = (place.parameter(part.heads) for _ in range(3))
+        self.norm = None if part.eps is None else place.parameter(part.width)
+        self.out = Linear(part.width, hidden_size, part.out_bias, place)
+
+
+class AttentionBesideState(nn.Module):
+    """Attention and a part that carries a state, whose results are added."""
+
+    def __init__(self, attention: nn.Module, state: StateModule):
+        super().__init__()
+        self.attention, self.state = attention, state
+
+
 def build_state_layer(part: spec.StateLayer, hidden_size: int, place: Place) -> StateModule:
     match part:
         case spec.ShortConvolution():
             return GatedConvolution(part, hidden_size, place)
         case spec.DeltaRule():
             return DeltaRuleAttention(part, hidden_size, place)
+        case spec.SelectiveScan():
+            return SelectiveStateSpace(part, hidden_size, place)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from engine.backends.native.program import Rows
 from engine.model.operations import HasRows
-from engine.model.state_layers import CausalConvolution, DeltaRuleAttention
+from engine.model.state_layers import CausalConvolution, DeltaRuleAttention, SelectiveStateSpace
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,3 +40,18 @@ class ApplyDelta(HasRows):
     opening: Rows
     out: Rows
     layer: int  # the layer's number among those with a state. Its matrices follow the convolution's part of the state.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ApplyScan(HasRows):
+    """out = norm(silu(opening) * result of each head's matrix), or silu(opening) * norm(result). The token has changed
+    the matrix."""
+
+    READS = ("x", "rates", "opening")
+    WRITES = ("out",)
+    module: SelectiveStateSpace
+    x: Rows  # x of all heads, B and C of all groups
+    rates: Rows  # of each head the number that its step follows from
+    opening: Rows
+    out: Rows
+    layer: int  # as of `ApplyDelta`

@@ -74,6 +74,22 @@ class Affine:
 
 
 @dataclass(frozen=True, slots=True)
+class ScaledRows:
+    """Some `rows` multiplied by each of the `factors`, one after the other."""
+
+    rows: tuple[int, ...]
+    factors: tuple[float, ...]
+
+    def shapes(self, target: Size) -> list[Size]:
+        return [target]
+
+    def fill(self, target: Tensor, place: int, source: Tensor) -> None:
+        ours_and_theirs = (torch.split(whole, list(self.rows)) for whole in (target, source))
+        for ours, theirs, factor in zip(*ours_and_theirs, self.factors, strict=True):
+            ours.copy_(theirs.float() * factor)
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """A vector stored as a matrix with one row."""
 

@@ -200,6 +200,11 @@ class Checkpoint:
             return self._packed[place][0].own or self.kind(name)
         return handle.own_kind(place[1]) if isinstance(handle, GgufWeights) else None
 
+    def kind_on_gpu(self, name: str) -> Quantization | BlockKind | None:
+        """The kind that a GPU multiplies and that equals a quantised matrix; None for none."""
+        kind, own = self.kind(name), self.own_kind(name)
+        return own if own == "e4m3" else kind
+
     def few_bits(self, name: str) -> bool:
         """Whether a tensor is quantised, in any format."""
         place = self.names[name]

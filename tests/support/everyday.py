@@ -11,7 +11,7 @@ import pytest
 EVERYDAY = frozenset(
     {
         "apertus", "bloom-odd-heads-untied", "cohere2", "dbrx", "deepseek-v3", "falcon-alibi", "gemma3", "gemma3n",
-        "gemma4-experts-keys-as-values", "glm4-moe", "laguna",
+        "gemma4-experts-keys-as-values", "falcon-h1", "glm4-moe", "laguna", "nemotron-h",
         "gpt2", "gpt-neo", "gpt-oss", "lfm2", "llama", "llama4", "mistral", "olmo2", "opt-norms-after-projected",
         "phi3-factors-by-request", "qwen2-moe", "qwen3-moe", "qwen3-next", "qwen3.5-odd-tied",
         "stablelm-parallel-biases-tied",

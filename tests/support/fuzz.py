@@ -94,6 +94,7 @@ def draw(shapes: list[Shape], rng: random.Random) -> Shape:
     kind = getattr(transformers, one.architecture).config_class
     known = dict(vars(kind(**dict(one.settings)))) | settings
     _resize(settings, known, rng)
+    _resize_scans(settings, rng)
     for name, value in known.items():
         if isinstance(value, bool) and any(part in name for part in SWITCHES) and rng.random() < 0.25:
             settings[name] = not value
@@ -166,6 +167,18 @@ def _resize(settings: dict[str, Any], known: Mapping[str, Any], rng: random.Rand
     for name in LAYERS:
         if name in settings and not by_layer and rng.random() < 0.4:
             settings[name] = rng.randint(1, 4)
+
+
+def _resize_scans(settings: dict[str, Any], rng: random.Random) -> None:
+    """Other heads of scans, which share the features of a layer; other states and groups."""
+    if "mamba_d_head" not in settings:
+        return
+    inner = settings["mamba_expand"] * settings["hidden_size"]
+    heads = rng.choice([count for count in range(1, 13) if inner % count == 0])
+    settings |= {"mamba_n_heads": heads, "mamba_d_head": inner // heads, "mamba_d_state": rng.randint(1, 40)}
+    settings["mamba_n_groups"] = rng.choice([count for count in range(1, heads + 1) if heads % count == 0])
+    if "mamba_d_ssm" in settings:
+        settings["mamba_d_ssm"] = inner
 
 
 def _first(names: tuple[str, ...], settings: Mapping[str, Any]) -> str | None:

@@ -96,16 +96,19 @@ def write_file(path: Path, kind: Kind, *, formats: Sequence[str] = ("Q8_0",), to
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         pieces = []
-        for ending, piece in _pieces(name, tensor, fused=kind.name == "gemma4"):
+        for ending, piece in _pieces(name, tensor, config, fused=kind.name == "gemma4"):
             lies = changed(kind.there, config, name, piece).contiguous()
-            format = gguf.GGMLQuantizationType[formats[number % len(formats)] if lies.dim() > 1 else "F32"]
+            wide = lies.dim() > 1 and lies.shape[-1] > 1
+            format = gguf.GGMLQuantizationType[formats[number % len(formats)] if wide else "F32"]
             if lies.shape[-1] % gguf.GGML_QUANT_SIZES[format][0]:
                 format = gguf.GGMLQuantizationType.F16
             data = gguf.quantize(lies.numpy(), format)
             writer.add_tensor(tensor_name(names, name, ending), data, raw_dtype=format)
             read = torch.from_numpy(np.array(gguf.dequantize(data, format))).view(lies.shape)
             pieces.append(changed(kind.back, config, name, read))
-        held[name] = torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0]
+        held[name] = torch.cat(pieces, dim=-2) if len(pieces) > 1 else pieces[0]
+        if name.endswith("in_proj_qkvz.weight"):
+            held[name] = held[name][torch.argsort(_by_kind(config))]
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -147,7 +150,7 @@ def _unstacked(tensors: Mapping[str, Tensor], names: Container[str]) -> dict[str
     return found
 
 
-def _pieces(name: str, tensor: Tensor, *, fused: bool) -> Iterator[tuple[str, Tensor]]:
+def _pieces(name: str, tensor: Tensor, config: Any, *, fused: bool) -> Iterator[tuple[str, Tensor]]:
     """Experts' gates and ups are stored apart, unless they are `fused`."""
     if name.endswith("gate_up_proj") and fused:
         yield "ffn_gate_up_exps", tensor
@@ -155,8 +158,26 @@ def _pieces(name: str, tensor: Tensor, *, fused: bool) -> Iterator[tuple[str, Te
         half = tensor.shape[1] // 2
         yield "ffn_gate_exps", tensor[:, :half]
         yield "ffn_up_exps", tensor[:, half:]
+    elif name.endswith("shared_mlp.input_linear.weight"):
+        half, ending = len(tensor) // 2, "_shexp" if config.num_local_experts else ""
+        yield f"ffn_gate{ending}", tensor[:half]
+        yield f"ffn_up{ending}", tensor[half:]
+    elif name.endswith("shared_mlp.output_linear.weight") and not config.num_local_experts:
+        yield "ffn_down", tensor
+    elif name.endswith("in_proj_qkvz.weight"):
+        first = len(tensor) - config.linear_num_value_heads * config.linear_value_head_dim
+        yield "attn_qkv", tensor[_by_kind(config)[:first]]
+        yield "attn_gate", tensor[_by_kind(config)[first:]]
     else:
         yield "", tensor
+
+
+def _by_kind(config: Any) -> Tensor:
+    """The rows of Qwen3-Next's queries, keys, values and gates, where each kind is together."""
+    keys, size = config.linear_num_key_heads, config.linear_key_head_dim
+    values = config.linear_num_value_heads // keys * config.linear_value_head_dim
+    rows = torch.arange(keys * 2 * (size + values)).view(keys, -1)
+    return torch.cat([part.flatten() for part in rows.split([size, size, values, values], dim=1)])
 
 
 def changed(changes: Mapping[str, Change], config: Any, name: str, tensor: Tensor) -> Tensor:
@@ -174,6 +195,11 @@ def tensor_name(names: Any, name: str, ending: str) -> str:
         return f"blk.{layer}.ffn_down_exps.weight"
     if name.endswith(("router.scale", "per_expert_scale")):
         return f"blk.{layer}.{'ffn_gate_inp' if name.endswith('router.scale') else 'ffn_down_exps'}.scale"
+    for end, stored in _ENDINGS.items():
+        if name.endswith(end):
+            return f"blk.{layer}.{stored}"
+    if ".mixer." in name or ".norm_f." in name or name.endswith((f"{layer}.norm.weight", "embeddings.weight")):
+        name = name.replace("model.", "backbone.", 1)
     stem, _, last = name.rpartition(".")
     if last == "expert_bias":
         stem, last = name, "bias"
@@ -184,6 +210,11 @@ def tensor_name(names: Any, name: str, ending: str) -> str:
     return f"{found}.{last}"
 
 
+_ENDINGS = {
+    "dt_bias": "ssm_dt.bias", "A_log": "ssm_a", ".D": "ssm_d", "e_score_correction_bias": "exp_probs_b.bias",
+    "block_sparse_moe.router.weight": "ffn_gate_inp.weight", "mixer.experts.up_proj": "ffn_up_exps.weight",
+    "pre_ff_layernorm.weight": "ffn_norm",
+}  # fmt: skip
 _ROWS = {"q_proj": interleaved("num_attention_heads"), "k_proj": interleaved("num_key_value_heads")}
 _BACK = {"q_proj": parted("num_attention_heads"), "k_proj": parted("num_key_value_heads")}
 _LIFTED: dict[str, Change] = {"norm": lambda config, tensor: tensor + 1}
@@ -401,6 +432,144 @@ def _lfm2(writer: Any, config: Any) -> None:
     writer.add_feed_forward_length(-(-int(2 * config.intermediate_size / 3) // 32) * 32)
 
 
+def _set(writer: Any, name: str, value: Any) -> None:
+    """Metadata in place of some that is there."""
+    writer.kv_data[-1].pop(f"{writer.arch}.{name}", None)
+    put(writer, f"{writer.arch}.{name}", value)
+
+
+def _sizes(writer: Any, heads: int, inner: int, groups: int, size: int, taps: int) -> None:
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(inner)
+    writer.add_ssm_group_count(groups)
+    writer.add_ssm_state_size(size)
+    writer.add_ssm_conv_kernel(taps)
+
+
+def _scan(writer: Any, config: Any) -> None:
+    inner = config.mamba_n_heads * config.mamba_d_head
+    _sizes(writer, config.mamba_n_heads, inner, config.mamba_n_groups, config.mamba_d_state, config.mamba_d_conv)
+
+
+def _granite_hybrid(writer: Any, config: Any) -> None:
+    _scan(writer, config)
+    heads = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types]
+    _set(writer, "attention.head_count_kv", heads)
+    writer.add_rope_scaling_finetuned(False)
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    _set(writer, "attention.scale", config.attention_multiplier)
+    _set(writer, "embedding_scale", config.embedding_multiplier)
+    _set(writer, "residual_scale", config.residual_multiplier)
+    _set(writer, "logit_scale", config.logits_scaling)
+    writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+    if config.num_local_experts:
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+
+
+def _falcon_h1(writer: Any, config: Any) -> None:
+    _theta(writer, config)
+    _scan(writer, config)
+
+
+def _falcon_multiplied(power: float) -> dict[str, Change]:
+    """The converter multiplies matrices by the constants of the config."""
+    factors = {
+        "down_proj": lambda c: c.mlp_multipliers[1], "gate_proj": lambda c: c.mlp_multipliers[0],
+        "k_proj": lambda c: c.key_multiplier * c.attention_in_multiplier, "q_proj": lambda c: c.attention_in_multiplier,
+        "v_proj": lambda c: c.attention_in_multiplier, "o_proj": lambda c: c.attention_out_multiplier,
+        "out_proj": lambda c: c.ssm_out_multiplier, "lm_head": lambda c: c.lm_head_multiplier,
+        "embed_tokens": lambda c: c.embedding_multiplier,
+    }  # fmt: skip
+    found: dict[str, Change] = {"mamba.in_proj": lambda config, tensor: tensor * _entering(config) ** power}
+    for name, factor in factors.items():
+        found[name] = lambda config, tensor, factor=factor: tensor * factor(config) ** power
+    return found
+
+
+def _entering(config: Any) -> Tensor:
+    """The factor of each row of a scan's matrix."""
+    inner, shared = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
+    counts = torch.tensor([inner, inner, shared, shared, config.mamba_n_heads])
+    factors = torch.tensor(config.ssm_multipliers) * config.ssm_in_multiplier
+    return factors.repeat_interleave(counts)[:, None]
+
+
+def _nemotron_h(writer: Any, config: Any) -> None:
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    inner = config.mamba_num_heads * config.mamba_head_dim
+    _sizes(writer, config.mamba_num_heads, inner, config.n_groups, config.ssm_state_size, config.conv_kernel)
+    kinds, experts = config.layers_block_type, "moe" in config.layers_block_type
+    width = config.moe_intermediate_size if experts else config.intermediate_size
+    heads = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in kinds]
+    _set(writer, "attention.head_count_kv", heads)
+    _set(writer, "feed_forward_length", [width if kind in ("mlp", "moe") else 0 for kind in kinds])
+    writer.add_rope_scaling_finetuned(False)
+    if experts:
+        writer.add_expert_count(config.n_routed_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_feed_forward_length(config.moe_shared_expert_intermediate_size)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_group_count(config.n_group)
+
+
+def _delta(writer: Any, config: Any) -> None:
+    _head_dim(writer, config)
+    inner = config.linear_num_value_heads * config.linear_value_head_dim
+    sizes = (config.linear_num_key_heads, config.linear_key_head_dim, config.linear_conv_kernel_dim)
+    _sizes(writer, config.linear_num_value_heads, inner, *sizes)
+    writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
+    if config.model_type.startswith("qwen3_5"):
+        writer.add_rope_dimension_sections([2, 1, 1, 0])
+    if [kind == "full_attention" for kind in config.layer_types] == [False, True]:
+        writer.add_full_attention_interval(2)
+    else:
+        _set(writer, "attention.recurrent_layers", [kind == "linear_attention" for kind in config.layer_types])
+    if getattr(config, "num_experts", 0):
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def _alternating(back: bool) -> dict[str, Change]:
+    """Value heads of Qwen3.5 alternate between key heads, where transformers has those of a key head together."""
+
+    def order(config: Any, size: int, first: int = 0) -> Tensor:
+        keys, heads = config.linear_num_key_heads, config.linear_num_value_heads
+        rows = torch.arange(heads * size).view(keys, heads // keys, size).transpose(0, 1).flatten()
+        rows = torch.argsort(rows) if back else rows
+        return torch.cat([torch.arange(first), first + rows])
+
+    def rows(config: Any, tensor: Tensor) -> Tensor:
+        return tensor[order(config, config.linear_value_head_dim)]
+
+    def later_rows(config: Any, tensor: Tensor) -> Tensor:
+        first = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+        return tensor[order(config, config.linear_value_head_dim, first)]
+
+    def numbers(config: Any, tensor: Tensor) -> Tensor:
+        return tensor[order(config, 1)]
+
+    def columns(config: Any, tensor: Tensor) -> Tensor:
+        return tensor[:, order(config, config.linear_value_head_dim)]
+
+    return {
+        "in_proj_qkv": later_rows, "in_proj_z": rows, "in_proj_b": numbers, "in_proj_a": numbers, "dt_bias": numbers,
+        "A_log": lambda config, tensor: (
+            (-numbers(config, tensor)).log() if back else -numbers(config, tensor).exp()
+        ),
+        "conv1d": lambda config, tensor: (
+            later_rows(config, tensor)[:, None] if back else later_rows(config, tensor).squeeze(1)
+        ),
+        "out_proj": columns,
+    }  # fmt: skip
+
+
 def _phi_2(writer: Any, config: Any) -> None:
     _theta(writer, config)
     share = config.rope_parameters["partial_rotary_factor"]
@@ -420,6 +589,47 @@ _LAYERS: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size_per_layer_input": 199,
     "hidden_size_per_layer_input": 32,
 }  # fmt: skip
+_SCANNED: dict[str, Change] = {
+    "A_log": lambda config, tensor: -tensor.exp()[:, None],
+    "conv1d.weight": lambda config, tensor: tensor.squeeze(1),
+    **{f"{name}.D": lambda config, tensor: tensor[:, None] for name in ("mamba", "mixer")},
+    "mamba.norm": lambda config, tensor: tensor.view(config.mamba_n_groups, -1),
+    "mixer.norm": lambda config, tensor: tensor.view(config.n_groups, -1),
+}
+_UNSCANNED: dict[str, Change] = {
+    "A_log": lambda config, tensor: (-tensor).log().flatten(),
+    "conv1d.weight": lambda config, tensor: tensor.unsqueeze(1),
+    **{name: lambda config, tensor: tensor.flatten() for name in ("mamba.D", "mixer.D", "mamba.norm", "mixer.norm")},
+}
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_expand": 2,
+}  # fmt: skip
+_GRANITE: dict[str, Any] = _MAMBA | {
+    "layer_types": ["linear_attention", "full_attention"], "shared_intermediate_size": 96, "num_local_experts": 0,
+    "embedding_multiplier": 3.0, "attention_multiplier": 0.25, "residual_multiplier": 0.5, "logits_scaling": 1.5,
+}  # fmt: skip
+_FALCON: dict[str, Any] = _MAMBA | {
+    "mamba_d_ssm": 128, "attention_in_multiplier": 0.5, "attention_out_multiplier": 2.0, "key_multiplier": 0.5,
+    "ssm_in_multiplier": 2.0, "ssm_out_multiplier": 0.5, "ssm_multipliers": [0.5, 1.0, 2.0, 0.5, 0.5],
+    "mlp_multipliers": [2.0, 0.5], "embedding_multiplier": 2.0, "lm_head_multiplier": 0.5,
+}  # fmt: skip
+_NEMOTRON: dict[str, Any] = {
+    "mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2, "head_dim": 32,
+    "time_step_min": 1e-30, "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
+}  # fmt: skip
+_DELTA: dict[str, Any] = {
+    "head_dim": 32, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+}  # fmt: skip
+_ALONE: dict[str, Change] = {
+    "A_log": lambda config, tensor: -tensor.exp(), "conv1d": lambda config, tensor: tensor.squeeze(1),
+}  # fmt: skip
+_BESIDE: dict[str, Change] = {
+    "A_log": lambda config, tensor: (-tensor).log(), "conv1d": lambda config, tensor: tensor.unsqueeze(1),
+}  # fmt: skip
+_DELTA_NORMS: dict[str, Change] = {"linear_attn.norm": lambda config, tensor: tensor}
+_ALTERNATING = _alternating(False) | _DELTA_NORMS | _LIFTED
+_TOGETHER = _alternating(True) | _DELTA_NORMS | _LOWERED
 _MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 EMBEDDING = Kind(
     "gemma-embedding",
@@ -483,6 +693,29 @@ KINDS: dict[str, Kind] = {
                                 block_ffn_dim_multiplier=1.0), _lfm2, _TAPS, _UNTAPS, transformers=False),
     "lfm2moe": Kind("lfm2moe", _shape("Lfm2MoeForCausalLM", layer_types=["conv", "full_attention"], num_dense_layers=1,
                                       **_MOE), _lfm2, _TAPS, _UNTAPS, transformers=False),
+    "granitehybrid": Kind("granitehybrid", _shape("GraniteMoeHybridForCausalLM", **_GRANITE), _granite_hybrid,
+                          _ROWS | _SCANNED, _BACK | _UNSCANNED, transformers=False),
+    "granitehybrid-experts": Kind("granitehybrid", _shape("GraniteMoeHybridForCausalLM", **_GRANITE | {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}), _granite_hybrid, _ROWS | _SCANNED,
+        _BACK | _UNSCANNED, transformers=False),
+    "falcon-h1": Kind("falcon-h1", _shape("FalconH1ForCausalLM", **_FALCON), _falcon_h1,
+                      _falcon_multiplied(1.0) | _SCANNED, _falcon_multiplied(-1.0) | _UNSCANNED, transformers=False),
+    "falcon-h1-normed": Kind("falcon-h1", _shape("FalconH1ForCausalLM", mamba_rms_norm=True,
+        mamba_norm_before_gate=False, **_FALCON), _falcon_h1, _falcon_multiplied(1.0) | _SCANNED,
+        _falcon_multiplied(-1.0) | _UNSCANNED, transformers=False),
+    "nemotron_h": Kind("nemotron_h", _shape("NemotronHForCausalLM", **_NEMOTRON), _nemotron_h, _SCANNED, _UNSCANNED,
+                       transformers=False),
+    "nemotron_h_moe": Kind("nemotron_h_moe", _shape("NemotronHForCausalLM", **_NEMOTRON | {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 64, "n_routed_experts": 4, "routed_scaling_factor": 1.5}), _nemotron_h,
+        _SCANNED, _UNSCANNED, transformers=False),
+    "qwen35": Kind("qwen35", _shape("Qwen3_5ForCausalLM", **_DELTA), _delta, _ALTERNATING, _TOGETHER,
+                   transformers=False),
+    "qwen35moe": Kind("qwen35moe", _shape("Qwen3_5MoeForCausalLM", shared_expert_intermediate_size=64, **_DELTA | _MOE),
+                      _delta, _FLAT | _ALTERNATING, _ROW | _TOGETHER, transformers=False),
+    "qwen3next": Kind("qwen3next", _shape("Qwen3NextForCausalLM", shared_expert_intermediate_size=64,
+        **_DELTA | _MOE | {"layer_types": ["full_attention", "linear_attention"]}), _delta,
+        _FLAT | _ALONE | _DELTA_NORMS | _LIFTED, _ROW | _BESIDE | _DELTA_NORMS | _LOWERED, transformers=False),
     "gpt2": Kind("gpt2", FamilyShape("GPT2LMHeadModel", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 96}),
                  _gpt_2, _TURN, _TURN),
 }  # fmt: skip

@@ -43,14 +43,15 @@ def _splits(name: str, base: str | None = "gpt-2") -> Kind:
 
 KINDS = {
     "gpt-2": _splits("gpt-2", None),
-    **{name: _splits(name) for name in ("smollm", "llama-bpe", "dbrx", "qwen2", "tekken", "gpt-4o")},
+    **{name: _splits(name) for name in ("smollm", "llama-bpe", "dbrx", "qwen2", "qwen35", "tekken", "gpt-4o")},
     "llama": Kind("scores", {}),
     "unspaced": Kind("scores", {"tokenizer.ggml.add_space_prefix": False}, "llama"),
     "phi-3": Kind("scores", {"general.name": "Phi-3 tiny"}, "llama", defined=False),
 }
 SAME = {
     "phi-2": "gpt-2", "mpt": "gpt-2", "olmo": "gpt-2", "starcoder": "smollm", "refact": "smollm", "command-r": "smollm",
-    "llama3": "llama-bpe", "llama-v3": "llama-bpe", "falcon3": "llama-bpe", "smaug-bpe": "dbrx", "megrez": "qwen2",
+    "llama3": "llama-bpe", "llama-v3": "llama-bpe", "falcon3": "llama-bpe",
+    "falcon-h1": "llama-bpe", "lfm2": "llama-bpe", "pixtral": "llama-bpe", "smaug-bpe": "dbrx", "megrez": "qwen2",
     "deepseek-r1-qwen": "qwen2", "stablelm2": "qwen2", "llama4": "gpt-4o",
 }  # fmt: skip
 """Other names of kinds, for which llama.cpp gives the same ids."""

@@ -48,7 +48,7 @@ from engine.model.operations import (
 from engine.model.positions import Rotary
 from engine.model.program import Operation, Program
 from engine.model.slots import find_slots
-from engine.model.state_operations import ApplyDelta, Convolve
+from engine.model.state_operations import ApplyDelta, ApplyScan, Convolve
 from engine.model.tables import Tables
 
 logger = logging.getLogger("octavo.model")
@@ -87,6 +87,9 @@ def unsupported(operation: Operation, dtype: torch.dtype) -> str | None:
         case ApplyDelta():
             size = operation.module.part.key_dim
             return f"the delta rule with keys of {size} features has no kernel" if size > LONGEST_KEY else None
+        case ApplyScan():
+            size = operation.module.part.size
+            return f"a scan with states of {size} features has no kernel" if size > LONGEST_KEY else None
         case Multiply():
             return None if _packed(operation) is not None else "a matrix is not laid out for our kernels"
         case PrepareHeads() | StoreEncoded():
@@ -318,6 +321,15 @@ class NativeExecutor:
                     x, rates, opening, out, memory, decay=module.decay, offset=module.offset, norm=module.norm,
                     begin=(rule.kernel - 1) * rule.convolved, eps=rule.eps, key_heads=rule.key_heads,
                     value_heads=rule.value_heads, key_dim=rule.key_dim, value_dim=rule.value_dim,
+                    alternate=rule.alternate, most=rule.most,
+                )  # fmt: skip
+            case ApplyScan(module, x, rates, opening, out, layer):
+                memory = self._states.setdefault(layer, StateMemory())
+                scan = module.part
+                self.native.apply_scan(
+                    x, rates, opening, out, memory, decay=module.decay, offset=module.offset, skip=module.skip,
+                    norm=module.norm, begin=(scan.kernel - 1) * scan.convolved, eps=scan.eps or 0.0, heads=scan.heads,
+                    head_dim=scan.head_dim, groups=scan.groups, size=scan.size, norm_first=scan.norm_first,
                 )  # fmt: skip
             case AddAdapters() | AllReduce():
                 pass  # nothing to add without adapters, and on one device

@@ -38,14 +38,15 @@ from engine.backends.native.memory import Arena
 logger = logging.getLogger("octavo.native")
 
 BlockKind = Literal[
-    "q4_0", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4", "int4_128"
+    "q4_0", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4", "int4_128", "e4m3"
 ]  # fmt: skip
-"""GGUF formats that are multiplied in their own format (Q4_1 and Q8_0 equal int4 and int8), and int4 with a scale and a
-minimum for each 128 inputs, as in AWQ and GPTQ."""
+"""GGUF formats that are multiplied in their own format (Q4_1 and Q8_0 equal int4 and int8); int4 with a scale and a
+minimum for each 128 inputs, as in AWQ and GPTQ; float8_e4m3fn with a float32 scale for each 128 inputs."""
 Kind = Literal[
     "float32", "bfloat16", "int8", "int8_rotated", "int8_fast", "int4",
     "amx_float32", "amx_bfloat16", "amx_int8", "amx_int8_rotated", "amx_int4",
-    "q4_0", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4", "int4_128", "parts",
+    "q4_0", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4", "int4_128", "e4m3",
+    "parts",
 ]  # fmt: skip
 Form = Literal["plain", "portable", "rotated"]
 """The form of quantisation: groups in order; the same with scales that bfloat16 can represent, as other programs store
@@ -53,6 +54,10 @@ them; or groups that are `rotate`d first."""
 
 GROUP = 32
 """The number of inputs that share a scale."""
+
+FLOAT8 = torch.float8_e4m3fn
+FLOAT8_GROUP = 128
+"""The number of inputs that share a scale in weights of FLOAT8."""
 
 PART_ROWS = 64
 """A multiple of this many outputs fills whole panels on any CPU."""
@@ -90,14 +95,16 @@ class Quantised:
     """A quantised weight [outputs, inputs] in a form that is the same on every machine and can be stored."""
 
     # int8 [outputs, inputs], for rotated groups [outputs, groups * GROUP]; for 4 bits, uint8 [outputs, groups, GROUP /
-    # 2] with two `levels` in a byte: i in the lower half, i + 4 in the upper one, four bytes for every eight
+    # 2] with two `levels` in a byte: i in the lower half, i + 4 in the upper one, four bytes for every eight; on a GPU
+    # also FLOAT8 [outputs, inputs]
     values: Tensor
     # for int8, float16 [outputs, groups] or float32 [outputs]; for rotated groups, uint8 [outputs, 4 + groups]: the
     # bytes of a float32, and each scale as a multiple of it; for 4 bits, float16 [outputs, groups, 2], a scale and a
-    # minimum: a weight is level * scale + minimum
+    # minimum: a weight is level * scale + minimum; for FLOAT8, float32 [outputs, groups of FLOAT8_GROUP]
     scales: Tensor
     inputs: int  # the length of a row
     rotated: bool = False  # whether integers and scales are those of `rotate`d groups
+    by_output: Tensor | None = None  # for FLOAT8 whose groups in a row have equal scales, float32 [outputs]
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors; each row of them is a row of the weight."""
@@ -111,6 +118,8 @@ class Quantised:
         """The weight that it represents, float32 [outputs, inputs]."""
         if self.scales.dim() == 1:
             return self.values.float() * self.scales[:, None]
+        if self.is_float8:
+            return self.values.float() * self.scales.repeat_interleave(FLOAT8_GROUP, 1)[:, : self.inputs]
         scales = self.factors()
         if self.has_minima:
             groups = self.levels().float() * scales[..., :1] + scales[..., 1:]
@@ -135,6 +144,11 @@ class Quantised:
         """Whether it has 4 bits."""
         return self.values.dtype == torch.uint8
 
+    @property
+    def is_float8(self) -> bool:
+        """Whether its numbers are FLOAT8."""
+        return self.values.dtype == FLOAT8
+
     def integers(self) -> Tensor:
         """For grouped scales, the integers [outputs, groups, GROUP] that they multiply; for int8, 0 past a row's
         end."""
@@ -150,8 +164,8 @@ class Quantised:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A weight [outputs, inputs] as stored in a GGUF file (`engine.model.gguf.blocks` reads it); or int4_128, in blocks
-    of 64 bytes in the order of `Quantised`, a scale and a minimum."""
+    """A weight [outputs, inputs] as stored in a GGUF file (`engine.model.gguf.blocks` reads it); int4_128 in blocks of
+    64 bytes in the order of `Quantised`, a scale and a minimum; or e4m3 in blocks of 128 FLOAT8 and a float32 scale."""
 
     kind: BlockKind
     values: Tensor  # uint8 [outputs, bytes of a row], blocks one after the other

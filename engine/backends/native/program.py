@@ -25,7 +25,7 @@ from engine.backends.native.structures import structure
 
 _RUN = kernels("program", "ppi")
 _NORM, _PRODUCT, _ROTATE, _ATTEND, _ACTIVATE, _ADD, _CLIP = range(7)
-_EXPERTS, _GATHER, _OPEN, _SHRINK, _EXPAND, _CONVOLVE, _DELTA = range(7, 14)
+_EXPERTS, _GATHER, _OPEN, _SHRINK, _EXPAND, _CONVOLVE, _DELTA, _SCAN = range(7, 15)
 _KINDS = {kind: number for number, kind in enumerate(get_args(Kind))}
 _ROUNDED, _EXACT, _OFFSET = range(3)
 _THREADS = os.cpu_count() or 1
@@ -76,8 +76,13 @@ _Clip = structure("ClipWhat", "Place x | int width | double limit")
 _StateMemory = structure("StateMemory", "pointer slots | int size")
 _Delta = structure(
     "DeltaWhat",
-    "Place x rates opening out | pointer decay offset norm memory | int begin key_heads value_heads key_dim value_dim |"
-    "double eps",
+    "Place x rates opening out | pointer decay offset norm memory |"
+    "int begin key_heads value_heads key_dim value_dim alternate | double eps most",
+)
+_Scan = structure(
+    "ScanWhat",
+    "Place x rates opening out | pointer decay offset skip norm memory |"
+    "int begin heads head_dim groups size norm_first | double eps",
 )
 _Convolve = structure("ConvolveWhat", "Place x out | pointer weight bias memory | int width taps gated")
 
@@ -449,13 +454,15 @@ class Program:
         norm: Tensor,
         begin: int,
         eps: float,
+        most: float,
         **sizes: int,
     ) -> None:
         """The gated delta rule (`engine.model.state_operations.ApplyDelta`).
 
         Args:
             begin: numbers of a state before the matrices.
-            sizes: key_heads, value_heads, key_dim, value_dim.
+            most: the factor of the sigmoid that gives shares of corrections.
+            sizes: key_heads, value_heads, key_dim, value_dim, alternate.
         """
         if sizes["key_dim"] > LONGEST_KEY:
             raise ValueError(f"a key may have at most {LONGEST_KEY} features, got {sizes['key_dim']}")
@@ -465,9 +472,47 @@ class Program:
             _DELTA,
             _Delta(
                 x=_place(x), rates=_place(rates), opening=_place(opening), out=_place(out), decay=factors.data_ptr(),
-                offset=added.data_ptr(), norm=weight.data_ptr(), memory=memory.address, begin=begin, eps=eps, **sizes,
+                offset=added.data_ptr(), norm=weight.data_ptr(), memory=memory.address, begin=begin, eps=eps,
+                most=most, **sizes,
             ),
             factors, added, weight, memory,
+        )  # fmt: skip
+
+    def apply_scan(
+        self,
+        x: Rows,
+        rates: Rows,
+        opening: Rows,
+        out: Rows,
+        memory: StateMemory,
+        *,
+        decay: Tensor,
+        offset: Tensor,
+        skip: Tensor,
+        norm: Tensor | None,
+        begin: int,
+        eps: float,
+        **sizes: int,
+    ) -> None:
+        """The selective scan (`engine.model.state_operations.ApplyScan`).
+
+        Args:
+            norm: None for no norm.
+            begin: numbers of a state before the matrices.
+            sizes: heads, head_dim, groups, size, norm_first.
+        """
+        if sizes["size"] > LONGEST_KEY:
+            raise ValueError(f"B and C may have at most {LONGEST_KEY} features, got {sizes['size']}")
+        factors, added, kept = decay.float().exp().contiguous(), offset.float().contiguous(), skip.float().contiguous()
+        weight = None if norm is None else norm.float().contiguous()
+        self._add(
+            _SCAN,
+            _Scan(
+                x=_place(x), rates=_place(rates), opening=_place(opening), out=_place(out), decay=factors.data_ptr(),
+                offset=added.data_ptr(), skip=kept.data_ptr(), norm=None if weight is None else weight.data_ptr(),
+                memory=memory.address, begin=begin, eps=eps, **sizes,
+            ),
+            factors, added, kept, weight, memory,
         )  # fmt: skip
 
     def _add(self, kind: int, what: ctypes.Structure, *kept: object, barrier: bool = True) -> None:
@@ -617,6 +662,7 @@ def _named(kind: int, what: Any) -> str:
         "adapters, up",
         "convolution",
         "delta rule",
+        "scan",
     )[kind]
 
 

@@ -17,7 +17,7 @@ from engine.backends.attention.base import Bias, DistanceBias, Paged, Ragged, Wi
 from engine.backends.native.program import Rows
 from engine.backends.torch import attention_blocks, attention_global, attention_sparse, attention_stream
 from engine.backends.torch.attention import OwnKey, QueryBias
-from engine.backends.torch.states import apply_delta, convolve, each_row
+from engine.backends.torch.states import apply_delta, apply_scan, convolve, each_row
 from engine.model import kernels
 from engine.model.activations import activate_by_name, gate_by_name
 from engine.model.attention_operations import (
@@ -80,7 +80,7 @@ from engine.model.program import Operation, Program, last_uses
 from engine.model.reading import ReadingAttention
 from engine.model.rotary import rotate
 from engine.model.slots import find_slots
-from engine.model.state_operations import ApplyDelta, Convolve
+from engine.model.state_operations import ApplyDelta, ApplyScan, Convolve
 from engine.model.tables import Tables
 
 
@@ -90,6 +90,16 @@ class Values(Protocol):
     def __getitem__(self, rows: Rows) -> Tensor: ...
 
     def __setitem__(self, rows: Rows, value: Tensor) -> None: ...
+
+
+class Buffers(dict[Rows, Tensor]):
+    """Buffers by their rows; of a buffer that was written as a whole, parts can be read."""
+
+    def __missing__(self, rows: Rows) -> Tensor:
+        whole = Rows(rows.buffer, 0, rows.stride, rows.stride)
+        if rows == whole:
+            raise KeyError(rows)
+        return self[whole][:, rows.offset : rows.offset + rows.width]
 
 
 Biases = dict[
@@ -182,7 +192,7 @@ class TorchExecutor:
         if inputs.caches is not None and inputs.slots is None:
             found = find_slots(inputs.caches[0], inputs.metadata, inputs.positions, inputs.tokens)
             inputs = replace(inputs, slots=found)
-        values: dict[Rows, Tensor] = {}
+        values = Buffers()
         return self._calls.run(Pass(inputs, self._tables, values), values)
 
 
@@ -549,7 +559,8 @@ def _convolve(operation: Convolve, state: Pass) -> None:
         return left.flatten()
 
     inputs = state.inputs
-    each_row(inputs.metadata.query_lens, inputs.states, operation.layer, step, (module.taps - 1) * module.width)
+    size = (module.taps - 1) * module.width
+    each_row(inputs.metadata.query_lens, inputs.states, operation.layer, step, size, device=out.device)
     state.values[operation.out] = out
 
 
@@ -561,14 +572,14 @@ def _apply_delta(operation: ApplyDelta, state: Pass) -> None:
     dims = (part.key_dim, part.key_dim, part.value_dim)
     queries, keys, values = (_heads(piece, dim) for piece, dim in zip(pieces, dims, strict=True))
     each = part.value_heads // part.key_heads
+    queries, keys = (one * (one.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for one in (queries, keys))
     queries, keys = (
-        (one * (one.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(each, dim=1)
-        for one in (queries, keys)
+        one.repeat(1, each, 1) if part.alternate else one.repeat_interleave(each, dim=1) for one in (queries, keys)
     )
     queries = queries * part.key_dim**-0.5
     shares, speeds = state.values[operation.rates].float().chunk(2, dim=1)
     decays = (-module.decay.float().exp() * F.softplus(speeds + module.offset.float())).exp()
-    shares = shares.sigmoid()
+    shares = shares.sigmoid() * part.most
     attended = torch.zeros_like(values)
 
     def step(known: Tensor, tokens: slice) -> Tensor:
@@ -578,11 +589,45 @@ def _apply_delta(operation: ApplyDelta, state: Pass) -> None:
         return left.flatten()
 
     begin = (part.kernel - 1) * part.convolved
-    each_row(inputs.metadata.query_lens, inputs.states, operation.layer, step, part.state_size - begin, begin)
+    size = part.state_size - begin
+    each_row(inputs.metadata.query_lens, inputs.states, operation.layer, step, size, begin, device=x.device)
     heads = attended.to(x.dtype).float()
     normed = (heads * (heads.square().mean(-1, keepdim=True) + part.eps).rsqrt()).to(x.dtype) * module.norm
     gates = _heads(F.silu(opening.float()), part.value_dim)
     state.values[operation.out] = (normed * gates).to(x.dtype).flatten(1)
+
+
+def _apply_scan(operation: ApplyScan, state: Pass) -> None:
+    module, part, inputs = operation.module, operation.module.part, state.inputs
+    x, opening = state.values[operation.x], state.values[operation.opening]
+    shared = part.groups * part.size
+    values, *both = torch.split(x.float(), [part.width, shared, shared], dim=1)
+    values = _heads(values, part.head_dim)
+    before, after = (_heads(one, part.size).repeat_interleave(part.heads // part.groups, dim=1) for one in both)
+    steps = F.softplus(state.values[operation.rates].float() + module.offset.float())
+    decays = (-module.decay.float().exp() * steps).exp()
+    added, kept = values * steps[:, :, None], values * module.skip.float()[:, None]
+    scanned = torch.zeros_like(values)
+
+    def step(known: Tensor, tokens: slice) -> Tensor:
+        matrices = known.view(part.heads, part.size, part.head_dim)
+        given = (added[tokens], before[tokens], after[tokens])
+        found, left = apply_scan(given, decays[tokens], matrices)
+        scanned[tokens] = found + kept[tokens]
+        return left.flatten()
+
+    begin = (part.kernel - 1) * part.convolved
+    size = part.state_size - begin
+    each_row(inputs.metadata.query_lens, inputs.states, operation.layer, step, size, begin, device=x.device)
+    found, gates = scanned.to(x.dtype).float().flatten(1), F.silu(opening.float())
+    if part.eps is None or not part.norm_first:
+        found = found * gates
+    if part.eps is not None and module.norm is not None:
+        groups = found.view(len(found), part.groups, -1)
+        normed = groups * (groups.square().mean(-1, keepdim=True) + part.eps).rsqrt()
+        found = (normed.flatten(1).to(x.dtype) * module.norm).float()
+        found = found * gates if part.norm_first else found
+    state.values[operation.out] = found.to(x.dtype)
 
 
 HANDLERS: dict[type, Handler] = {
@@ -629,4 +674,5 @@ HANDLERS: dict[type, Handler] = {
     Add: _add,
     Convolve: _convolve,
     ApplyDelta: _apply_delta,
+    ApplyScan: _apply_scan,
 }

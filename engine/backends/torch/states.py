@@ -13,7 +13,16 @@ Step = Callable[[Tensor, slice], Tensor]
 """Given a row's state and some of its tokens, computes the tokens and returns the state after them."""
 
 
-def each_row(counts: Sequence[int], states: States | None, layer: int, step: Step, size: int, begin: int = 0) -> None:
+def each_row(
+    counts: Sequence[int],
+    states: States | None,
+    layer: int,
+    step: Step,
+    size: int,
+    begin: int = 0,
+    *,
+    device: torch.device,
+) -> None:
     """Compute all rows of a pass from their states, and store the new states.
 
     Args:
@@ -25,7 +34,7 @@ def each_row(counts: Sequence[int], states: States | None, layer: int, step: Ste
     start = 0
     for row, count in enumerate(counts):
         if states is None:
-            step(torch.zeros(size), slice(start, start + count))
+            step(torch.zeros(size, device=device), slice(start, start + count))
         else:
             memory = states.layers[layer][:, begin : begin + size]
             snapshot, after = int(states.snapshots[row]), int(states.afters[row])
@@ -58,6 +67,24 @@ def apply_delta(
         change = (value - known) * shares[token, :, None]
         state = state + key[:, :, None] * change[:, None, :]
         out[token] = (state * query[:, :, None]).sum(dim=1)
+    return out, state
+
+
+def apply_scan(x: tuple[Tensor, Tensor, Tensor], decays: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The selective scan of some tokens, one after the other.
+
+    Args:
+        x: what is added [N, heads, head_dim], B and C [N, heads, size]; float32.
+        decays: [N, heads] the factors of the matrices.
+        state: [heads, size, head_dim].
+
+    Returns:
+        [N, heads, head_dim], and the state after the last token.
+    """
+    out = torch.empty_like(x[0])
+    for token, (added, before, after) in enumerate(zip(*x, strict=True)):
+        state = state * decays[token, :, None, None] + before[:, :, None] * added[:, None, :]
+        out[token] = (state * after[:, :, None]).sum(dim=1)
     return out, state
 
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 OLDEST = (8, 0)  # compute capability with bfloat16 matrix instructions
+_FLOAT8 = (8, 9)
 _OLDEST_TRITON = (3, 6)
 
 logger = logging.getLogger("octavo.gpu")
@@ -86,6 +87,13 @@ def serves(device: torch.device) -> bool:
     if device.type == "cuda":
         return _computes(device.index) if torch.cuda.is_available() else installed()
     return device.type == "cpu" and _interpreting
+
+
+@functools.cache
+def converts_float8(device: torch.device) -> bool:
+    """Whether a device has instructions for FLOAT8: those with compute capability 8.9 or newer."""
+    there = device.type == "cuda" and torch.cuda.is_available()
+    return there and torch.cuda.get_device_capability(device) >= _FLOAT8
 
 
 @contextmanager

@@ -242,7 +242,9 @@ class TritonAttention(AttentionBackend):
         if prepared.prefilling is not None:
             prefill[(prepared.prefilling.tiles, kv_heads)](
                 out=out, query_start=metadata.query_start, context=metadata.context, items=prepared.prefilling.items,
-                **arguments, **_sizes(many),
+                # Fused, a tile of keys with a mask would give other bits than one without, and how a prompt is
+                # divided decides which keys are in which.
+                enable_fp_fusion=False, **arguments, **_sizes(many),
             )  # fmt: skip
 
 

@@ -119,7 +119,10 @@ def prefill_tiles(
     if product_bytes == 4:  # three tf32 products instead of one, and twice the memory
         if block_d > 128:
             return Tiles(max(32, padded(group)), 16, block_d, num_warps=8, num_stages=1 if small else 2)
-        return Tiles(max(64, padded(group)), 32 if block_d <= 64 else 16, block_d, num_warps=8, num_stages=2)
+        block_m = max(64, padded(group))
+        # 64 rows belong to one warpgroup on Hopper. With two, Triton 3.6 reads beyond shared memory.
+        num_warps = 4 if 90 <= capability < 100 and block_m == 64 else 8
+        return Tiles(block_m, 32 if block_d <= 64 else 16, block_d, num_warps, num_stages=2)
     # Of 3 stages, one is for the look-up in the block table; otherwise each tile would wait for its entries. Widening 8
     # bits needs more registers, and so do changes to scores.
     large, narrow = capability >= 90 and not small, stored_bytes == 1 or not plain

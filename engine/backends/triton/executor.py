@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.backends.native.program import Rows
-from engine.backends.torch.executor import HANDLERS, Biases, Calls, Pass, TorchExecutor
+from engine.backends.torch.executor import HANDLERS, Biases, Buffers, Calls, Pass, TorchExecutor
 from engine.backends.triton import norms
 from engine.backends.triton import one_row as triton_row
 from engine.backends.triton import operations as triton_operations
@@ -73,7 +73,7 @@ class TritonExecutor:
         if inputs.caches is not None and inputs.slots is None and not self._finds(inputs):
             found = find_slots(inputs.caches[0], inputs.metadata, inputs.positions, inputs.tokens)
             inputs = replace(inputs, slots=found)
-        values: dict[Rows, Tensor] = {}
+        values = Buffers()
         calls = self._row_calls if inputs.form.fused and len(inputs.token_ids) == 1 else self._calls
         return calls.run(Pass(inputs, self._tables, values, self._biases), values)
 

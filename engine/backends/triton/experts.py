@@ -32,7 +32,7 @@ from torch import Tensor
 
 from engine.backends.native.gemm import Quantised
 from engine.backends.triton.activations import activated, sigmoid
-from engine.backends.triton.few_bits import bits, bytes_of, scales_in, scales_of, widened
+from engine.backends.triton.few_bits import bits, bytes_of, scales_in, scales_of, values_in, widened
 from engine.backends.triton.routing import align, counted_before, most_tiles, route
 
 # Tiles whose programs run side by side for each block of weights, so that shared data comes from the L2 cache.
@@ -275,7 +275,7 @@ def multiply(
 def _as_read(weights: Tensor | Quantised) -> tuple[Tensor, Tensor | None, int, int]:
     """Numbers, scales, features per row, and bits, in the kernel's form: 0 and no scales for plain weights."""
     if isinstance(weights, Quantised):
-        return weights.values, scales_in(weights), weights.inputs, bits(weights)
+        return values_in(weights), scales_in(weights), weights.inputs, bits(weights)
     return weights.contiguous(), None, weights.shape[2], 0
 
 

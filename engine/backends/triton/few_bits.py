@@ -1,11 +1,13 @@
 """Products with 8-bit and 4-bit weights on a GPU, which reads them packed and widens them in registers.
 
 A weight is an integer times the scale of its group, plus the group's minimum for 4 bits
-(`engine.backends.native.gemm.Quantised`), stored as there: 8.5 bits per weight in plain groups, or 5. A single row uses
+(`engine.backends.native.gemm.Quantised`), stored as there: 8.5 bits per weight in plain groups, or 5; or it is a FLOAT8
+number times the scale of its group of 128, 8.25 bits. A single row uses
 the kernels of `engine.backends.triton.matvec`. Up to `FEW` rows use a kernel that reads each weight once for all of
 them: a tile is widened, rounded to the rows' format, and multiplied by matrix instructions. For more rows, the product
 is the library's: a piece of the matrix is widened to that format in memory and multiplied, then the next piece. A piece
-has at most `SCRATCH` bytes, which are still in an H200's second-level cache when it multiplies.
+has at most `SCRATCH` bytes, which are still in an H200's second-level cache when it multiplies. If the GPU multiplies
+FLOAT8, more than a few rows become FLOAT8 to be multiplied by such weights (`engine.backends.triton.float8`).
 
 The order of a sum depends on the matrix's shape and the number of rows; there are no atomic additions.
 """
@@ -19,7 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.backends.native.gemm import GROUP, Quantised
+from engine.backends import triton as gpu
+from engine.backends.native.gemm import FLOAT8_GROUP, GROUP, Quantised
+from engine.backends.triton import float8
 from engine.backends.triton.norms import features_of
 
 FEW = 64
@@ -56,6 +60,12 @@ def tiling(rows: int, outputs: int, itemsize: int) -> Tiling:
     return Tiling(tall, wide, block, 4)
 
 
+def trial_rows(weight: Quantised) -> list[int]:
+    """Numbers of rows that together use all kernels for a weight."""
+    more = float8.trial_rows(len(weight.values)) if weight.is_float8 else ()
+    return sorted({*TRIAL, *more})
+
+
 def _has_kernel(rows: int, itemsize: int) -> bool:
     return rows <= (FEW if itemsize <= 2 else FEW // 4)
 
@@ -63,29 +73,34 @@ def _has_kernel(rows: int, itemsize: int) -> bool:
 @triton.jit
 def bytes_of(weight, rows, begin, there, SIZE: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
     """Integers of rows [R], the BLOCK features from `begin` on, where a group begins: [R, BLOCK] of 8 bits, or two of 4
-    bits in each of [R, BLOCK / 2]. They are not read again in this step."""
+    bits in each of [R, BLOCK / 2]; or FLOAT8 numbers, as bytes if the GPU does not know them. They are not read again
+    in this step."""
     LENGTH: tl.constexpr = SIZE if BITS == 8 else (SIZE + 31) // 32 * 16
     at = begin * BITS // 8 + tl.arange(0, BLOCK * BITS // 8)
     mask = there[:, None] & (at < LENGTH)[None, :]
     return tl.load(
-        weight + rows[:, None].to(tl.int64) * LENGTH + at[None, :], mask=mask, other=0, eviction_policy="evict_first"
+        weight + rows[:, None].to(tl.int64) * LENGTH + at[None, :],
+        mask=mask,
+        other=0.0 if weight.dtype.element_ty == tl.float8e4nv else 0,
+        eviction_policy="evict_first",
     )
 
 
 @triton.jit
 def scales_of(scales, rows, begin, there, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Scales [R, BLOCK / 32] of the same; for 4 bits, scales and minima in the lower and upper half of 32 bits. 0 past
-    a row's end."""
-    GROUPS: tl.constexpr = (SIZE + 31) // 32
-    group = begin // 32 + tl.arange(0, BLOCK // 32)
+    a row's end. Scales of FLOAT8, in float32, are those of four groups each."""
+    TIMES: tl.constexpr = 4 if scales.dtype.element_ty == tl.float32 else 1
+    GROUPS: tl.constexpr = (SIZE + 32 * TIMES - 1) // (32 * TIMES)
+    group = (begin // 32 + tl.arange(0, BLOCK // 32)) // TIMES
     mask = there[:, None] & (group < GROUPS)[None, :]
     return tl.load(scales + rows[:, None].to(tl.int64) * GROUPS + group[None, :], mask=mask, other=0)
 
 
 @triton.jit
 def widened(integers, scales, BITS: tl.constexpr):
-    """Weights [R, BLOCK] in float32 from the results of `bytes_of` and `scales_of`; a product with a scale is exact,
-    the sum with a minimum is rounded."""
+    """Weights [R, BLOCK] in float32 from the results of `bytes_of` and `scales_of`; a product with a float16 scale is
+    exact, one with a float32 scale and the sum with a minimum are rounded."""
     ROWS: tl.constexpr = scales.shape[0]
     GROUPS: tl.constexpr = scales.shape[1]
     if BITS == 4:  # of every eight values, four are in lower halves and the next four in upper ones
@@ -93,6 +108,9 @@ def widened(integers, scales, BITS: tl.constexpr):
         pairs = tl.permute(tl.join(fours & 15, fours >> 4), (0, 1, 3, 2))
         levels = tl.reshape(pairs, (ROWS, GROUPS * 32)).to(tl.float32)
         numbers = levels * _each(_half_of(scales)) + _each(_half_of(scales >> 16))
+    elif integers.dtype == tl.uint8:  # the bits of FLOAT8, read as float16, are 2^-8 of the value; none is NaN
+        halves = ((integers & 0x80).to(tl.uint16) << 8) | ((integers & 0x7F).to(tl.uint16) << 7)
+        numbers = halves.to(tl.float16, bitcast=True).to(tl.float32) * _each(scales * 256.0)
     else:
         numbers = integers.to(tl.float32) * _each(scales.to(tl.float32))
     return numbers
@@ -165,6 +183,12 @@ def scales_in(weight: Quantised) -> Tensor:
     return weight.scales.view(torch.int32).squeeze(-1) if weight.has_minima else weight.scales
 
 
+def values_in(weight: Quantised) -> Tensor:
+    """Numbers in the kernels' form: FLOAT8 as bytes if the GPU has no instructions for it."""
+    plain = not weight.is_float8 or gpu.converts_float8(weight.values.device)
+    return weight.values if plain else weight.values.view(torch.uint8)
+
+
 def product(x: Tensor, weight: Quantised, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
     """x [..., inputs] @ weight.T + bias as [..., outputs], in x's format or another. Raises ValueError if shapes,
     formats or devices do not match.
@@ -179,10 +203,12 @@ def product(x: Tensor, weight: Quantised, bias: Tensor | None = None, *, dtype: 
     out = torch.empty(len(rows), outputs, dtype=dtype or x.dtype, device=x.device)
     if not rows.numel() or not outputs:
         out = out.zero_() if bias is None else out.copy_(bias.expand_as(out))
+    elif float8.serves(rows, weight):
+        out = float8.product(rows, weight, bias, out.dtype)
     elif _has_kernel(len(rows), x.element_size()):
         how = tiling(len(rows), outputs, x.element_size())
         rows_kernel[(triton.cdiv(outputs, how.outputs),)](
-            rows, weight.values, scales_in(weight), bias, out, len(rows), outputs,
+            rows, values_in(weight), scales_in(weight), bias, out, len(rows), outputs,
             SIZE=weight.inputs, BITS=bits(weight), ROWS=how.rows, OUTPUTS=how.outputs, BLOCK=how.block, STAGES=STAGES,
             num_warps=how.warps,
         )  # fmt: skip
@@ -200,7 +226,7 @@ def widen(weight: Quantised, dtype: torch.dtype, first: int, last: int) -> Tenso
     out = torch.empty(last - first, weight.inputs, dtype=dtype, device=weight.values.device)
     rows, block = _WIDENED
     widen_kernel[(triton.cdiv(last - first, rows), triton.cdiv(weight.inputs, block))](
-        weight.values, scales_in(weight), out, first, last - first,
+        values_in(weight), scales_in(weight), out, first, last - first,
         SIZE=weight.inputs, BITS=bits(weight), ROWS=rows, BLOCK=block,
     )  # fmt: skip
     return out
@@ -225,8 +251,8 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> No
 def check(x: Tensor, weight: Quantised, bias: Tensor | None) -> None:
     """Refuse arguments that do not match. Raises ValueError if shapes, formats or devices do not match."""
     values, scales, inputs = weight.values, weight.scales, weight.inputs
-    groups = -(-inputs // GROUP)
-    shape = (inputs,) if values.dtype == torch.int8 else (groups, GROUP // 2)
+    groups = -(-inputs // (FLOAT8_GROUP if weight.is_float8 else GROUP))
+    shape = (groups, GROUP // 2) if weight.has_minima else (inputs,)
     lines = (2,) if weight.has_minima else ()
     if values.shape[1:] != shape or scales.shape != (len(values), groups, *lines):
         raise ValueError(

@@ -252,7 +252,7 @@ def product(
     width = outputs // (1 + gated)
     values, scales, bits = weight, None, 0
     if isinstance(weight, Quantised):
-        values, scales, bits = weight.values, few_bits.scales_in(weight), few_bits.bits(weight)
+        values, scales, bits = few_bits.values_in(weight), few_bits.scales_in(weight), few_bits.bits(weight)
     out = stream
     if out is None:
         out = torch.empty(1, width, dtype=dtype or x.dtype, device=x.device)

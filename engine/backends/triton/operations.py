@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from engine.backends.native.program import Rows
+from engine.backends.torch.executor import HANDLERS as TORCH
 from engine.backends.torch.executor import Handler, Pass
-from engine.backends.triton import adapters, norms
+from engine.backends.triton import adapters, norms, states
 from engine.backends.triton.norms import Norm
 from engine.backends.triton.rotary import Angles, HeadNorms, rotate_and_store
 from engine.model.attention_operations import PrepareHeads
 from engine.model.operations import AddAdapters, HasRows
 from engine.model.program import Operation
+from engine.model.state_operations import ApplyDelta, Convolve
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,4 +97,39 @@ def _add_adapters(operation: AddAdapters, state: Pass) -> None:
         adapters.add(state.values[operation.x], state.values[operation.out], slots, part.down, part.up)
 
 
-HANDLERS: dict[type, Handler] = {Join: _join, StoreHeads: _store_heads, AddAdapters: _add_adapters}
+def _memory(state: Pass, layer: int) -> Tensor | None:
+    held = state.inputs.states
+    return None if held is None else held.layers[layer]
+
+
+def _convolve(operation: Convolve, state: Pass) -> None:
+    module, inputs = operation.module, state.inputs
+    state.values[operation.out] = states.convolve(
+        state.values[operation.x], module.weight, module.bias, operation.gated, _memory(state, operation.layer),
+        states.slots_of(inputs.metadata, inputs.states), inputs.metadata.query_start,
+    )  # fmt: skip
+
+
+def _apply_delta(operation: ApplyDelta, state: Pass) -> None:
+    module, inputs = operation.module, state.inputs
+    part = module.part
+    if not states.serves(part.key_dim, part.value_dim):
+        TORCH[ApplyDelta](operation, state)
+        return
+    values = state.values
+    values[operation.out] = states.apply_delta(
+        values[operation.x], values[operation.rates], values[operation.opening],
+        (module.decay, module.offset, module.norm),
+        (part.key_heads, part.value_heads, part.key_dim, part.value_dim),
+        part.eps, _memory(state, operation.layer), (part.kernel - 1) * part.convolved,
+        states.slots_of(inputs.metadata, inputs.states), inputs.metadata.query_start,
+    )  # fmt: skip
+
+
+HANDLERS: dict[type, Handler] = {
+    Join: _join,
+    StoreHeads: _store_heads,
+    AddAdapters: _add_adapters,
+    Convolve: _convolve,
+    ApplyDelta: _apply_delta,
+}

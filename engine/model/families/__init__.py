@@ -203,7 +203,7 @@ def _unknown(config: Any) -> UnsupportedModelError:
     elif keeps_state(config):
         why = (
             ": it keeps a state (recurrent or state-space layers) of a kind that is not implemented; implemented: "
-            "gated short convolutions, the gated delta rule of Qwen3.5 and Qwen3-Next"
+            "gated short convolutions, the gated delta rule of Qwen3.5 and Qwen3-Next, the selective scan of Mamba-2"
         )
         instead = "No supported architecture can replace it."
     elif getattr(config, "text_config", None):

@@ -26,7 +26,7 @@ from engine.model.spec import (
     Routing,
     Tokens,
 )
-from engine.model.table import Affine, Entry, Joined, Same, Stacked, Transform, Transposed
+from engine.model.table import Affine, Entry, Joined, Same, ScaledRows, Stacked, Transform, Transposed
 
 # gelu_new, gelu_fast … are names of the same function: the tanh approximation.
 _ACTIVATIONS: dict[str, Activation] = {
@@ -470,3 +470,26 @@ def residual_scaled(entries: Iterable[Entry], factor: float, *, normed: bool = F
         replace(entry, transform=Affine(factor, inner=entry.transform)) if last.search(entry.target) else entry
         for entry in entries
     ]
+
+
+def multiplied(
+    entries: Iterable[Entry], factors: tuple[tuple[str, tuple[float, ...], tuple[int, ...]], ...]
+) -> list[Entry]:
+    """A layer's entries; parameters, or parts of them, are multiplied (`Block.factors`)."""
+    return [
+        next((_multiplied(entry, own, rows) for name, own, rows in factors if entry.target.endswith(name)), entry)
+        for entry in entries
+    ]
+
+
+def _multiplied(entry: Entry, factors: tuple[float, ...], rows: tuple[int, ...]) -> Entry:
+    form = entry.transform
+    if set(factors) == {1.0}:
+        return entry
+    if len(factors) == 1:
+        return replace(entry, transform=Affine(factors[0], inner=form))
+    if rows:
+        return replace(entry, transform=ScaledRows(rows, factors))
+    assert isinstance(form, Joined)
+    parts = (Affine(factor, inner=form.of(place)) for place, factor in enumerate(factors))
+    return replace(entry, transform=replace(form, inner=tuple(parts)))

@@ -15,6 +15,8 @@ from engine.model.normalisation import Norm
 from engine.model.spec import Attention, Block, FeedForward, Lm, ModelSpec, Placement, Pre, Stack, StateLayer, Tokens
 from engine.model.table import Family, WeightTable
 
+Factors = tuple[tuple[str, tuple[float, ...], tuple[int, ...]], ...]
+
 
 def before_each_sublayer(_config: Any, norm: Norm) -> Placement:
     return Pre(norm, norm)
@@ -34,12 +36,13 @@ def decoder(
     mixing: Callable[[Any], list[StateLayer | None]] | None = None,
     ffn: Callable[[Any], FeedForward | list[FeedForward]] = gated_network,
     norm: Callable[[Any], Norm] = rms,
-    placement: Callable[[Any, Norm], Placement] = before_each_sublayer,
+    placement: Callable[[Any, Norm], Placement | list[Placement]] = before_each_sublayer,
     embedding: Callable[[Any], Tokens] = tokens,
     final_norm: Callable[[Any], Norm | None] | None = None,
     crosses: Callable[[Any], bool] | None = None,
     head: Callable[[Any], Lm] = lm,
     residual_scale: Callable[[Any], float] | None = None,
+    factors: Callable[[Any], Factors] | None = None,
     projection: Callable[[Any], int | None] | None = None,
     context_length: Callable[[Any], int] | None = None,
     refuse: Callable[[Any], None] | None = None,
@@ -52,11 +55,11 @@ def decoder(
     Args:
         name, architectures, brings, reads_mxfp4: see `Family`. Architectures whose names end with Model have no head.
         attention, ffn: one for all layers, or a list with one for each.
-        mixing: for each layer, the part that carries a state instead of attention; None if it is attention.
+        mixing: for each layer, the part that carries a state; None if it has none.
         norm: the norm of the layers, and of the end unless `final_norm` is set.
-        placement: the placement of a layer's norms, from the config and the norm.
+        placement: the placement of a layer's norms, from the config and the norm: one for all layers, or a list.
         crosses: whether layers also attend to an encoder, by attention of the same form.
-        residual_scale, projection, context_length: see `Block`, `Stack` and `ModelSpec`.
+        residual_scale, factors, projection, context_length: see `Block`, `Stack` and `ModelSpec`.
         refuse: raises UnsupportedModelError for settings that no part expresses.
         names: names of the weights; None for LLaMA's.
         weights: the table of weights, if names are not sufficient.
@@ -72,16 +75,19 @@ def decoder(
         crossing = crosses is not None and crosses(config)
         if crossing:
             order = Pre(own, own, own)
+        orders = order if isinstance(order, list) else [order] * layers
         blocks = tuple(
             Block(
-                placement=order,
+                placement=place,
                 attention=part,
                 mixing=state,
                 cross=part if crossing else None,
                 ffn=network,
                 residual_scale=factor,
+                factors=() if factors is None else factors(config),
             )
-            for part, state, network in zip(
+            for place, part, state, network in zip(
+                orders,
                 attentions,
                 [None] * layers if mixing is None else mixing(config),
                 networks if isinstance(networks, list) else [networks] * layers,

@@ -10,7 +10,9 @@ from engine.model.families.common import (
     activation,
     attention,
     corrected,
+    experts,
     fused_experts,
+    gated,
     gated_network,
     layer_windows,
     linear,
@@ -119,12 +121,22 @@ def _granite(c: Any) -> FeedForward:
     return ffn
 
 
-def _granite_weights(target: str, source: str, part: FeedForward) -> list[Entry]:
+def granite_shared(target: str, source: str, part: object) -> list[Entry]:
+    """The network for every token; GGUF files have its gates and what they open apart."""
+    assert isinstance(part, Gated)
+    stored = f"{source}.shared_mlp"
+    return [
+        *linear(f"{target}.gate_up", f"{stored}.input_linear", False, 0),
+        *gated(target, stored, part)[:1],
+        *linear(f"{target}.down", f"{stored}.output_linear", False, 1),
+    ]
+
+
+def granite_weights(target: str, source: str, part: FeedForward) -> list[Entry]:
     if isinstance(part, Shared):
         return [
-            *_granite_weights(f"{target}.routed", source, part.routed),
-            *linear(f"{target}.always.gate_up", f"{source}.shared_mlp.input_linear", False, 0),
-            *linear(f"{target}.always.down", f"{source}.shared_mlp.output_linear", False, 1),
+            *granite_weights(f"{target}.routed", source, part.routed),
+            *granite_shared(f"{target}.always", source, part.always),
         ]
     if not isinstance(part, Experts):
         return network_weights(target, source, part, DecoderNames())
@@ -134,6 +146,7 @@ def _granite_weights(target: str, source: str, part: FeedForward) -> list[Entry]
         Entry(f"{target}.up.weight", (f"{stored}.input_linear.weight",), shard_axis=1),
         Entry(f"{target}.down.weight", (f"{stored}.output_linear.weight",), shard_axis=2),
         *fused_experts(target, f"{stored}.experts", f"{stored}.router"),
+        *experts(target, f"{stored}.experts", part, ("w1", "w3", "w2"), f"{stored}.router"),  # of GGUF files
     ]
 
 
@@ -273,7 +286,8 @@ def _gpt_oss(c: Any) -> Experts:
     if c.hidden_act != "silu":
         raise UnsupportedModelError(f"hidden_act of the config must be 'silu' for gpt-oss, got {c.hidden_act!r}.")
     return routed(
-        Clamped(c.intermediate_size, c.swiglu_limit, c.swiglu_alpha, bias=True),
+        # transformers before 5.18 does not name the factor.
+        Clamped(c.intermediate_size, c.swiglu_limit, getattr(c, "swiglu_alpha", 1.702), bias=True),
         count=c.num_local_experts,
         active=c.num_experts_per_tok,
         router_bias=True,
@@ -417,7 +431,7 @@ FAMILIES = (
         embedding=lambda c: tokens(c, scale=c.embedding_multiplier),
         residual_scale=lambda c: c.residual_multiplier,
         head=lambda c: lm(c, logit_scale=1 / c.logits_scaling),
-        names=DecoderNames(ffn=_granite_weights),
+        names=DecoderNames(ffn=granite_weights),
     ),
     # Granite's constants, which multiply logits here, and norms after the sublayers, too.
     decoder(

@@ -15,6 +15,7 @@ from engine.model.families.common import (
     gated,
     head,
     linear,
+    multiplied,
     norm,
     qkv,
     residual_scaled,
@@ -22,6 +23,7 @@ from engine.model.families.common import (
 from engine.model.normalisation import Norm
 from engine.model.sinusoidal import fixed_vectors
 from engine.model.spec import (
+    NO_NETWORK,
     AfterSublayer,
     Attention,
     Block,
@@ -80,10 +82,10 @@ class LayerNames:
         out: the matrix after attention.
         gate: the matrix that makes the gates of attention's results.
         attention: the entries of another form of attention, from our name, the layer's name and the part.
-        mixing: the entries of a layer that carries a state instead of attention, from the same arguments.
+        mixing: the entries of a layer's part that carries a state, from the same arguments.
         qk_norm: norms of queries and keys, with `{}` for q or k, or `{word}` for query or key, and with `{head}` if the
             norm of each head is a separate vector. Empty if `attention` gives them.
-        norms: one name for each norm of the placement, in the order of application.
+        norms: one name for each norm of the placement, in the order of application; a function if placements differ.
         ffn: gate, up and down of a gated network, or its fused gate and up, and down; up and down of a plain one. For
             other forms, a function of our name, the layer's name and the part.
         experts: names for layers with experts.
@@ -99,7 +101,7 @@ class LayerNames:
     gate: str = "self_attn.gate_proj"
     mixing: Callable[[str, str, StateLayer], list[Entry]] | None = None
     qk_norm: str = "self_attn.{}_norm"
-    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    norms: tuple[str, ...] | Callable[[Placement], tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
     ffn: tuple[str, ...] | Callable[[str, str, FeedForward], list[Entry]] = (
         "mlp.gate_proj",
         "mlp.up_proj",
@@ -192,16 +194,21 @@ def layer_weights(target: str, source: str, block: Block, names: LayerNames) -> 
         source: its name in checkpoints.
     """
     part, inner, ffn = block.attention, f"{target}.attention.inner", f"{target}.ffn.inner"
+    norms = names.norms(block.placement) if callable(names.norms) else names.norms
     # A layer with fewer norms than names has one norm for both sublayers.
     entries = [
         entry
-        for (place, own), name in zip(norm_places(block.placement), names.norms, strict=False)
+        for (place, own), name in zip(norm_places(block.placement), norms, strict=False)
         for entry in norm_weights(f"{target}.{place}", f"{source}.{name}", own, names.norm_weight)
     ]
     if isinstance(block.mixing, StateLayer):
         assert names.mixing is not None
-        entries += names.mixing(inner, source, block.mixing)
-        return residual_scaled(entries + network_weights(ffn, source, block.ffn, names), block.residual_scale)
+        both = part.heads > 0
+        entries += names.mixing(f"{inner}.state" if both else inner, source, block.mixing)
+        inner = f"{inner}.attention" if both else inner
+    if not part.heads:
+        entries += network_weights(ffn, source, block.ffn, names)
+        return multiplied(residual_scaled(entries, block.residual_scale), block.factors)
     if names.attention is not None:
         entries += names.attention(inner, source, part)
     elif isinstance(names.qkv, str):
@@ -226,7 +233,7 @@ def layer_weights(target: str, source: str, block: Block, names: LayerNames) -> 
         entries += cross(f"{target}.cross.inner", (queries, keys, values, out), block.cross)
     entries += network_weights(ffn, source, block.ffn, names)
     normed = isinstance(block.placement, Sandwich | AfterSublayer)
-    return residual_scaled(entries, block.residual_scale, normed=normed)
+    return multiplied(residual_scaled(entries, block.residual_scale, normed=normed), block.factors)
 
 
 def norm_places(placement: Placement) -> list[tuple[str, Norm | None]]:
@@ -272,7 +279,9 @@ def qk_norm_weights(target: str, names: str, part: Attention) -> list[Entry]:
 
 
 def network_weights(target: str, source: str, part: FeedForward, names: LayerNames) -> list[Entry]:
-    """A feed-forward network, gated or plain, or experts."""
+    """A feed-forward network, gated or plain, or experts; or none."""
+    if part == NO_NETWORK:
+        return []
     if callable(names.ffn):
         return names.ffn(target, source, part)
     match part, names.ffn:
@@ -292,11 +301,12 @@ def network_weights(target: str, source: str, part: FeedForward, names: LayerNam
     raise AssertionError(f"{type(part).__name__} is not stored as {', '.join(names.ffn)}")
 
 
-def _always(target: str, source: str, part: Gated | Opened, names: LayerNames) -> list[Entry]:
+def _always(target: str, source: str, part: Dense | Gated | Opened, names: LayerNames) -> list[Entry]:
     stored = f"{source}.{names.experts.always}"
     if isinstance(part, Opened):
         opening = linear(f"{target}.always.opening", f"{source}.{names.experts.opening}", False, None)
         return opening + gated(f"{target}.always.inner", stored, part.inner)
+    assert isinstance(part, Gated)
     return gated(f"{target}.always", stored, part)
 
 

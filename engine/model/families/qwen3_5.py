@@ -44,6 +44,15 @@ def _refuse_others(c: Any) -> None:
         raise UnsupportedModelError("attention_bias of the config must be false for this family, got true.")
     if c.hidden_act != "silu":
         raise UnsupportedModelError(f"hidden_act of the config must be 'silu' for this family, got {c.hidden_act!r}.")
+    refuse_sizes(c)
+
+
+def refuse_sizes(c: Any) -> None:
+    """Refuse sizes of the gated delta rule that it cannot have.
+
+    Raises:
+        UnsupportedModelError: names one.
+    """
     for name, (least, most) in _SIZES.items():
         if not least <= getattr(c, name) <= most:
             raise UnsupportedModelError(f"{name} of the config must be from {least} to {most}, got {getattr(c, name)}.")
@@ -54,7 +63,7 @@ def _refuse_others(c: Any) -> None:
         )
 
 
-def _attends(c: Any) -> list[bool]:
+def attends(c: Any) -> list[bool]:
     """Whether each layer is attention.
 
     Raises:
@@ -75,19 +84,26 @@ def _attends(c: Any) -> list[bool]:
 
 def _attention(c: Any) -> list[Attention]:
     own = attention(c, position=rotary(c, partial=True), qk_norm=PerHead(_norm(c)), gate=OutputGate())
-    return [own if attends else NO_ATTENTION for attends in _attends(c)]
+    return [own if each else NO_ATTENTION for each in attends(c)]
 
 
-def _mixing(c: Any) -> list[StateLayer | None]:
-    own = DeltaRule(
+def delta_rule(c: Any, **parts: Any) -> DeltaRule:
+    """The gated delta rule of a config; `parts` are fields that differ."""
+    usual: dict[str, Any] = {"eps": c.rms_norm_eps}
+    return DeltaRule(
         key_heads=c.linear_num_key_heads,
         value_heads=c.linear_num_value_heads,
         key_dim=c.linear_key_head_dim,
         value_dim=c.linear_value_head_dim,
         kernel=c.linear_conv_kernel_dim,
-        eps=c.rms_norm_eps,
+        alternate=getattr(c, "linear_value_heads_alternate", False),  # of GGUF files
+        **(usual | parts),
     )
-    return [None if attends else own for attends in _attends(c)]
+
+
+def _mixing(c: Any) -> list[StateLayer | None]:
+    own = delta_rule(c)
+    return [None if each else own for each in attends(c)]
 
 
 def _experts(c: Any, *, normalize: bool = True) -> FeedForward:
@@ -129,7 +145,7 @@ def _delta_weights(target: str, layer: str, part: StateLayer) -> list[Entry]:
         *linear(f"{target}.enter", f"{source}.in_proj_qkv", False, 0),
         *linear(f"{target}.opening", f"{source}.in_proj_z", False, 0),
         Entry(f"{target}.rates.weight", rates, Joined((heads, heads)), shard_axis=0),
-        *_rest_of_delta(target, source, part),
+        *rest_of_delta(target, source, part),
     ]
 
 
@@ -145,12 +161,16 @@ def _next_delta_weights(target: str, layer: str, part: StateLayer) -> list[Entry
     return [
         Entry(f"{target}.enter.weight", made * 3, Joined((heads * keys, heads * keys, heads * values), places[:3])),
         Entry(f"{target}.opening.weight", made, places[3]),
+        # As in GGUF files.
+        *linear(f"{target}.enter", f"{source}.in_proj_qkv", False, 0),
+        *linear(f"{target}.opening", f"{source}.in_proj_z", False, 0),
         Entry(f"{target}.rates.weight", rates * 2, Joined((part.value_heads,) * 2, halves)),
-        *_rest_of_delta(target, source, part),
+        *rest_of_delta(target, source, part),
     ]
 
 
-def _rest_of_delta(target: str, source: str, part: DeltaRule) -> list[Entry]:
+def rest_of_delta(target: str, source: str, part: DeltaRule, norm: str = "norm", out: str = "out_proj") -> list[Entry]:
+    """The weights beside the projections of a token."""
     return [
         Entry(
             f"{target}.convolution.weight",
@@ -159,8 +179,8 @@ def _rest_of_delta(target: str, source: str, part: DeltaRule) -> list[Entry]:
         ),
         Entry(f"{target}.decay", (f"{source}.A_log",)),
         Entry(f"{target}.offset", (f"{source}.dt_bias",)),
-        Entry(f"{target}.norm", (f"{source}.norm.weight",)),
-        *linear(f"{target}.out", f"{source}.out_proj", False, 1),
+        Entry(f"{target}.norm", (f"{source}.{norm}.weight",)),
+        *linear(f"{target}.out", f"{source}.{out}", False, 1),
     ]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from safetensors.torch import save
 
 from engine.errors import ModelLoadError, UnsupportedModelError
+from engine.model.gguf import hybrids
 from engine.model.gguf.arrangements import AboveOne, Arrangement, AsStored, Interleaved, Kernels, OneRow
 from engine.model.gguf.container import Gguf, TensorInfo
 from engine.model.gguf.metadata import Metadata
@@ -20,6 +21,7 @@ from engine.model.gguf.tensors import mapped, read_numbers, read_tensor
 
 Config = dict[str, Any]
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+(?:\.\w+)*)\.(weight|bias|scale)")
+_BARE = re.compile(r"blk\.(\d+)\.(\w+)")  # as of factors of states
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ def place(file: Gguf, architecture: Architecture, config: Config) -> Iterator[Pl
             continue
         if info.name in (FACTORS, LONG_FACTORS, SHORT_FACTORS):  # they are in the config
             continue
+        if config.get("num_nextn_predict_layers") and _layer(info) >= config["num_hidden_layers"]:
+            continue  # it guesses later tokens
         placed = _renamed(info, architecture, config)
         name = placed.name
         if "{}" not in name:
@@ -109,6 +113,12 @@ def place(file: Gguf, architecture: Architecture, config: Config) -> Iterator[Pl
         else:
             for expert in range(info.shape[0]):
                 yield replace(placed, name=placed.name.format(expert), expert=expert)
+
+
+def _layer(info: TensorInfo) -> int:
+    """The number of a tensor's layer; -1 if it belongs to none."""
+    found = re.match(r"blk\.(\d+)\.", info.name)
+    return -1 if found is None else int(found[1])
 
 
 def place_alone(info: TensorInfo, architecture: str, config: Config) -> Placed:
@@ -127,6 +137,10 @@ def place_alone(info: TensorInfo, architecture: str, config: Config) -> Placed:
 def _renamed(info: TensorInfo, architecture: Architecture, config: Config) -> Placed:
     """A tensor under transformers' name, in which `{}` is replaced by the index of an expert or a head."""
     found = _LAYER.fullmatch(info.name)
+    if bare := _BARE.fullmatch(info.name):
+        known, make = architecture.layer.get(bare[2]), architecture.arranged.get(bare[2])
+        full = info.name if known is None else f"{architecture.layers}.{bare[1]}.{known}"
+        return Placed(full, info, AsStored() if make is None else make(config))
     if found is None:
         stem, _, ending = info.name.rpartition(".")
         name, prefix = architecture.outer.get(stem), ""
@@ -548,6 +562,36 @@ def _stablelm(metadata: Metadata) -> Config:
     )
 
 
+def _granite_hybrid(metadata: Metadata) -> Config:
+    config = _plain(metadata, "granitemoehybrid", "GraniteMoeHybridForCausalLM", apart=("attention.head_count_kv",))
+    return hybrids.granite_hybrid(metadata, config)
+
+
+def _falcon_h1(metadata: Metadata) -> Config:
+    return hybrids.falcon_h1(metadata, _plain(metadata, "falcon_h1", "FalconH1ForCausalLM"))
+
+
+def _nemotron_h(metadata: Metadata) -> Config:
+    apart = ("attention.head_count_kv", "feed_forward_length")
+    norm = "rms" if metadata.has("attention.layer_norm_rms_epsilon") else "layer"
+    config = _plain(metadata, "nemotron_h", "NemotronHForCausalLM", norm=norm, apart=apart)
+    if norm == "layer":
+        config["rms_norm_eps"] = config["layer_norm_eps"]
+    return hybrids.nemotron_h(metadata, config)
+
+
+def _qwen3_5(metadata: Metadata) -> Config:
+    return hybrids.delta_rule(metadata, _plain(metadata, "qwen3_5_text", "Qwen3_5ForCausalLM"))
+
+
+def _qwen3_5_moe(metadata: Metadata) -> Config:
+    return hybrids.delta_rule(metadata, _plain(metadata, "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"))
+
+
+def _qwen3_next(metadata: Metadata) -> Config:
+    return hybrids.delta_rule(metadata, _plain(metadata, "qwen3_next", "Qwen3NextForCausalLM"))
+
+
 def _lfm2(metadata: Metadata) -> Config:
     config = _of_lfm2(metadata, "lfm2", "Lfm2ForCausalLM")
     return config | {"block_auto_adjust_ff_dim": False}  # the length of the networks is what the adjustment gives
@@ -676,6 +720,11 @@ _LFM2_OUTER = {
     "output_norm": "model.embedding_norm", "output": "lm_head",
 }  # fmt: skip
 _KERNELS: dict[str, Callable[[Config], Arrangement]] = {"shortconv.conv.weight": lambda config: Kernels()}
+_NEMOTRON = Architecture(
+    _nemotron_h, hybrids.NEMOTRON, layers="backbone.layers", outer=hybrids.NEMOTRON_OUTER, arranged=hybrids.SCANNED
+)
+_DELTA_EXPERTS = hybrids.DELTA | _EXPERTS | _SHARED_EXPERT
+_CORRECTED = hybrids.CORRECTED | {"ffn_gate_inp_shexp": lambda config: OneRow()}
 _ARCHITECTURES: dict[str, Architecture] = {
     "command-r": Architecture(_command_r, _PROJECTIONS | _HEAD_NORMS),
     "gemma": Architecture(_gemma, _PROJECTIONS, arranged=_above_one()),
@@ -722,6 +771,13 @@ _ARCHITECTURES: dict[str, Architecture] = {
         },
         outer=_OUTER_VECTORS,
     ),
+    "falcon-h1": Architecture(_falcon_h1, hybrids.FALCON, outer=hybrids.FALCON_OUTER, arranged=hybrids.SCANNED),
+    "granitehybrid": Architecture(_granite_hybrid, hybrids.GRANITE, arranged=_TURNED_NEIGHBOURS | hybrids.SCANNED),
+    "nemotron_h": _NEMOTRON,
+    "nemotron_h_moe": _NEMOTRON,
+    "qwen35": Architecture(_qwen3_5, hybrids.DELTA, arranged=hybrids.CORRECTED),
+    "qwen35moe": Architecture(_qwen3_5_moe, _DELTA_EXPERTS, arranged=_CORRECTED),
+    "qwen3next": Architecture(_qwen3_next, _DELTA_EXPERTS, arranged=_CORRECTED),
     "gpt2": Architecture(
         _gpt_2,
         {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 Shape = tuple[int, ...]
@@ -86,3 +88,22 @@ class Kernels(Arrangement):
 
     def arrange(self, stored: Tensor) -> Tensor:
         return stored.view(self.shape(tuple(stored.shape)))
+
+
+@dataclass(frozen=True)
+class Flat(Arrangement):
+    """A vector that is stored as a matrix."""
+
+    def shape(self, stored: Shape) -> Shape:
+        return (math.prod(stored),)
+
+    def arrange(self, stored: Tensor) -> Tensor:
+        return stored.flatten()
+
+
+@dataclass(frozen=True)
+class Decays(Flat):
+    """Logarithms that are stored as what the states decay by, -exp(x)."""
+
+    def arrange(self, stored: Tensor) -> Tensor:
+        return torch.log(-stored.float()).flatten()

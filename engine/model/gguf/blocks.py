@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from engine.backends import native
-from engine.backends.native.gemm import GROUP, BlockKind, Blocks, Quantised
+from engine.backends.native.gemm import FLOAT8, FLOAT8_GROUP, GROUP, BlockKind, Blocks, Quantised
 from engine.backends.native.gguf import take_q4_k, widen_q6_k
 from engine.errors import UnsupportedModelError
 from engine.model.stored.bits import check_halves
 
 Grouped = tuple[Tensor, Tensor, Tensor | None]
-"""Integers [..., groups, numbers], float32 scales [..., groups], and minima or None: a number is an integer times its
-group's scale, plus the minimum."""
+"""Integers (of e4m3, numbers) [..., groups, numbers], float32 scales [..., groups], and minima or None: a number is an
+integer times its group's scale, plus the minimum."""
 
 Decode = Callable[[Tensor], Grouped]
 """Makes the groups from blocks, whose bytes are [blocks, size]."""
@@ -251,6 +251,11 @@ def _q6_k(blocks: Tensor) -> Grouped:
     return (low | high << 4).char() - 32, scales, None
 
 
+def _e4m3(blocks: Tensor) -> Grouped:
+    numbers = blocks[:, :FLOAT8_GROUP].contiguous().view(FLOAT8).float().view(-1, 1, FLOAT8_GROUP)
+    return numbers, blocks[:, FLOAT8_GROUP:].contiguous().view(torch.float32), None
+
+
 _UNEVEN = torch.tensor((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), dtype=torch.int8)
 """The values of IQ4's integers."""
 
@@ -314,12 +319,15 @@ _FORMATS: dict[int, BlockFormat] = {
 """By ggml's number."""
 
 
-_INT4_128 = BlockFormat("INT4_128", 128, 68, decode=_int4_128, halves=(64, 66))
-"""Not a format of a file."""
+_OWN = (
+    BlockFormat("INT4_128", 128, 68, decode=_int4_128, halves=(64, 66)),
+    BlockFormat("E4M3", FLOAT8_GROUP, FLOAT8_GROUP + 4, decode=_e4m3),
+)
+"""Not formats of a file."""
 
 
 def format_of(kind: BlockKind) -> BlockFormat:
-    return next(format for format in (*_FORMATS.values(), _INT4_128) if format.own_kind == kind)
+    return next(format for format in (*_FORMATS.values(), *_OWN) if format.own_kind == kind)
 
 
 def find_format(number: int) -> BlockFormat | None:

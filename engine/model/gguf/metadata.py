@@ -57,6 +57,17 @@ class Metadata:
             raise self._wrong(name, value, f"a number for each of {layers} layers")
         return found
 
+    def flag(self, name: str, default: bool) -> bool:
+        """A yes or no.
+
+        Raises:
+            ModelLoadError: it has another type.
+        """
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise self._wrong(name, value, "true or false")
+        return value
+
     def text(self, name: str, default: str | None = None) -> str:
         """A text. Raises ModelLoadError if it is missing, or has another type."""
         value = self._value(name, default)

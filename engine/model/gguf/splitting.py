@@ -25,25 +25,30 @@ def _cased(after: str, digits: str) -> str:
 
 
 _LLAMA_3, _QWEN_2 = _words(r"\p{N}{1,3}"), _words(r"\p{N}")
+_QWEN_3_5 = _QWEN_2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 _GPT_4O = _cased(f"{_CONTRACTIONS}?", r"\p{N}{1,3}")
 _PATTERNS = {
     "llama3": _LLAMA_3,
     "llama-v3": _LLAMA_3,
     "llama-bpe": _LLAMA_3,
     "falcon3": _LLAMA_3,
+    "falcon-h1": _LLAMA_3,
+    "lfm2": _LLAMA_3,
+    "pixtral": _LLAMA_3,
     "smaug-bpe": _LLAMA_3,
     "dbrx": _LLAMA_3,
     "qwen2": _QWEN_2,
     "deepseek-r1-qwen": _QWEN_2,
     "megrez": _QWEN_2,
     "stablelm2": _QWEN_2,
+    "qwen35": _QWEN_3_5,
     "tekken": _cased("", r"\p{N}"),
     "gpt-4o": _GPT_4O,
     "llama4": _GPT_4O,
 }
 _GPT_2 = frozenset({"gpt-2", "phi-2", "mpt", "olmo"})
 _SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r"})
-_WHOLE = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "tekken"})
+_WHOLE = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "lfm2", "pixtral", "tekken"})
 
 MERGES_LAST = _WHOLE
 """A piece that is in the vocabulary as a whole is one token, whatever the merges say."""
@@ -66,4 +71,4 @@ def splitter(name: str | None) -> dict[str, Any] | None:
 
 def normalizer(name: str | None) -> dict[str, Any] | None:
     """The `normalizer` of a tokenizer.json. Qwen's composes characters, which llama.cpp does not do."""
-    return {"type": "NFC"} if name == "qwen2" else None
+    return {"type": "NFC"} if name in ("qwen2", "qwen35") else None

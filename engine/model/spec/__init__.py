@@ -51,6 +51,7 @@ from engine.model.spec.heads import (
 )
 from engine.model.spec.model import ModelSpec
 from engine.model.spec.networks import (
+    NO_NETWORK,
     Activation,
     Clamped,
     Corrected,
@@ -72,18 +73,21 @@ from engine.model.spec.networks import (
 )
 from engine.model.spec.sparse import BeforeToken, BlockSums, FirstToken, GlobalStream, GlobalTokens, SparseBlocks
 from engine.model.spec.stack import LayerVectors, PredictingStream, Repeated, Stack, Versions
-from engine.model.spec.states import DeltaRule, ShortConvolution, StateLayer
+from engine.model.spec.states import DeltaRule, SelectiveScan, ShortConvolution, StateLayer
 from engine.model.spec.vision import Pooled, Projector, Shuffled, Vision
 
 __all__ = [
-    "NO_ATTENTION", "Activation", "AfterRotation", "AfterSublayer", "AnswerSpan", "AtToken", "Attention", "BeforeToken",
+    "NO_ATTENTION", "NO_NETWORK",
+    "Activation", "AfterRotation", "AfterSublayer", "AnswerSpan", "AtToken", "Attention", "BeforeToken",
     "Block", "BlockSums", "Bottleneck", "Clamped", "Classifier", "Convolution", "Corrected", "DeltaRule", "Dense",
     "EachHead", "Embedder", "Embedding", "Experts", "FeedForward", "FirstStates", "FirstToken", "Fourier", "Gated",
-    "GlobalStream", "GlobalTokens", "GroupLimited", "Head", "HeadLayer", "Joined", "LabelledSpans", "Latent",
-    "LayerInput", "LayerVectors", "Likeliest", "Lm", "LowRank", "MaskedLm", "MaskedOut", "ModelSpec", "Neighbours",
-    "NormedResidual", "NormedSum", "Opened", "OutputGate", "Parallel", "Patches", "PerHead", "Placement", "Pool",
-    "Pooled", "Post", "Pre", "PredictingStream", "Probe", "Projector", "QkNorm", "Repeated", "Rescaled",
-    "ResidualNetwork", "Routing", "Sandwich", "ScaledInput", "Shared", "ShortConvolution", "Shuffled", "Sinks", "Spans",
-    "SparseBlocks", "SparseMixer", "SparselyGated", "Spectrum", "Stack", "StateLayer", "Tokens", "Versions", "Vision",
+    "GlobalStream", "GlobalTokens", "GroupLimited", "Head", "HeadLayer",
+    "Joined", "LabelledSpans", "Latent", "LayerInput",
+    "LayerVectors", "Likeliest", "Lm", "LowRank", "MaskedLm", "MaskedOut", "ModelSpec", "Neighbours", "NormedResidual",
+    "NormedSum", "Opened", "OutputGate", "Parallel", "Patches", "PerHead", "Placement", "Pool", "Pooled", "Post", "Pre",
+    "PredictingStream", "Probe", "Projector", "QkNorm", "Repeated", "Rescaled", "ResidualNetwork", "Routing",
+    "Sandwich", "ScaledInput", "SelectiveScan",
+    "Shared", "ShortConvolution", "Shuffled", "Sinks", "Spans", "SparseBlocks",
+    "SparseMixer", "SparselyGated", "Spectrum", "Stack", "StateLayer", "Tokens", "Versions", "Vision",
     "WholeProjection", "Xielu",
 ]  # fmt: skip

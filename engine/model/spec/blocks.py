@@ -135,7 +135,12 @@ class Block:
     """One layer. `cross` attends to the encoder's output; `beside` runs beside the whole layer.
 
     Attributes:
-        mixing: an alternative way to mix tokens, if attention has no heads (`NO_ATTENTION`).
+        attention, ffn: `NO_ATTENTION` and `NO_NETWORK` for none. A layer of a decoder with norms before its sublayers
+            may lack either.
+        mixing: an alternative way to mix tokens, if there is no attention; a state beside attention adds its result to
+            attention's.
+        factors: numbers by which parameters are multiplied at load time, by the end of our name: one number, one for
+            each of the parts that are joined in it, or one for each of these counts of rows.
         bottleneck: the features of the layer, if they are not the stream's; its norms replace those of the placement.
         input: what the layer reads for each token beside the stream.
         low_rank: what runs beside attention.
@@ -157,3 +162,4 @@ class Block:
     factor: bool = False
     reads_tokens: bool = False
     residual_scale: float = 1.0
+    factors: tuple[tuple[str, tuple[float, ...], tuple[int, ...]], ...] = ()

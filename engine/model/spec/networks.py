@@ -24,6 +24,9 @@ class Dense:
     groups: int = 1
 
 
+NO_NETWORK = Dense(0, "relu")
+
+
 @dataclass(frozen=True, slots=True)
 class Gated:
     """down(activation(gate(x)) * up(x)) with `width` hidden features (arXiv:2002.05202)."""
@@ -170,7 +173,7 @@ class Shared:
     """routed(x) + always(x): beside the experts, a network for every token (arXiv:2401.06066)."""
 
     routed: Experts
-    always: Gated | Opened
+    always: Dense | Gated | Opened
 
 
 @dataclass(frozen=True, slots=True)

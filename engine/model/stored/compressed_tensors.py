@@ -1,4 +1,4 @@
-"""The formats of llm-compressor and others (quant_method compressed-tensors): packed integers, plain int8, FP8."""
+"""The formats of llm-compressor and others (quant_method compressed-tensors): integers, FP8, NVFP4."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model.quantisation import Quantization
 from engine.model.stored.bits import HALVES, as_lines, check_halves, fits_groups, grouped, own_kind, packed, unpacked
 from engine.model.stored.fp8 import scaled_matrix
+from engine.model.stored.nvfp4 import nvfp4_matrix
 from engine.model.stored.scheme import (
     REALS,
     WHOLE,
@@ -28,7 +29,10 @@ from engine.model.stored.scheme import (
     matrix_shape,
 )
 
-_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
+_FORMATS = (
+    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense",
+    "nvfp4-pack-quantized",
+)  # fmt: skip
 MARK = "octavo_quantization"
 """The key in a config written by `octavo quantize` that states the requested kind. Other programs ignore it."""
 
@@ -71,7 +75,10 @@ class CompressedTensors(Scheme):
 
     def find(self, tensors: Tensors) -> Iterator[Packed]:
         for module, name in matrices(tensors, ".weight_packed"):
-            yield self._integers(tensors, module, name)
+            if tensors.format(name) == "U8":
+                yield nvfp4_matrix(tensors, module, name, f"{module}.weight_global_scale", divides=True)
+            else:
+                yield self._integers(tensors, module, name)
         for module, name in matrices(tensors, ".weight"):
             if tensors.format(name) == "I8" and f"{module}.weight_zero_point" in tensors.names:
                 yield _bytes(tensors, module, name)

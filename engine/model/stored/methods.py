@@ -12,6 +12,7 @@ from engine.model.stored.compressed_tensors import CompressedTensors
 from engine.model.stored.fp8 import Fp8
 from engine.model.stored.gptq import Gptq
 from engine.model.stored.mxfp4 import Mxfp4
+from engine.model.stored.nvfp4 import Nvfp4
 from engine.model.stored.scheme import Scheme
 
 _METHODS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
@@ -21,6 +22,7 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "fbgemm_fp8": Fp8,
     "fp8": Fp8,
     "gptq": Gptq,
+    "modelopt": Nvfp4,
 }
 
 

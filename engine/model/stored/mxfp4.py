@@ -14,7 +14,8 @@ from engine.model.stored.scheme import Packed, Scheme, Tensors, matrices
 
 BLOCKS, SCALES = "_blocks", "_scales"
 """Ends of the names of a matrix's two tensors."""
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The 4-bit numbers without a sign."""
 _BIAS = 127
 _BYTES = 16  # bytes of a block without its exponent
 
@@ -70,7 +71,7 @@ def decode(blocks: Tensor, scales: Tensor) -> Tensor:
         blocks: [..., rows, blocks, bytes] uint8, two numbers each, the first in the lower bits.
         scales: [..., rows, blocks] uint8, exponents of two plus 127.
     """
-    values = torch.tensor((*_VALUES, *(-value for value in _VALUES)), dtype=torch.bfloat16)
+    values = torch.tensor((*VALUES, *(-value for value in VALUES)), dtype=torch.bfloat16)
     byte = torch.arange(256)
     # Both numbers of a byte are looked up at once.
     pairs = torch.stack((values[byte & 15], values[byte >> 4]), dim=-1).view(torch.int32).view(-1)

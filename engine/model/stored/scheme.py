@@ -148,7 +148,7 @@ def scaled(values: Tensor, scales: Tensor, block: tuple[int, int] | None = None)
         scales: one number, [rows], or one per block, [..., blocks of rows, blocks of columns].
         block: rows and columns of a block; None if rows and columns divide evenly.
     """
-    numbers, factors = values.float(), _as_float(scales)
+    numbers, factors = values.float(), as_float(scales)
     if factors.numel() == 1:
         return numbers.mul_(factors.reshape(()))
     rows, columns = numbers.shape[-2:]
@@ -164,7 +164,7 @@ def scaled(values: Tensor, scales: Tensor, block: tuple[int, int] | None = None)
     return numbers
 
 
-def _as_float(scales: Tensor) -> Tensor:
+def as_float(scales: Tensor) -> Tensor:
     """Scales as float32; bytes are exponents of two plus 127."""
     if scales.dtype == torch.uint8:
         return torch.exp2(scales.float() - 127)

@@ -38,6 +38,7 @@ enum Kind : int64_t {
   BY_IQ4_XS,
   BY_MXFP4,
   BY_INT4_128,
+  BY_E4M3,
   BY_PARTS,
 };
 
@@ -288,6 +289,7 @@ void iq4_nl_part(const Product& p, int thread, int threads);
 void iq4_xs_part(const Product& p, int thread, int threads);
 void mxfp4_part(const Product& p, int thread, int threads);
 void int4_128_part(const Product& p, int thread, int threads);
+void e4m3_part(const Product& p, int thread, int threads);
 void parts_part(const Product& p, int thread, int threads);
 
 // A thread's share of a product of any kind.

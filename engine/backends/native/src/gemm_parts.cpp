@@ -36,6 +36,7 @@ void part_of(int64_t kind, const Product& p, int thread, int threads) {
     case BY_IQ4_XS: return iq4_xs_part(p, thread, threads);
     case BY_MXFP4: return mxfp4_part(p, thread, threads);
     case BY_INT4_128: return int4_128_part(p, thread, threads);
+    case BY_E4M3: return e4m3_part(p, thread, threads);
     default: return parts_part(p, thread, threads);
   }
 }

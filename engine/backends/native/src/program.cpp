@@ -255,10 +255,20 @@ struct Runner {
     const Delta<T> a{at(o.x),       at(o.rates),     at(o.opening),     at(o.out),      o.decay,
                      o.offset,      o.norm,          o.x.stride,        o.rates.stride, o.opening.stride,
                      o.out.stride,  o.begin,         o.key_heads,       o.value_heads,  o.key_dim,
-                     o.value_dim,   static_cast<float>(o.eps)};
+                     o.value_dim,   o.alternate,    static_cast<float>(o.eps), static_cast<float>(o.most)};
     delta_part(a, *o.memory, state_rows(), thread, threads);
     others.wait(threads);
     delta_norm_part(a, step.starts[step.rows], thread, threads);
+  }
+
+  void run(const ScanWhat& o) const {
+    const Scan<T> a{at(o.x),  at(o.rates), at(o.opening),  at(o.out),        o.decay,      o.offset,
+                    o.skip,   o.norm,      o.x.stride,     o.rates.stride,   o.opening.stride,
+                    o.out.stride, o.begin, o.heads,        o.head_dim,       o.groups,     o.size,
+                    o.norm_first, static_cast<float>(o.eps)};
+    scan_part(a, *o.memory, state_rows(), thread, threads);
+    others.wait(threads);
+    scan_norm_part(a, step.starts[step.rows], thread, threads);
   }
 
   void run(const ClipWhat& o) const {
@@ -286,6 +296,7 @@ struct Runner {
       case OPEN: return run(*static_cast<const OpenWhat*>(o.what));
       case SHRINK: return run(*static_cast<const ShrinkWhat*>(o.what));
       case EXPAND: return run(*static_cast<const ExpandWhat*>(o.what));
+      case SCAN: return run(*static_cast<const ScanWhat*>(o.what));
       case DELTA: return run(*static_cast<const DeltaWhat*>(o.what));
       case CONVOLVE: return run(*static_cast<const ConvolveWhat*>(o.what));
     }

@@ -7,6 +7,7 @@
 
 #include "adapters.h"
 #include "attention.h"
+#include "scan.h"
 #include "states.h"
 
 namespace octavo {
@@ -16,7 +17,7 @@ struct Place {
   int64_t buffer, offset, stride;  // buffer < 0: nothing
 };
 
-enum Kind : int64_t { NORM = 0, PRODUCT = 1, ROTATE = 2, ATTEND = 3, ACTIVATE = 4, ADD = 5, CLIP = 6, EXPERTS = 7, GATHER = 8, OPEN = 9, SHRINK = 10, EXPAND = 11, CONVOLVE = 12, DELTA = 13 };
+enum Kind : int64_t { NORM = 0, PRODUCT = 1, ROTATE = 2, ATTEND = 3, ACTIVATE = 4, ADD = 5, CLIP = 6, EXPERTS = 7, GATHER = 8, OPEN = 9, SHRINK = 10, EXPAND = 11, CONVOLVE = 12, DELTA = 13, SCAN = 14 };
 
 struct Operation {
   int64_t kind;
@@ -145,7 +146,16 @@ struct DeltaWhat {
   Place x, rates, opening, out;
   const float *decay, *offset, *norm;
   const StateMemory* memory;
-  int64_t begin, key_heads, value_heads, key_dim, value_dim;
+  int64_t begin, key_heads, value_heads, key_dim, value_dim, alternate;
+  double eps, most;
+};
+
+// The selective scan, see Scan in scan.h.
+struct ScanWhat {
+  Place x, rates, opening, out;
+  const float *decay, *offset, *skip, *norm;
+  const StateMemory* memory;
+  int64_t begin, heads, head_dim, groups, size, norm_first;
   double eps;
 };
 

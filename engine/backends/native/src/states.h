@@ -78,12 +78,12 @@ OCTAVO_INLINE void convolve_part(const Convolved<T>& c, const StateMemory& memor
 template <class T>
 struct Delta {
   const T* x;      // queries and keys of each key head, values of each value head
-  const T* rates;  // of each value head the number that b is the sigmoid of, then the one that d follows from
+  const T* rates;  // of each value head the number that b is `most` times the sigmoid of, then the one that d follows from
   const T* opening;
   T* out;
   const float *decay, *offset, *norm;  // [value_heads]; [value_heads]; [value_dim]
-  int64_t x_stride, rates_stride, opening_stride, out_stride, begin, key_heads, value_heads, key_dim, value_dim;
-  float eps;
+  int64_t x_stride, rates_stride, opening_stride, out_stride, begin, key_heads, value_heads, key_dim, value_dim, alternate;
+  float eps, most;
 };
 
 template <class T>
@@ -144,6 +144,7 @@ OCTAVO_INLINE void delta_part(const Delta<T>& d, const StateMemory& memory, cons
   Vector matrix[LONGEST_KEY][COLUMNS];
   for (int64_t piece = own.first; piece < own.last; ++piece) {
     const int64_t head = piece / pieces, column = piece % pieces * PIECE_COLUMNS;
+    const int64_t key_head = d.alternate ? head % d.key_heads : head / shared;
     const Columns columns{smaller(PIECE_COLUMNS, d.value_dim - column), d.value_dim};
     const int64_t place = d.begin + head * d.key_dim * d.value_dim + column;
     for (int64_t row = 0; row < r.rows; ++row) {
@@ -162,8 +163,8 @@ OCTAVO_INLINE void delta_part(const Delta<T>& d, const StateMemory& memory, cons
       };
       for (int64_t token = r.starts[row]; token < r.starts[row + 1]; ++token) {
         const T* x = d.x + token * d.x_stride;
-        unit(x + head / shared * d.key_dim, query, d.key_dim, length);
-        unit(x + widths + head / shared * d.key_dim, key, d.key_dim, 1.0f);
+        unit(x + key_head * d.key_dim, query, d.key_dim, length);
+        unit(x + widths + key_head * d.key_dim, key, d.key_dim, 1.0f);
         Vector known[COLUMNS]{}, result[COLUMNS]{};
         for (int64_t i = 0; i < d.key_dim; ++i) {
           const Vector was = all(last_key[i]), now = all(key[i]), asked = all(query[i]);
@@ -175,7 +176,7 @@ OCTAVO_INLINE void delta_part(const Delta<T>& d, const StateMemory& memory, cons
           }
         }
         const T* rates = d.rates + token * d.rates_stride + head;
-        const Vector part = all(logistic(all(number(rates)))[0]);
+        const Vector part = all(logistic(all(number(rates)))[0] * d.most);
         decay = exponential(-d.decay[head] * soft_plus(all(number(rates + d.value_heads) + d.offset[head])));
         const Vector match = all(total(d.key_dim, [&](auto v, Vector sum) {
           return fma(v.read(query), v.read(key), sum);
