@@ -42,7 +42,7 @@ def examine(config: EngineConfig, settings: ServerSettings, several: Sequence[De
     if all(finding.verdict != "FAIL" for finding in torch_found):
         device, *more = check_device(config)
         findings += [device, *more]
-        if device.verdict == "FAIL":  # the model can be checked all the same
+        if device.verdict == "FAIL":  # without the device, the model's own checks run as for a CPU
             config = replace(config, device="cpu")
         if several:
             findings += check_several(several, memory_limit(settings))

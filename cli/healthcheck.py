@@ -5,8 +5,9 @@ the reason.
     python -m octavo.cli.healthcheck --port 9000
 
 It finds the service's address as the service itself does: from its flags (given here too, or read from its command line
-in /proc), OCTAVO_* variables, the YAML file that these name, or the defaults. It uses neither the settings' class nor,
-except for that file, anything beyond the standard library, because it runs every few seconds beside the service.
+in /proc), OCTAVO_* variables, the YAML file that these name, or the defaults. It runs every few seconds
+beside the service, so it does not load the settings' class. It imports only the standard library, and a YAML reader if
+there is such a file.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def file_settings(path: str) -> dict[str, str]:
 
 def find(given: Mapping[str, str], environ: Mapping[str, str]) -> Address:
     """The address from flags, variables and the file, in that order of precedence. Raises OSError if the file cannot be
-    read. ValueError if the file is not YAML, or the port is not a number, or is 0 (any free port)."""
+    read; ValueError if the file is not YAML, or the port is not a number, or is 0 (any free port)."""
     chosen = {**variables(environ), **given}
     if chosen.get("config", "null") != "null":
         chosen = {**file_settings(chosen["config"]), **chosen}

@@ -217,7 +217,7 @@ class Engine:
         adapter: str | None = None,
     ) -> None:
         """Queue a request; the queue itself is not bounded. Raises InvalidRequestError if the request can never run;
-        nothing was changed. EngineDeadError if the engine was closed.
+        nothing was changed; EngineDeadError if the engine was closed.
 
         Args:
             request_id: unique among unfinished requests.

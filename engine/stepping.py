@@ -96,7 +96,6 @@ class Stepping:
             step.answer = error
 
     def _apply(self, step: InFlightStep) -> list[RequestDelta]:
-        """Wait for the oldest step's answer, and apply it."""
         try:
             assert step.plan is not None
             assert step.answer is not None

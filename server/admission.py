@@ -47,17 +47,6 @@ class Admission:
 
     The waiting time of a new prompt is estimated from the prompts that are served before it (round-robin over tenants)
     and from the recent pace of first tokens.
-
-    Args:
-        max_running: maximum prompts that run at the same time.
-        max_queued: maximum prompts in addition to these.
-        max_queued_tokens: maximum prompt tokens that may wait.
-        rejected: called with the reason for each refused request: queue_full, queue_time, queued_tokens or deadline.
-        max_queue_time: maximum seconds that a prompt may wait while the engine lacks room; 0 for no limit. None: half
-            of the recent time to first token while there was room; until that is known, one prompt of each tenant may
-            wait.
-        lacks_room: whether the engine has no room for the next prompt until another one ends.
-        clock: monotonic seconds, the clock of deadlines.
     """
 
     def __init__(
@@ -71,13 +60,16 @@ class Admission:
         lacks_room: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._max_running = max_running
-        self._max_queued = max_queued
-        self._max_queued_tokens = max_queued_tokens
+        self._max_running = max_running  # maximum prompts that run at the same time
+        self._max_queued = max_queued  # maximum prompts in addition to these
+        self._max_queued_tokens = max_queued_tokens  # maximum prompt tokens that may wait
+        # maximum seconds that a prompt may wait while the engine lacks room; 0 for no limit. None: half of the recent
+        # time to first token while there was room; until that is known, one prompt of each tenant may wait.
         self._max_queue_time = max_queue_time
+        # called with the reason for each refused request: queue_full, queue_time, queued_tokens or deadline
         self._rejected = rejected
-        self._lacks_room = lacks_room
-        self._clock = clock
+        self._lacks_room = lacks_room  # whether the engine has no room for the next prompt until another one ends
+        self._clock = clock  # monotonic seconds, the clock of deadlines
         self._accounts: dict[str | None, _Account] = {}  # only tenants with something in the service
         # Prompts that began together may end together, so a pace is measured over more prompts than run at a time.
         memory = max(_LEAST_REMEMBERED, 2 * max_running)
@@ -189,7 +181,6 @@ class Admission:
         return self._clock()
 
     def _watch(self) -> None:
-        """Measure paces only while there is work."""
         lacking = self._lacked_room = self._lacks_room()
         self._endings.switch(self.num_prompts > 0)
         self._starts[lacking].switch(self._num_waiting > 0)

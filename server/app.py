@@ -20,7 +20,7 @@ from engine.process.client import EngineClient
 from engine.text.processor import Tokenizer
 from server import errors
 from server.answering.chat_images import ChatImages
-from server.answering.formats import NONE, Formats, choose_formats, prompted
+from server.answering.formats import Formats, reading_formats
 from server.answering.images import ImageReading
 from server.answering.parsing import AnswerReader
 from server.answering.prompt import MAX_TOKENIZED, Room
@@ -273,8 +273,7 @@ def create_app(
         ollama.router,
         ollama_embed.router,
         ollama_models.router,
-        ollama_models.listing if several is None else ollama_several.router,
-        ollama_models.bodies,
+        *((ollama_models.listing, ollama_models.serving) if several is None else ollama_several.routers),
     ):
         app.include_router(router)
     if settings.enable_lora_loading is not None:
@@ -307,15 +306,13 @@ def make_reader(tokenizer: Tokenizer | None, settings: ServerSettings) -> Answer
     unknown format."""
     if tokenizer is None:
         return AnswerReader(Formats())
-    templates = tokenizer.all_chat_templates
-    formats = choose_formats(
-        templates,
+    formats = reading_formats(
+        tokenizer.all_chat_templates,
         settings.tool_call_parser,
         settings.reasoning_parser,
+        settings.tool_prompt,
         tokenizer.response_template,
     )
-    if settings.tool_prompt == "auto" and settings.tool_call_parser != NONE and templates and "tools" not in templates:
-        formats = prompted(formats)
     encode = partial(tokenizer.encode, add_special_tokens=False)
     return AnswerReader(formats, tokenizer.special_texts(), tokenizer.token_id, encode)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,6 +29,7 @@ from server.batches.store import BatchStore
 from server.commons import Commons
 from server.config.settings import ServerSettings
 from server.door.drain import Drain
+from server.door.keys import ApiKey
 from server.errors import ApiError, shown
 from server.gates import Gate, Place
 from server.live import LiveFeed
@@ -70,7 +71,7 @@ class Batches(Protocol):
 
 
 class Models(Protocol):
-    """The models of a service with several; see `server.models`. `server.models.one.models_of` gives a service's."""
+    """The models of a service with several; see `server.models`."""
 
     def opened(self) -> AbstractAsyncContextManager[None]:
         """A context in which models are loaded and unloaded."""
@@ -82,28 +83,25 @@ class Models(Protocol):
         """The model that a request with this `model` gets: by its name, an alias, or the name of an adapter; None if
         there is none."""
 
+    def choose(self, request: Request, name: str) -> ModelStatus:
+        """The model that a request with this `model` would get. It is not loaded.
+
+        Raises:
+            ApiError: 404, there is no such model; 403, the API key may not use it.
+        """
+
     async def serve(self, request: Request) -> Service:
         """The service of the model that a request names, which is loaded first if it is not. The model stays loaded
-        until the request has been answered.
-
-        Raises:
-            ApiError: 404, there is no such model; 403, the API key may not use it; 503, it cannot be loaded, or not in
-                time.
-        """
+        until the request has been answered. Raises ApiError: 404, there is no such model; 403, the API key may not use
+        it; 503, it cannot be loaded, or not in time."""
 
     async def load(self, name: str) -> ModelStatus:
-        """Load a model, and wait until it serves; one that has failed is tried again.
-
-        Raises:
-            ApiError: 404, there is no such model; 503, it cannot be loaded.
-        """
+        """Load a model, and wait until it serves; one that has failed is tried again. Raises ApiError: 404, there is no
+        such model; 503, it cannot be loaded."""
 
     async def unload(self, name: str) -> ModelStatus:
-        """Unload a model, if it is loaded.
-
-        Raises:
-            ApiError: 404, there is no such model; 409, requests use it, or it is loading.
-        """
+        """Unload a model, if it is loaded. Raises ApiError: 404, there is no such model; 409, requests use it, or it is
+        loading."""
 
     def keep(self, name: str, seconds: float | None) -> None:
         """Unload a loaded model when no request has used it for this many seconds, until it is loaded again; None:
@@ -114,6 +112,9 @@ class Models(Protocol):
 
     def able(self, endpoint: str) -> list[str]:
         """The names of the loaded models that serve an endpoint."""
+
+    def seen_by(self, allowed: Collection[str]) -> Models:
+        """Only the models of these names: no list and no message names another one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,27 +175,17 @@ class Service:
         return self.commons.tokenizing
 
     async def admit(self, prompts: int, tokens: int, terms: Terms, *, patient: bool = False) -> Place:
-        """Slots for prompts with an estimated number of tokens.
-
-        Args:
-            patient: the request waits and asks again, so a refusal does not count.
-
-        Raises:
-            EngineDeadError: nothing can be served now.
-            ApiError: there is no room, or none before the deadline.
-        """
+        """Slots for prompts with an estimated number of tokens. `patient`: the request waits and asks again, so a
+        refusal does not count. Raises EngineDeadError if nothing can be served now; ApiError if there is no room, or
+        none before the deadline."""
         self._check_alive(counts=not patient)
         place = await self.admission.admit(prompts, tokens, terms.tenant, terms.deadline, patient=patient)
         self.metrics.admitted(terms.adapter)
         return place
 
     async def admit_pooling(self, tokens: int, terms: Terms) -> Place:
-        """A slot for a request whose inputs, however many, have this many tokens in total (estimated).
-
-        Raises:
-            EngineDeadError: nothing can be served now.
-            ApiError: there is no room.
-        """
+        """A slot for a request whose inputs, however many, have this many tokens in total (estimated). Raises
+        EngineDeadError if nothing can be served now. ApiError if there is no room."""
         self._check_alive()
         place = await self.pooling.admit(1, tokens, terms.tenant)
         self.metrics.admitted(terms.adapter)
@@ -207,17 +198,20 @@ class Service:
             raise EngineDeadError("the engine is not running")
 
     def check_model(self, model: str | None, *, exactly: bool = False) -> None:
-        """Refuse a model that is not the served one; `exactly` accepts only its id.
-
-        Raises:
-            ApiError: 404, code model_not_found.
-        """
+        """Refuse a model that is not the served one; `exactly` accepts only its id. Raises ApiError: 404, code
+        model_not_found."""
         if model is None or model == self.model_id or model in self.client.adapters or model in self.aliases:
             return
         if exactly or self.settings.strict_model_name or model not in ANY_MODEL:
             adapters = f" and the adapters {', '.join(map(shown, self.client.adapters))}" * bool(self.client.adapters)
             message = f"The model {shown(model)} does not exist; this server serves {self.model_id!r}{adapters}."
             raise ApiError(404, message, param="model", code="model_not_found")
+
+    def seen_by(self, key: ApiKey | None) -> Service:
+        """The service without the models that an API key may not use."""
+        if self.models is None or key is None or key.models is None:
+            return self
+        return replace(self, models=self.models.seen_by(key.models))
 
     def adapter_of(self, model: str | None) -> str | None:
         """The adapter that a request's model names; None for the base model."""
@@ -242,17 +236,14 @@ class Service:
         terms: Terms | None = None,
         pictures: Pictures | None = None,
     ) -> Prompt:
-        """Chat messages as a prompt.
+        """Chat messages as a prompt. Raises ApiError if there is no tokenizer, the template takes too much time or
+        memory or refuses these messages, or the conversation is far too long; InvalidRequestError if there is no
+        template.
 
         Args:
             rendering: further inputs of the template (default: none).
             terms: the terms of a request that may continue the conversation; its tokens are remembered.
             pictures: the images in the messages; None: there are none.
-
-        Raises:
-            ApiError: there is no tokenizer, the template takes too much time or memory or refuses these messages, or
-                the conversation is far too long.
-            InvalidRequestError: there is no template.
         """
         if self.tokenizer is None:
             message = (
@@ -272,11 +263,18 @@ class Service:
         return replace(prompt, token_ids=ids, images=tuple(placed))
 
 
+def key_of(request: Request) -> ApiKey | None:
+    """The API key of a request; None if the service has none."""
+    key = request.scope.get("state", {}).get("api_key")
+    assert key is None or isinstance(key, ApiKey)
+    return key
+
+
 async def get_service(request: Request) -> Service:
     """The app's service, as a FastAPI dependency. (A dependency that is not async would run in a thread.)"""
     service = request.app.state.service
     assert isinstance(service, Service)
-    return service if service.models is None else await service.models.serve(request)
+    return service if service.models is None else (await service.models.serve(request)).seen_by(key_of(request))
 
 
 async def get_house(request: Request) -> Service:
@@ -284,7 +282,7 @@ async def get_house(request: Request) -> Service:
     engine (`server.models.engines`)."""
     service = request.app.state.service
     assert isinstance(service, Service)
-    return service
+    return service.seen_by(key_of(request))
 
 
 ServiceDep = Annotated[Service, Depends(get_service)]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import sqlite3
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -44,6 +45,7 @@ TABLES += counting("conversations", "items", "conversation")
 _ROW = 64  # bytes that a conversation counts in addition to its items
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 Item = dict[str, Any]
 
@@ -76,123 +78,60 @@ class Runs(Protocol):
         """The result of the call."""
 
 
+def in_thread(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
+    """A method that runs in the thread of its store; callers await the result."""
+
+    @functools.wraps(method)
+    def begin(self: Any, /, *given: P.args, **named: P.kwargs) -> Coroutine[Any, Any, T]:
+        return cast(Runs, self._run)(functools.partial(method, self, *given, **named))
+
+    return begin
+
+
+@dataclass(eq=False)
 class Conversations:
-    """Conversations by id, separate for each tenant. If a conversation is missing or too old, the result is None.
+    """Conversations by id, separate for each tenant. If a conversation is missing or too old, the result is None."""
 
-    Args:
-        database: the store's database.
-        run: runs calls in the store's thread.
-        transaction: a context around changes.
-        now: seconds since 1970.
-        oldest: conversations last used before this time are too old.
-        make_room: called at the end of a change: deletes others if there is no room. It gets the id of the item to
-            keep.
-        overwrite: called after a deletion, so that no text remains in the file.
-    """
+    _database: sqlite3.Connection
+    _run: Runs
+    _transaction: Callable[[], AbstractContextManager[sqlite3.Connection]]
+    _now: Callable[[], float]
+    _oldest: Callable[[], float]  # conversations last used before this time are too old
+    # called at the end of a change: deletes others if there is no room; it gets the id of the item to keep
+    _make_room: Callable[[sqlite3.Connection, str], None]
+    _overwrite: Callable[[], None]  # called after a deletion, so that no text remains in the file
 
-    def __init__(
-        self,
-        database: sqlite3.Connection,
-        run: Runs,
-        transaction: Callable[[], AbstractContextManager[sqlite3.Connection]],
-        now: Callable[[], float],
-        oldest: Callable[[], float],
-        make_room: Callable[[sqlite3.Connection, str], None],
-        overwrite: Callable[[], None],
-    ):
-        self._database = database
-        self._run = run
-        self._transaction = transaction
-        self._now = now
-        self._oldest = oldest
-        self._make_room = make_room
-        self._overwrite = overwrite
+    def _find(self, id_: str, tenant: str | None) -> tuple[int, float, str, int] | None:
+        row: tuple[int, float, str, int] | None = self._database.execute(
+            "SELECT number, created, metadata, size FROM conversations WHERE id = ? AND tenant = ? AND used > ?",
+            (id_, tenant or "", self._oldest()),
+        ).fetchone()
+        return row
 
-    async def create(
+    @in_thread
+    def create(
         self, tenant: str | None, metadata: dict[str, str], items: Sequence[Item], max_size: int | None = None
     ) -> Conversation:
         """Create a conversation. `max_size`: maximum bytes as JSON; None for no limit. Raises TooLargeError if it would
         exceed the limit."""
-        return await self._run(self._create, tenant or "", metadata, items, max_size)
-
-    async def get(self, id_: str, tenant: str | None) -> Conversation | None:
-        return await self._run(self._get, id_, tenant or "")
-
-    async def update(self, id_: str, tenant: str | None, metadata: dict[str, str]) -> Conversation | None:
-        return await self._run(self._update, id_, tenant or "", metadata)
-
-    async def delete(self, id_: str, tenant: str | None) -> bool:
-        """Delete it with its items; returns whether it existed."""
-        return await self._run(self._delete, id_, tenant or "")
-
-    async def add(
-        self,
-        id_: str,
-        tenant: str | None,
-        items: Sequence[Item],
-        most: int | None = None,
-        max_size: int | None = None,
-    ) -> list[Item] | None:
-        """Add items at its end; returns them with the ids that they have there. Raises TooLargeError if it would exceed
-        a limit.
-
-        Args:
-            most: maximum items in it; None for no limit.
-            max_size: maximum bytes as JSON; None for no limit.
-        """
-        return await self._run(self._add, id_, tenant or "", items, most, max_size)
-
-    async def page(
-        self, id_: str, tenant: str | None, *, after: str | None, limit: int, ascending: bool
-    ) -> Page | None:
-        """A page of its items. `after`: the id of the item before the page; the item must exist. Raises KeyError if it
-        does not exist."""
-        return await self._run(self._page, id_, tenant or "", after, limit, ascending)
-
-    async def item(self, id_: str, tenant: str | None, item: str) -> Item | None:
-        return await self._run(self._item, id_, tenant or "", item)
-
-    async def delete_item(self, id_: str, tenant: str | None, item: str) -> Conversation | None:
-        """Delete one of its items; returns None if it does not exist."""
-        return await self._run(self._delete_item, id_, tenant or "", item)
-
-    async def history(self, id_: str, tenant: str | None, most: int, max_size: int) -> list[Item] | None:
-        """All of its items, oldest first. Raises TooLargeError if there are more.
-
-        Args:
-            most: maximum items.
-            max_size: maximum bytes as JSON.
-        """
-        return await self._run(self._history, id_, tenant or "", most, max_size)
-
-    # ---------------------------------------------------------------- in the store's thread
-
-    def _find(self, id_: str, tenant: str) -> tuple[int, float, str, int] | None:
-        row: tuple[int, float, str, int] | None = self._database.execute(
-            "SELECT number, created, metadata, size FROM conversations WHERE id = ? AND tenant = ? AND used > ?",
-            (id_, tenant, self._oldest()),
-        ).fetchone()
-        return row
-
-    def _create(
-        self, tenant: str, metadata: dict[str, str], items: Sequence[Item], max_size: int | None
-    ) -> Conversation:
         id_, now, text = f"conv_{uuid.uuid4().hex}", self._now(), _encode(metadata)
         with self._transaction() as database:
             made = database.execute(
                 "INSERT INTO conversations (id, tenant, created, used, size, metadata) VALUES (?, ?, ?, ?, ?, ?)",
-                (id_, tenant, now, now, _ROW + len(text.encode()), text),
+                (id_, tenant or "", now, now, _ROW + len(text.encode()), text),
             )
             assert made.lastrowid is not None
             self._append(database, made.lastrowid, items, max_size)
             self._make_room(database, id_)
         return Conversation(id_, int(now), metadata)
 
-    def _get(self, id_: str, tenant: str) -> Conversation | None:
+    @in_thread
+    def get(self, id_: str, tenant: str | None) -> Conversation | None:
         row = self._find(id_, tenant)
         return None if row is None else Conversation(id_, int(row[1]), msgspec.json.decode(row[2]))
 
-    def _update(self, id_: str, tenant: str, metadata: dict[str, str]) -> Conversation | None:
+    @in_thread
+    def update(self, id_: str, tenant: str | None, metadata: dict[str, str]) -> Conversation | None:
         text = _encode(metadata)
         with self._transaction() as database:
             row = self._find(id_, tenant)
@@ -207,17 +146,27 @@ class Conversations:
         self._overwrite()
         return Conversation(id_, int(row[1]), metadata)
 
-    def _delete(self, id_: str, tenant: str) -> bool:
+    @in_thread
+    def delete(self, id_: str, tenant: str | None) -> bool:
+        """Delete it with its items; returns whether it existed."""
         with self._transaction() as database:
             question = "DELETE FROM conversations WHERE id = ? AND tenant = ? AND used > ?"
-            found = bool(database.execute(question, (id_, tenant, self._oldest())).rowcount)
+            found = bool(database.execute(question, (id_, tenant or "", self._oldest())).rowcount)
         if found:
             self._overwrite()
         return found
 
-    def _add(
-        self, id_: str, tenant: str, items: Sequence[Item], most: int | None, max_size: int | None
+    @in_thread
+    def add(
+        self, id_: str, tenant: str | None, items: Sequence[Item], most: int | None = None, max_size: int | None = None
     ) -> list[Item] | None:
+        """Add items at its end; returns them with the ids that they have there. Raises TooLargeError if it would exceed
+        a limit.
+
+        Args:
+            most: maximum items in it; None for no limit.
+            max_size: maximum bytes as JSON; None for no limit.
+        """
         with self._transaction() as database:
             row = self._find(id_, tenant)
             if row is None:
@@ -252,7 +201,10 @@ class Conversations:
         if count > most:
             raise TooLargeError(f"it would have {count} items, but at most {most} are allowed")
 
-    def _page(self, id_: str, tenant: str, after: str | None, limit: int, ascending: bool) -> Page | None:
+    @in_thread
+    def page(self, id_: str, tenant: str | None, *, after: str | None, limit: int, ascending: bool) -> Page | None:
+        """A page of its items. `after`: the id of the item before the page; the item must exist. Raises KeyError if it
+        does not exist."""
         row = self._find(id_, tenant)
         if row is None:
             return None
@@ -268,7 +220,8 @@ class Conversations:
         found = self._database.execute(question, (*values, limit + 1)).fetchall()
         return Page([msgspec.json.decode(text) for (text,) in found[:limit]], len(found) > limit)
 
-    def _item(self, id_: str, tenant: str, item: str) -> Item | None:
+    @in_thread
+    def item(self, id_: str, tenant: str | None, item: str) -> Item | None:
         row = self._find(id_, tenant)
         if row is None:
             return None
@@ -276,7 +229,9 @@ class Conversations:
         found = self._database.execute(question, (row[0], item)).fetchone()
         return None if found is None else msgspec.json.decode(found[0], type=Item)
 
-    def _delete_item(self, id_: str, tenant: str, item: str) -> Conversation | None:
+    @in_thread
+    def delete_item(self, id_: str, tenant: str | None, item: str) -> Conversation | None:
+        """Delete one of its items; returns None if it does not exist."""
         with self._transaction() as database:
             row = self._find(id_, tenant)
             if row is None:
@@ -287,7 +242,14 @@ class Conversations:
         self._overwrite()
         return Conversation(id_, int(row[1]), msgspec.json.decode(row[2]))
 
-    def _history(self, id_: str, tenant: str, most: int, max_size: int) -> list[Item] | None:
+    @in_thread
+    def history(self, id_: str, tenant: str | None, most: int, max_size: int) -> list[Item] | None:
+        """All of its items, oldest first. Raises TooLargeError if there are more.
+
+        Args:
+            most: maximum items.
+            max_size: maximum bytes as JSON.
+        """
         row = self._find(id_, tenant)
         if row is None:
             return None

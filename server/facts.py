@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine import EngineConfig, EngineInfo
+from engine import EngineConfig, EngineInfo, find_here, read_template
 from engine.host.logs import adopt_libraries
 from engine.pooled import check_sides
 from engine.text.processor import Tokenizer, check_vocabulary, load_tokenizer
@@ -37,6 +37,17 @@ def served_model_id(model: str, served_model_name: str | None) -> str:
     if path.suffix == ".gguf" and path.is_file():
         return path.stem
     return path.resolve().name if path.is_dir() else model
+
+
+def check_source(config: EngineConfig) -> None:
+    """Find a wrong name before any process starts.
+
+    Raises:
+        OctavoError: the model's folder or file, or that of its chat template, does not exist.
+    """
+    find_here(config.model)
+    if config.chat_template is not None:
+        read_template(config.chat_template)
 
 
 def read_tokenizer(config: EngineConfig, info: EngineInfo, early: EarlyTokenizer | None = None) -> Tokenizer | None:

@@ -63,11 +63,7 @@ def configure(
     handler.setFormatter(
         ProcessorFormatter(
             foreign_pre_chain=[*common, structlog.stdlib.ExtraAdder()],
-            processors=[
-                ProcessorFormatter.remove_processors_meta,
-                _with_traceback(log_prompts),
-                _renderer(log_format),
-            ],
+            processors=[ProcessorFormatter.remove_processors_meta, _with_traceback(log_prompts), _renderer(log_format)],
         )
     )
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

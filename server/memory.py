@@ -59,14 +59,7 @@ def find_limit(setting: int | str | None, num_processes: int = 1) -> int | None:
 
 
 class MemoryGuard:
-    """Whether this process uses more memory than allowed.
-
-    Args:
-        limit: the limit in bytes; None for no limit.
-        resident: returns the bytes in use.
-        clock: monotonic seconds.
-        give_back: returns freed memory to the system, if possible.
-    """
+    """Whether this process uses more memory than allowed."""
 
     def __init__(
         self,
@@ -75,10 +68,10 @@ class MemoryGuard:
         clock: Callable[[], float] = time.monotonic,
         give_back: Callable[[], None] = give_back,
     ):
-        self._limit = limit
-        self._resident = resident
-        self._give_back = give_back
-        self._clock = clock
+        self._limit = limit  # the limit in bytes; None for no limit
+        self._resident = resident  # returns the bytes in use
+        self._give_back = give_back  # returns freed memory to the system, if possible
+        self._clock = clock  # monotonic seconds
         self._looked = self._since = self._complained = float("-inf")
         self._exceeded = False
 

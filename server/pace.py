@@ -20,16 +20,11 @@ class Mean:
 
 
 class Pace:
-    """The pace of events, measured by a stopwatch that runs only while it is switched on.
-
-    Args:
-        clock: monotonic seconds.
-        memory: the number of latest events that count.
-    """
+    """The pace of events, measured by a stopwatch that runs only while it is switched on."""
 
     def __init__(self, clock: Callable[[], float], memory: int):
-        self._clock = clock
-        self._memory = memory
+        self._clock = clock  # monotonic seconds
+        self._memory = memory  # the number of latest events that count
         self._passed = 0.0  # time on the stopwatch when it was last stopped
         self._since: float | None = None  # when it was started, on the clock; None if it is stopped
         self._marks: deque[float] = deque([0.0], maxlen=memory + 1)

@@ -26,7 +26,7 @@ import msgspec
 from engine import ConfigError, parse_bytes
 from server import conversation_store
 from server.config.settings import ServerSettings
-from server.conversation_store import Conversations
+from server.conversation_store import Conversations, in_thread
 from server.store_sizes import USAGE, counting
 
 logger = logging.getLogger("octavo.server")
@@ -139,22 +139,15 @@ def open_store(settings: ServerSettings) -> ResponseStore | None:
 
 class ResponseStore:
     """Answers by id, separate for each tenant, and conversations. Raises ConfigError if the file cannot be opened, or
-    another program made it.
-
-    Args:
-        path: path of the file; created if missing, for this user only.
-        max_age: seconds that an answer is stored.
-        max_size: maximum bytes of all answers together.
-        clock: seconds since 1970.
-    """
+    another program made it. `path`: path of the file; created if missing, for this user only."""
 
     def __init__(
         self, path: str | Path, *, max_age: float, max_size: int, clock: Callable[[], float] = time.time
     ) -> None:
         self._path = Path(path)
-        self._max_age = max_age
-        self._max_size = max_size
-        self._clock = clock
+        self._max_age = max_age  # seconds that an answer is stored
+        self._max_size = max_size  # maximum bytes of all answers together
+        self._clock = clock  # seconds since 1970
         self._logged = float("-inf")
         self._presence = Presence(self._path)
         self._making: set[str] = set()  # answers that this process is generating
@@ -167,13 +160,6 @@ class ResponseStore:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="response-store")
 
     # ---------------------------------------------------------------- public methods
-
-    async def put(
-        self, id_: str, tenant: str | None, *, previous: str | None, frame: str, input: str, output: str
-    ) -> None:
-        """Store an answer; others are deleted if there is no room. Raises StoreError if it cannot be stored."""
-        kept = Kept(frame=frame, input=input, output=output)
-        await self._run(self._put, id_, tenant or "", previous, kept)
 
     async def begin(
         self, id_: str, tenant: str | None, *, previous: str | None, frame: str, input: str, events: Sequence[str]
@@ -208,26 +194,10 @@ class ResponseStore:
             if output is not None:
                 self._making.discard(id_)
 
-    async def events(self, id_: str, tenant: str | None, after: int) -> tuple[list[str], bool] | None:
-        """The events of an answer's stream after this number, and whether they are the last; None if the answer or its
-        stream does not exist. Raises StoreError if the file cannot be read."""
-        return await self._run(self._events, id_, tenant or "", after)
-
     async def get(self, id_: str, tenant: str | None) -> Kept | None:
         """An answer of this tenant; None if it does not exist or is too old. Raises StoreError if the file cannot be
         read."""
         return await self._run(self._get, id_, tenant or "")
-
-    async def delete(self, id_: str, tenant: str | None) -> bool:
-        """Delete an answer; returns whether it existed. Responses that continue it can no longer be continued. Raises
-        StoreError if the file cannot be written."""
-        return await self._run(self._delete, id_, tenant or "")
-
-    async def history(self, id_: str, tenant: str | None, max_size: int) -> list[dict[str, Any]]:
-        """The items of a conversation up to and including this answer, oldest first. `max_size`: maximum characters as
-        JSON. Raises HistoryError if a part of it is missing, or it is too long. StoreError if the file cannot be
-        read."""
-        return await self._run(self._history, id_, tenant or "", max_size)
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
@@ -316,9 +286,12 @@ class ResponseStore:
     def _oldest(self) -> float:
         return self._clock() - self._max_age
 
-    def _put(self, id_: str, tenant: str, previous: str | None, kept: Kept) -> None:
+    @in_thread
+    def put(self, id_: str, tenant: str | None, *, previous: str | None, frame: str, input: str, output: str) -> None:
+        """Store an answer; others are deleted if there is no room. Raises StoreError if it cannot be stored."""
+        kept = Kept(frame=frame, input=input, output=output)
         with self._transaction() as database:
-            self._insert(database, id_, tenant, previous, kept, owner=None)
+            self._insert(database, id_, tenant or "", previous, kept, owner=None)
             self._has_remains |= self._purge(database) > 0
             self._make_room(database, id_)
 
@@ -403,8 +376,11 @@ class ResponseStore:
             row = ask()
         return None if row is None else Kept(frame=row[0], input=row[1], output=row[2], ended=row[3] is None)
 
-    def _events(self, id_: str, tenant: str, after: int) -> tuple[list[str], bool] | None:
-        kept = self._get(id_, tenant)
+    @in_thread
+    def events(self, id_: str, tenant: str | None, after: int) -> tuple[list[str], bool] | None:
+        """The events of an answer's stream after this number, and whether they are the last; None if the answer or its
+        stream does not exist. Raises StoreError if the file cannot be read."""
+        kept = self._get(id_, tenant or "")
         rows = self._database.execute(
             "SELECT event FROM events JOIN responses r ON response = r.number "
             "WHERE id = ? AND events.number > ? ORDER BY events.number",
@@ -419,13 +395,12 @@ class ResponseStore:
         return self._database.execute(question, (id_,)).fetchone() is not None
 
     def _is_abandoned(self, id_: str, owner: str | None) -> bool:
-        """Whether no process is generating this answer any more, although it has not ended."""
+        """Whether this answer has not ended, but its process has: nothing generates it any more."""
         if owner is None:
             return False
         return id_ not in self._making if owner == self._presence.name else not self._presence.is_there(owner)
 
     def _fail_abandoned(self) -> None:
-        """Mark answers as failed that no process is generating any more."""
         self._presence.sweep()
         with self._transaction() as database:
             rows = database.execute(
@@ -447,11 +422,13 @@ class ResponseStore:
                         event = f"event: {kind}\ndata: {msgspec.json.encode(data).decode()}\n\n"
                         self._append(database, number, [event], last + 1)
 
-    def _delete(self, id_: str, tenant: str) -> bool:
+    @in_thread
+    def delete(self, id_: str, tenant: str | None) -> bool:
+        """Delete an answer; returns whether it existed. Responses that continue it can no longer be continued. Raises
+        StoreError if the file cannot be written."""
         with self._transaction() as database:
-            deleted = database.execute(
-                "DELETE FROM responses WHERE id = ? AND tenant = ? AND created > ?", (id_, tenant, self._oldest)
-            )
+            question = "DELETE FROM responses WHERE id = ? AND tenant = ? AND created > ?"
+            deleted = database.execute(question, (id_, tenant or "", self._oldest))
             found = bool(deleted.rowcount)
         if found:
             self._overwrite()
@@ -464,9 +441,13 @@ class ResponseStore:
         busy, _, _ = self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         self._has_remains = bool(busy)
 
-    def _history(self, id_: str, tenant: str, max_size: int) -> list[dict[str, Any]]:
-        asked = {"id": id_, "tenant": tenant, "oldest": self._oldest, "turns": _MAX_TURNS, "most": max_size}
-        kept = self._get(id_, tenant)
+    @in_thread
+    def history(self, id_: str, tenant: str | None, max_size: int) -> list[dict[str, Any]]:
+        """The items of a conversation up to and including this answer, oldest first. `max_size`: maximum characters as
+        JSON. Raises HistoryError if a part of it is missing, or it is too long; StoreError if the file cannot be
+        read."""
+        asked = {"id": id_, "tenant": tenant or "", "oldest": self._oldest, "turns": _MAX_TURNS, "most": max_size}
+        kept = self._get(id_, tenant or "")
         if kept is None:
             raise HistoryError(f"no stored response has the id {id_}", id_)
         if not kept.ended:

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from engine import ConfigError, EngineConfig, default_topic, find_here, read_template
+from engine import ConfigError, EngineConfig, default_topic
 from engine.host.logs import LogFormat
 from server import logs
 from server.alone import run_server, serve_alone
 from server.config.settings import ServerSettings
 from server.door.listening import Listener, check_certificate, is_public, raise_file_limit
-from server.facts import served_model_id
+from server.facts import check_source, served_model_id
 
 if TYPE_CHECKING:
     from server.models.declared import Declared
@@ -37,7 +37,7 @@ def serve(
     several: Sequence[Declared] = (),
 ) -> int:
     """Load the model, serve until SIGTERM or Ctrl-C, stop cleanly; returns the exit status, which is 1 if the engine
-    crashed too often. Raises StartupError if the address cannot be bound, or the certificate cannot be used.
+    crashed too often. Raises StartupError if the address cannot be bound, or the certificate cannot be used;
     OctavoError if the model cannot be loaded, or the file with API keys cannot be read.
 
     Args:
@@ -53,10 +53,8 @@ def serve(
     for note in notes:
         logger.warning(note)
     check_certificate(settings)
-    for engine in [model.engine for model in several] or [config]:
-        find_here(engine.model)  # finds a wrong name before any process starts
-        if engine.chat_template is not None:
-            read_template(engine.chat_template)
+    if not several:  # `prepare` checks several models
+        check_source(config)
     raise_file_limit()
     # Bound before the model loads, so that a taken port is reported at once.
     with Listener(settings) as listener:

@@ -56,10 +56,6 @@ class Server(uvicorn.Server):
     Args:
         config: the result of `uvicorn_config`.
         settings: the service's settings.
-        drain: notified when it stops.
-        slots: the connection slots.
-        watches: tasks that run from its start to its end.
-        listening: called once it listens.
     """
 
     def __init__(
@@ -72,12 +68,12 @@ class Server(uvicorn.Server):
         listening: Callable[[], None],
     ):
         super().__init__(config)
-        self._drain = drain
-        self._slots = slots
+        self._drain = drain  # notified when it stops
+        self._slots = slots  # the connection slots
         self._max_connections = settings.max_connections
         self._watchdog = LoopWatchdog(settings.loop_timeout)
-        self._to_watch = watches
-        self._listening = listening
+        self._to_watch = watches  # tasks that run from its start to its end
+        self._listening = listening  # called once it listens
         self._watches: list[asyncio.Task[None]] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -131,6 +131,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         async with asyncio.timeout(400):
             await pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames})
         left = asyncio.all_tasks() - {asyncio.current_task()}
+        if left:  # cancelled ones, say, need a turn
+            _, left = await asyncio.wait(left, timeout=60)
         assert not left, f"{pyfuncitem.nodeid} leaves tasks behind: {left}"
 
     asyncio.run(in_time())

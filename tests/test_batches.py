@@ -430,6 +430,13 @@ def test_every_line_is_answered_once_whenever_the_service_is_killed(
             assert batch.request_counts.model_dump() == {"total": 2, "completed": len(good), "failed": len(bad)}
             files = (await client.files.list()).data
             assert {file.id for file in files} == {batch.input_file_id, batch.output_file_id, batch.error_file_id}
+        async with asyncio.timeout(PATIENCE):
+            while not api.service.batches.store._tidy:
+                await asyncio.sleep(0.001)
+        listed = {file.id for file in (await client.files.list()).data}
+        assert {path.name for path in api.service.batches.store._folder.glob("file-*")} == listed, (
+            "an upload was left behind"
+        )
         return found
 
     Killed.copies = tmp_path / "copies"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -76,3 +77,33 @@ def test_what_a_late_signals_handler_raises_leaves_all_as_it_was(late: int, monk
     found = {signum: original(signum, handler) for signum, handler in before.items()}
     assert all(handler is raising for handler in found.values())
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+ENDS = """
+import time
+from engine.host.children import end_with_parent, take_standard_input
+line = take_standard_input()
+if {waits}:
+    line.recv(1)
+end_with_parent(line)
+print("ready", flush=True)
+while True:
+    time.sleep(3600)
+"""
+
+
+def test_the_kernel_ends_a_process_whose_parent_has_gone() -> None:
+    """While it computes, or before it said that it wants this."""
+    for waits, status in ((True, -signal.SIGIO), (False, 0)):
+        line, theirs = socket.socketpair()
+        if not waits:
+            line.close()
+        command = [sys.executable, "-c", ENDS.format(waits=waits)]
+        with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE) as process:
+            theirs.close()
+            assert process.stdout is not None
+            if waits:
+                line.send(b"x")
+                assert process.stdout.readline() == b"ready\n"
+                line.close()
+            assert process.wait(30) == status

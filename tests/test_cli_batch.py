@@ -101,6 +101,6 @@ def test_a_wrong_line_is_named(tmp_path: Path, lines: list[Any], message: str) -
 
 
 def test_another_file_is_not_overwritten(tmp_path: Path) -> None:
-    with pytest.raises(TalkError, match="line 1 is no answer of a batch"):
+    with pytest.raises(TalkError, match="line 1 is not an answer of a batch"):
         read_done(write(tmp_path / "out", "notes"))
     assert (tmp_path / "out").read_text() == "notes\n"

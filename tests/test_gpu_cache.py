@@ -20,6 +20,8 @@ sys.path.append(str(BENCHMARKS))
 
 from gpu_parts import shapes  # noqa: E402
 
+from engine.host.folders import cache_folder  # noqa: E402
+
 pytestmark = pytest.mark.slow
 
 
@@ -137,7 +139,7 @@ def test_what_a_step_takes_the_host_is_timed_without_a_gpu(tmp_path: Path) -> No
     config.write_text(json.dumps(shapes.config_of("Llama-3.1-8B", tiny=True) | {"dtype": "bfloat16"}))
     few = ["--config", str(config), "--rows", "3", "--chunk", "16", "--steps", "6"]
     command = [sys.executable, str(BENCHMARKS / "gpu_host.py"), *few]
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache_folder("test-triton"))}
     output = tmp_path / "host.json"
     generous = [*command, "--most", "1000", "--output", str(output)]
     done = subprocess.run(generous, env=environment, capture_output=True, text=True, timeout=540)

@@ -83,9 +83,19 @@ def test_convolutions(dtype: torch.dtype, gated: bool, taps: int, generator: tor
     assert (memory.cpu() != ours.layers[0]).any(1).nonzero().flatten().tolist() == [1, 2, 6, 7, 8, 9]
 
 
-@pytest.mark.parametrize(("key_heads", "heads", "key_dim", "value_dim"), [(2, 4, 12, 20), (3, 3, 16, 8)])
+@pytest.mark.parametrize(
+    ("key_heads", "heads", "key_dim", "value_dim", "alternate", "most"),
+    [(2, 6, 12, 20, False, 1.0), (2, 6, 12, 20, True, 2.0), (3, 3, 16, 8, False, 1.0)],
+)
 def test_the_delta_rule(
-    dtype: torch.dtype, key_heads: int, heads: int, key_dim: int, value_dim: int, generator: torch.Generator
+    dtype: torch.dtype,
+    key_heads: int,
+    heads: int,
+    key_dim: int,
+    value_dim: int,
+    alternate: bool,
+    most: float,
+    generator: torch.Generator,
 ) -> None:
     tokens, begin, eps = sum(COUNTS), 7, 1e-6
     size = heads * key_dim * value_dim
@@ -97,11 +107,9 @@ def test_the_delta_rule(
     ours = held(generator, begin + size)
     theirs = States([ours.layers[0].clone()], ours.sources, ours.targets, ours.snapshots, ours.afters)
     queries, keys, values = torch.split(x.float(), [key_heads * key_dim] * 2 + [heads * value_dim], dim=1)
+    order = [head % key_heads if alternate else head // (heads // key_heads) for head in range(heads)]
     queries, keys = (
-        torch.nn.functional.normalize(one.view(tokens, key_heads, key_dim), dim=-1).repeat_interleave(
-            heads // key_heads, dim=1
-        )
-        for one in (queries, keys)
+        torch.nn.functional.normalize(one.view(tokens, key_heads, key_dim), dim=-1)[:, order] for one in (queries, keys)
     )
     values = values.view(tokens, heads, value_dim)
     shares, speeds = rates.float().chunk(2, dim=1)
@@ -111,7 +119,7 @@ def test_the_delta_rule(
     def step(known: Tensor, part: slice) -> Tensor:
         given = (queries[part] * key_dim**-0.5, keys[part], values[part])
         matrices = known.view(heads, key_dim, value_dim)
-        attended[part], left = apply_delta(given, decays[part], shares[part].sigmoid(), matrices)
+        attended[part], left = apply_delta(given, decays[part], most * shares[part].sigmoid(), matrices)
         return left.flatten()
 
     each_row(COUNTS, theirs, 0, step, size, begin, device=x.device)
@@ -124,13 +132,13 @@ def test_the_delta_rule(
         found = states.apply_delta(
             x.to(device), rates.to(device), opening.to(device), (decay.to(device), offset.to(device), norm.to(device)),
             (key_heads, heads, key_dim, value_dim), eps, memory, begin, states.slots_of(metadata, ours),
-            metadata.query_start,
+            metadata.query_start, alternate, most,
         )  # fmt: skip
     near(found, expected, dtype)
     near(memory, theirs.layers[0], torch.float32)
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3.5"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "falcon-h1"])
 def test_steps_have_the_answers_of_a_cpu(name: str, tmp_path: Path) -> None:
     """Greedy, sampled and beam requests together, whose prompts come in pieces, and from a cached prefix."""
     path = make_family_checkpoint(replace(FAMILY_SHAPES[name], vocab=VOCAB), tmp_path).path

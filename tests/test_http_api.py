@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 from fake_client import EOS, FakeClient, Script, Step, byte_tokenizer, entry, say
+from support.asgi import request
 
 from engine import (
-    FILTERS,
     ChoiceDelta,
     EngineDeadError,
     InvalidRequestError,
@@ -48,12 +48,7 @@ class Api:
         self.app = create_app(self.client, byte_tokenizer() if tokenizer else None, MODEL)
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
-        async def call() -> httpx.Response:
-            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-                return await http.request(method, path, **options)
-
-        return asyncio.run(asyncio.wait_for(call(), 20))
+        return request(self.app, method, path, **options)
 
     def complete(self, **body: Any) -> httpx.Response:
         return self.request("POST", "/v1/completions", json=body)
@@ -149,31 +144,6 @@ def test_choices_of_several_prompts_are_numbered_prompt_by_prompt() -> None:
     assert body["usage"]["prompt_tokens"] == 2
     assert body["usage"]["completion_tokens"] == 24
     assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
-
-
-def test_every_sampling_field_reaches_the_engine() -> None:
-    fields = {
-        **{column.name: 3 if column.allowed.integer else 0.5 for column in FILTERS if column.allowed},
-        "max_tokens": 9, "min_tokens": 2, "seed": 7, "n": 2, "xtc_threshold": 0.2,
-        "dry_multiplier": 0.8, "dry_base": 1.5, "dry_allowed_length": 3, "dry_penalty_last_n": 64,
-        "dry_sequence_breakers": ["\n", "é"],
-        "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3, "logit_bias": {"5": 1.5},
-        "stop": ["zz"], "stop_token_ids": [4], "ignore_eos": True, "include_stop_str_in_output": True,
-        "skip_special_tokens": False, "spaces_between_special_tokens": True, "logprobs": 2, "prompt_logprobs": 1,
-        "num_beams": 1, "length_penalty": 0.8,
-        "early_stopping": "never", "no_repeat_ngram_size": 2, "min_length": 1, "suppress_tokens": [1],
-        "begin_suppress_tokens": [2], "forced_bos_token_id": 3, "forced_eos_token_id": 6,
-        "bad_words_ids": [[4, 5], [6]], "encoder_repetition_penalty": 1.2, "encoder_no_repeat_ngram_size": 3,
-        "renormalize_logits": True, "decoder_start_token_id": 7, "stream_beams": True,
-        "allowed_token_ids": [8, 9, 8], "logprob_token_ids": [9, 3],
-    }  # fmt: skip
-    others = {"structured_outputs", "constraint", "timestamps"}  # elsewhere over HTTP
-    others |= {"reasoning_budget", "predicted_token_ids"}  # of conversations alone
-    others |= {"bad_words", "truncate_prompt_tokens", "detokenize"}  # these end before the engine
-    assert {*fields, *others} == set(SamplingParams.__dataclass_fields__)
-    api = Api()
-    assert api.complete(prompt="a", **fields).status_code == 200
-    assert api.sampling() == SamplingParams(**(fields | {"logit_bias": {5: 1.5}}))
 
 
 @pytest.mark.parametrize("text", ['"\\n", "é"', '["\\n","é"]'])

@@ -19,6 +19,7 @@ import httpx
 import openai
 import pytest
 from fake_client import EOS, FakeClient, Script, Step, entry, hf_byte_tokenizer, say
+from support.asgi import request
 from support.service import PATIENCE, Service
 from test_http_api import error
 
@@ -61,12 +62,7 @@ class Api:
         self.app = create_app(self.client, tokenizer_with(template) if tokenizer else None, "org/fake")
 
     def chat(self, **body: Any) -> httpx.Response:
-        async def call() -> httpx.Response:
-            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-                return await http.post("/v1/chat/completions", json={"messages": HELLO, **body})
-
-        return asyncio.run(asyncio.wait_for(call(), 20))
+        return request(self.app, "POST", "/v1/chat/completions", json={"messages": HELLO, **body})
 
     def stream(self, **body: Any) -> list[Any]:
         answer = self.chat(stream=True, **body)
@@ -315,7 +311,14 @@ def test_max_tokens(fields: dict[str, Any], info: dict[str, Any], max_tokens: in
     assert api.asked()[1].max_tokens == max_tokens
 
 
-def test_every_sampling_field_reaches_the_engine() -> None:
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "abcd", "logprobs": 4}),
+        ("/v1/chat/completions", {"messages": HELLO, "logprobs": True, "top_logprobs": 4}),
+    ],
+)
+def test_every_sampling_field_reaches_the_engine(path: str, body: dict[str, Any]) -> None:
     fields = {
         **{column.name: 3 if column.allowed.integer else 0.5 for column in FILTERS if column.allowed},
         "max_tokens": 9, "min_tokens": 2, "seed": 7, "n": 2, "xtc_threshold": 0.2,
@@ -336,7 +339,7 @@ def test_every_sampling_field_reaches_the_engine() -> None:
     elsewhere |= {"reasoning_budget", "predicted_token_ids"}  # test_http_reasoning_budget.py; from `prediction`
     assert {*fields, "logprobs", *elsewhere} == set(SamplingParams.__dataclass_fields__)
     api = Api()
-    assert api.chat(**fields, logprobs=True, top_logprobs=4).status_code == 200
+    assert request(api.app, "POST", path, json=fields | body).status_code == 200
     assert api.asked()[1] == SamplingParams(**(fields | {"logit_bias": {5: 1.5}, "logprobs": 4}))
 
 

@@ -171,25 +171,11 @@ def test_what_is_wrong_is_400_and_names_the_field(
     assert words in error["message"]
 
 
-@pytest.mark.parametrize("kind", ["headless", "masked"])
-def test_models_that_know_no_classes(kind: str, tmp_path: Path) -> None:
-    error = PoolingApi(make_text_encoder(kind, tmp_path)).refused("/v1/classify", input="a")
-    assert error["code"] == "unsupported_endpoint"
-    assert "/v1/embeddings" in error["message"]
-
-
 def test_unknown_fields_and_models(classes: PoolingApi) -> None:
     answer = classes.post("/v1/classify", input="a", user="me", colour="red", top_k=None, aggregation=None)
     assert answer.status_code == 200
     assert answer.headers["x-octavo-ignored-fields"] == "colour"
     assert classes.refused("/classify", 404, input="a", model="other")["code"] == "model_not_found"
-
-
-def test_a_client_that_leaves_ends_the_work(classes: PoolingApi) -> None:
-    submitted, given_up = classes.left("/v1/classify", input=TEXTS)
-    assert submitted == given_up == len(TEXTS)
-    assert classes.metric("octavo_num_requests_in_service") == 0
-    classes.client.engine.check_integrity()
 
 
 # ---------------------------------------------------------------- tokens

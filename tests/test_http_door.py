@@ -679,7 +679,7 @@ def test_the_app_keeps_to_its_document(mode: GenerationMode) -> None:
 
         @given(case=operation.as_strategy(generation_mode=mode))
         @settings(
-            max_examples=12, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=8, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
         )
         def holds(case: Any) -> None:
             answer = case.call()

@@ -6,7 +6,7 @@ import asyncio
 import base64
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from fake_client import FEATURES, VOCAB_SIZE, FakeClient, Script, Step, hf_byte_tokenizer, pool
 from structlog.testing import capture_logs
-from support.asgi import Call
+from support.asgi import Call, counts, request, until
 
 from engine import EngineDeadError, InvalidRequestError, PoolingParams, RequestDelta, RequestFailedError, TokenInput
 from engine.text.processor import Tokenizer
@@ -50,12 +50,7 @@ class Api:
         return service
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
-        async def call() -> httpx.Response:
-            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-                return await http.request(method, path, **options)
-
-        return asyncio.run(asyncio.wait_for(call(), 20))
+        return request(self.app, method, path, **options)
 
     def embed(self, **body: Any) -> httpx.Response:
         return self.request("POST", PATH, json=body)
@@ -72,12 +67,7 @@ class Api:
 
     def counts(self, name: str) -> dict[str, float]:
         """A counter's values by label, without zeros."""
-        found = {}
-        for metric in self.service.metrics.registry.collect():
-            for sample in metric.samples:
-                if sample.name == name and sample.value:
-                    found[next(iter(sample.labels.values()), "")] = sample.value
-        return found
+        return counts(self.service, name)
 
     def check_empty(self) -> None:
         """Nothing is left of any request."""
@@ -104,12 +94,6 @@ def expected(text: str) -> list[float]:
     """What the script says of a text; a third as float32 has it."""
     values = [len(text), *text.encode()[: FEATURES - 2], float(np.float32(1 / 3))]
     return values + [0.0] * (FEATURES - len(values))
-
-
-async def until(what: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
-        while not what():
-            await asyncio.sleep(0.002)
 
 
 # ---------------------------------------------------------------- shapes
@@ -345,10 +329,6 @@ def test_what_is_no_json_is_400(content: bytes) -> None:
 def test_an_empty_one_among_many_is_named() -> None:
     assert error(Api().embed(input=["a", "b", ""]))["message"] == "input must not be empty: item 2 is."
     assert error(Api().embed(input=""))["message"] == "input must not be empty."
-
-
-def test_another_model_is_404() -> None:
-    assert error(Api().embed(input="a", model="text-embedding-ada-002"), 404)["code"] == "model_not_found"
 
 
 # ---------------------------------------------------------------- what the engine says

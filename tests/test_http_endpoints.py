@@ -8,7 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_client import FEATURES, FakeClient, hf_byte_tokenizer, pool
+from fake_client import FEATURES, FakeClient, Script, hf_byte_tokenizer, pool
+from support.asgi import Call, request
+from support.service import PATIENCE
 
 from engine import PoolingParams
 from engine.text.processor import Tokenizer
@@ -64,8 +66,15 @@ BODIES: dict[str, dict[str, Any]] = {
 class Api:
     """An app whose model is of a kind."""
 
-    def __init__(self, kind: str, *, template: str | None = "{{ messages[0].content }}", tokenizer: bool = True):
-        self.client = FakeClient(self._answer)
+    def __init__(
+        self,
+        kind: str,
+        *,
+        template: str | None = "{{ messages[0].content }}",
+        tokenizer: bool = True,
+        script: Script | None = None,
+    ):
+        self.client = FakeClient(script or self._answer)
         self.client.info = replace(self.client.info, **KINDS[kind][0])
         hf = hf_byte_tokenizer()
         hf.chat_template = template
@@ -76,12 +85,7 @@ class Api:
         return pool(request_id, source, params)
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
-        async def call() -> httpx.Response:
-            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-                return await http.request(method, path, **options)
-
-        return asyncio.run(asyncio.wait_for(call(), 20))
+        return request(self.app, method, path, **options)
 
     def card(self) -> dict[str, Any]:
         (card,) = self.request("GET", "/v1/models").json()["data"]
@@ -158,6 +162,35 @@ def test_the_other_routes_do_without_pages(kind: str) -> None:
     assert "octavo_kv_cache_usage_perc" in api.request("GET", "/metrics").text
 
 
-def test_another_model_is_404_before_it_is_400() -> None:
-    answer = Api("classes").request("POST", "/v1/embeddings", json={"input": "a", "model": "other"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+# A kind that serves each endpoint.
+SERVING = {path: kind for kind, (_, paths) in KINDS.items() for path in paths}
+
+
+@pytest.mark.parametrize("path", SERVING)
+@pytest.mark.whole
+def test_another_model_is_404(path: str) -> None:
+    for kind in {SERVING[path], "classes"}:  # also where this model would refuse it
+        answer = Api(kind).request("POST", path, json=BODIES[path] | {"model": "other"})
+        problem = answer.json()["error"]
+        assert answer.status_code == 404, answer.text
+        assert "'other'" in problem["message"]
+        if path != "/v1/messages":  # Anthropic's shape has neither
+            assert (problem["param"], problem["code"]) == ("model", "model_not_found")
+
+
+# The others need a real tokenizer or model to read their input: test_http_fill_mask.py and test_http_decisions.py.
+@pytest.mark.parametrize("path", sorted(SERVING.keys() - {"/v1/fill-mask", "/v1/entities", "/v1/systemone"}))
+@pytest.mark.whole
+async def test_a_client_that_leaves_ends_the_work(path: str) -> None:
+    api = Api(SERVING[path], script=lambda *_: [asyncio.Event()])
+    more = {"input": ["a", "b"]} if path in ("/v1/embeddings", "/v1/classify", "/pooling") else {}
+    call = Call(api.app, path, BODIES[path] | more)
+    async with asyncio.timeout(PATIENCE):
+        while not api.client.running and not call.task.done():
+            await asyncio.sleep(0.001)
+    call.leave()
+    await call.wait_end()
+    assert len(api.client.asked) > bool(more)
+    assert sorted(api.client.cut_short) == sorted(api.client.asked)
+    metrics = (await asyncio.to_thread(api.request, "GET", "/metrics")).text
+    assert "octavo_num_requests_in_service 0.0" in metrics

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,12 +105,6 @@ def test_unknown_fields_and_models(api: PoolingApi) -> None:
     assert answer.status_code == 200
     assert answer.headers["x-octavo-ignored-fields"] == "colour"
     assert api.refused("/v1/fill-mask", 404, input="[MASK]", model="other")["code"] == "model_not_found"
-
-
-@pytest.mark.parametrize("kind", ["headless", "classes"])
-def test_models_that_predict_no_masks(kind: str, tmp_path: Path) -> None:
-    error = PoolingApi(make_text_encoder(kind, tmp_path)).refused("/v1/fill-mask", input="[MASK]")
-    assert error["code"] == "unsupported_endpoint"
 
 
 def test_a_client_that_leaves_ends_the_work(api: PoolingApi) -> None:

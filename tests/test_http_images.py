@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import socket
 import threading
@@ -15,6 +14,7 @@ import httpx
 import numpy as np
 import PIL.Image
 import pytest
+from support.asgi import request
 from support.image_text import LABELS, ImageModel, data_url, make_image_model, picture
 from support.local_client import LocalClient
 from test_images import bomb, file_of
@@ -47,12 +47,7 @@ class Api:
         return self.request("POST", path, json=body)
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
-        async def call() -> httpx.Response:
-            transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-                return await http.request(method, path, **options)
-
-        return asyncio.run(asyncio.wait_for(call(), 120))
+        return request(self.app, method, path, **options)
 
     def ask(self, path: str, **body: Any) -> dict[str, Any]:
         answer = self.post(path, **body)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterable
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_client import EOS, FEATURES, FakeClient, Step, entry, hf_byte_tokenizer, pool, say
+from support.asgi import request
 from tokenizers import processors
 
 from engine import PoolingParams, RequestDelta, SamplingParams, TokenInput
@@ -69,12 +69,7 @@ class Api:
         )
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
-        async def call() -> httpx.Response:
-            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-                return await http.request(method, path, **options)
-
-        return asyncio.run(asyncio.wait_for(call(), 20))
+        return request(self.app, method, path, **options)
 
     def post(self, path: str, **fields: Any) -> httpx.Response:
         return self.request("POST", path, json={**MINIMAL[path], **fields})

@@ -147,9 +147,3 @@ def test_texts_that_are_cut_before_they_are_joined(api: PoolingApi) -> None:
     assert same["results"] == api.ask("/v1/rerank", query="water", documents=["Snow!"])["results"]
     blank = {"query": "water", "documents": ["Snow!", " \n"]}  # a text without tokens is cut to none
     assert api.ask("/v1/rerank", **blank, max_tokens_per_doc=5)["results"] == api.ask("/v1/rerank", **blank)["results"]
-
-
-def test_a_client_that_leaves_ends_the_work(headless: PoolingApi) -> None:
-    submitted, given_up = headless.left("/v1/rerank", query=QUERY, documents=DOCUMENTS)
-    assert submitted == given_up == len(DOCUMENTS) + 1
-    headless.client.engine.check_integrity()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
 import json
@@ -15,6 +14,7 @@ import httpx
 import PIL.Image
 import pytest
 from support import reference
+from support.asgi import request
 from support.local_client import LocalClient
 from support.reference import MIN_MARGIN
 from support.seeing import EOS, IMAGE, SeeingModel, make_seeing_model, picture
@@ -49,12 +49,7 @@ class Api:
     def post(self, path: str, **body: Any) -> httpx.Response:
         self.client.forget()
 
-        async def call() -> httpx.Response:
-            transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-                return await http.post(path, json=body)
-
-        return asyncio.run(asyncio.wait_for(call(), 120))
+        return request(self.app, "POST", path, json=body)
 
     def ask(self, path: str, **body: Any) -> dict[str, Any]:
         answer = self.post(path, **body)

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_client import FEATURES, FakeClient, Script, Step, hf_byte_tokenizer, pool, say
-from support.asgi import Call
+from support.asgi import Call, counts
 from support.checkpoints import Checkpoint
 from support.local_client import LocalClient
 
@@ -69,12 +69,7 @@ class Api:
 
     def counts(self, name: str) -> dict[str, float]:
         """A counter's values by label, without zeros."""
-        found = {}
-        for metric in self.service.metrics.registry.collect():
-            for sample in metric.samples:
-                if sample.name == name and sample.value:
-                    found[next(iter(sample.labels.values()))] = sample.value
-        return found
+        return counts(self.service, name)
 
 
 def answer(request_id: str, source: TokenInput, params: Any) -> Iterator[Step]:

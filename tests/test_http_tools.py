@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 from fake_client import EOS, FakeClient, Step, entry, hf_byte_tokenizer, say
+from support.asgi import request
 from support.service import PATIENCE, Service
 from test_http_api import error
 from tokenizers import AddedToken
@@ -72,12 +73,7 @@ class Api:
             yield RequestDelta(request_id=request_id, choices=choices, finished=last)
 
     def chat(self, **body: Any) -> httpx.Response:
-        async def call() -> httpx.Response:
-            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-                return await http.post("/v1/chat/completions", json={"messages": HELLO, "tools": TOOLS, **body})
-
-        return asyncio.run(asyncio.wait_for(call(), 20))
+        return request(self.app, "POST", "/v1/chat/completions", json={"messages": HELLO, "tools": TOOLS, **body})
 
     def answer(self, **body: Any) -> dict[str, Any]:
         answer = self.chat(**body)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import reference
 from support.checkpoints import Checkpoint
-from support.driving import Job, Tokens, add, finish, make_engine, preempt_all, run, run_alone, watching
+from support.driving import Job, Strikes, Tokens, add, finish, make_engine, run, run_alone, watching
 from support.jobs import CHECKPOINT, MIXED, beams, greedy, prompt
 from torch import Tensor
 
@@ -500,15 +500,9 @@ def test_preempted_equals_undisturbed(
 ) -> None:
     """By hand every third step, and by a pool for about two requests, beams with their copies included."""
     one = int8_engines(block_size=4, max_num_batched_tokens=64, enable_prefix_caching=caching)
-    hits = 0
-
-    def strike(step: int) -> None:
-        nonlocal hits
-        if step % 3 == 2:
-            hits += preempt_all(one)
-
+    strike = Strikes(one, 3, 2)
     assert run(one, MIXED, strike) == int8_answers
-    assert one.stats().num_preemptions == hits > 3 * len(MIXED)
+    assert one.stats().num_preemptions == strike.count > 3 * len(MIXED)
     small = int8_engines(block_size=4, num_gpu_blocks_override=40, enable_prefix_caching=caching)
     assert run(small, MIXED) == int8_answers
     assert small.stats().num_preemptions > 3

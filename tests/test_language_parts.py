@@ -22,6 +22,7 @@ from support.driving import Job, add, finish, make_engine
 from support.family_shape import fill_randomly
 from support.pages import Pages, close, load, scattered_tables
 from support.reference import MIN_MARGIN
+from support.seeing import as_published
 from torch import nn
 
 from engine import Engine, SamplingParams
@@ -103,6 +104,10 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "Qwen3VLForConditionalGeneration": (
         AXES | {"head_dim": 8}, QWEN_VISION | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}, {}
     ),
+    "Qwen3VLMoeForConditionalGeneration": (
+        AXES | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        QWEN_VISION | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}, {}
+    ),
     "Qwen3_5ForConditionalGeneration": (DELTA | {"head_dim": 8}, QWEN_VISION | {"num_position_embeddings": 16}, {}),
     "Qwen3_5MoeForConditionalGeneration": (
         DELTA | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
@@ -152,6 +157,8 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     path = tmp_path_factory.mktemp("whole")
     whole = make_whole(request.param)
     whole.save_pretrained(path)
+    if "VLMoe" in request.param:
+        as_published(path)
     engine = make_engine(path, max_model_len=96, block_size=4)
     yield Subject(whole, path, engine)
     engine.close()

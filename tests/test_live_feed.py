@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fake_client import FakeClient, byte_tokenizer, say
-from support.asgi import Call
+from support.asgi import Call, until
 from support.service import PATIENCE
 
 from engine import CacheMap, EngineStats, LiveRequest
@@ -49,12 +49,6 @@ class Site:
 def frames(call: Call) -> list[dict[str, Any]]:
     blocks = call.text.split("\n\n")
     return [json.loads(block.removeprefix("data: ")) for block in blocks if block.startswith("data: ")]
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_frames_come_when_something_changes_and_only_then() -> None:
@@ -242,13 +236,11 @@ def test_a_label_is_what_the_page_computes() -> None:
 
 
 def test_a_frame_says_nothing_but_what_the_documentation_lists() -> None:
-    kinds = CellKinds(
-        held=[1], cached=[0], tables=[2], found=[1], holders=[[0]], others=[3]
-    )  # fmt: skip
+    kinds = CellKinds(held=[1], cached=[3], tables=[2], found=[1], holders=[[0]], others=[3])
     request = LiveRequest(request_id="cmpl-1-0", num_prompt=5, num_output=2, num_computed=6, num_pages=1, num_found=1)
-    frame = make_frame(
-        CacheMap(pages_per_cell=1, runs=[1, 0], kinds=kinds, running=[request], waiting=[request]), EngineStats()
-    )
+    cache_map = CacheMap(pages_per_cell=1, runs=[2, 0], kinds=kinds, running=[request], waiting=[request])
+    frame = make_frame(cache_map, EngineStats(pages_total=10))
+    assert [frame["pages"][name] for name in ("total", "free", "held", "cached")] == [10, 2, 2, 6]
     assert set(frame) == {
         "engine", "steps", "pages", "cells", "kinds", "num_running", "num_waiting", "running", "waiting",
     }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from engine import LLM, BeamSearchParams, ConfigError, EngineConfig, InvalidRequestError, SamplingParams
-from engine.interface.argument_names import as_arguments
+from engine.interface.argument_names import as_arguments, names_arguments
 from engine.interface.llm_arguments import engine_config
 from server.config.settings import DEMOS
 from server.workers.templates import Conversation, render
@@ -223,6 +224,17 @@ def test_other_conversations_are_refused(llm: LLM, messages: Any, more: dict[str
     with pytest.raises(InvalidRequestError, match=words):
         llm.chat(messages, **more)
     assert not llm.engine.has_unfinished_requests()
+
+
+def test_log_lines_of_calls_name_arguments(caplog: pytest.LogCaptureFixture) -> None:
+    def warn() -> None:
+        for name in ("octavo.engine", "another"):
+            logging.getLogger(name).warning("threads is 9 (%s). Lower --threads by %d.", "--threads", 7)
+
+    names_arguments(type("Caller", (), {"call": lambda self: warn()}))().call()
+    warn()
+    plain = "threads is 9 (--threads). Lower --threads by 7."
+    assert caplog.messages == ["threads is 9 (threads). Lower threads by 7.", plain, plain, plain]
 
 
 def test_errors_name_arguments_and_no_flags(llm: LLM) -> None:

@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.driving import Job, Tokens, beam_rows, make_engine, other_rows, preempt_all, run, run_alone, watching
+from support.driving import (
+    Job,
+    Strikes,
+    Tokens,
+    beam_rows,
+    make_engine,
+    other_rows,
+    run,
+    run_alone,
+    watching,
+)
 from support.executors import use_torch
 from support.families import FAMILY_SHAPES, make_family_checkpoint
 from support.jobs import MIXED, VOCAB, beams, greedy, prompt, sampled
@@ -109,17 +119,11 @@ def test_chunked_equals_whole(budget: int, model: Model) -> None:
 @pytest.mark.parametrize("caching", [True, False], ids=["cached", "recomputed"])
 def test_preempted_equals_undisturbed(caching: bool, model: Model) -> None:
     """Everybody loses everything again and again, in the middle of prompts too."""
-    strikes = 0
-
-    def strike(step: int) -> None:
-        nonlocal strikes
-        if step % 4 == 2:
-            strikes += preempt_all(one)
-
     with model.engine(enable_prefix_caching=caching, max_num_batched_tokens=64, max_num_seqs=30) as one:
+        strike = Strikes(one, 4, 2)
         assert run(one, [*JOBS, *LONG], strike) == model.answers
         stats = one.stats()
-        assert stats.num_preemptions == strikes > 2 * len(model.answers)
+        assert stats.num_preemptions == strike.count > 2 * len(model.answers)
         assert (stats.prefix_hits > 0) == caching
 
 

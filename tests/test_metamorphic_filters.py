@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from support.driving import BOTH_DEPTHS, Job, Tokens, preempt_all, run, run_alone, watching
+from support.driving import BOTH_DEPTHS, Job, Strikes, Tokens, run, run_alone, watching
 from support.jobs import beams, greedy, prompt, sampled
 from test_drafts import Oracle, answers, check_same
 
@@ -71,15 +71,9 @@ def test_each_changes_its_answers(alone: list[Tokens], plain_answers: Callable[[
 def test_in_a_crowd_and_preempted(engines: Callable[..., Engine], alone: list[Tokens]) -> None:
     one = engines(block_size=4, max_num_batched_tokens=64)
     assert run(one, JOBS) == alone
-    hits = 0
-
-    def strike(step: int) -> None:
-        nonlocal hits
-        if step % 3 == 2:
-            hits += preempt_all(one)
-
+    strike = Strikes(one, 3, 2)
     assert run(one, JOBS, strike) == alone
-    assert hits > 2 * len(JOBS)
+    assert strike.count > 2 * len(JOBS)
 
 
 @pytest.mark.parametrize(("number", "runs_ahead"), [(0, True), (1, True), (2, True), (4, False), (7, False)])

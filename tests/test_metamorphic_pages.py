@@ -12,6 +12,7 @@ import pytest
 from support.driving import (
     BOTH_DEPTHS,
     Job,
+    Strikes,
     Tokens,
     add,
     beam_rows,
@@ -63,16 +64,10 @@ def test_preempted_at_every_step(
 def test_preempted_after_each_step(engines: Callable[..., Engine], mixed_answers: list[Tokens]) -> None:
     """All requests lose everything again and again, in the middle of prompts too."""
     one = engines(block_size=4, max_num_batched_tokens=64)
-    hits = 0
-
-    def strike(step: int) -> None:
-        nonlocal hits
-        if step % 3 == 2:
-            hits += preempt_all(one)
-
+    strike = Strikes(one, 3, 2)
     assert run(one, MIXED, strike) == mixed_answers
-    assert hits > 3 * len(MIXED)
-    assert one.stats().num_preemptions == hits
+    assert strike.count > 3 * len(MIXED)
+    assert one.stats().num_preemptions == strike.count
 
 
 @BOTH_DEPTHS

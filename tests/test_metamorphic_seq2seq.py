@@ -14,12 +14,12 @@ from support.checkpoints import random_prompt
 from support.driving import (
     BOTH_DEPTHS,
     Job,
+    Strikes,
     Tokens,
     beam_rows,
     check_idle,
     make_engine,
     other_rows,
-    preempt_all,
     run,
     run_alone,
     watching,
@@ -118,18 +118,12 @@ def test_all_beams_read_the_same_pages(engines: Callable[..., Engine]) -> None:
 def test_preempted_after_every_third_step(caching: bool, engines: Callable[..., Engine], answers: list[Tokens]) -> None:
     """With room for all pages, the encoder never runs again: what it left is found by the request itself."""
     one = engines(enable_prefix_caching=caching)
-    strikes = 0
-
-    def strike(step: int) -> None:
-        nonlocal strikes
-        if step % 3 == 2:
-            strikes += preempt_all(one)
-
+    strike = Strikes(one, 3, 2)
     assert run(one, JOBS, strike) == answers
     stats = one.stats()
-    assert stats.num_preemptions == strikes > len(JOBS)
+    assert stats.num_preemptions == strike.count > len(JOBS)
     assert stats.num_encoder_runs == (len(INPUTS) if caching else len(JOBS))
-    assert stats.num_encoder_hits >= strikes
+    assert stats.num_encoder_hits >= strike.count
     assert caching or stats.pages_cached == 0, "without prefix caching nothing outlives its request"
 
 

@@ -16,7 +16,7 @@ import torch
 import transformers
 from support import reference
 from support.checkpoints import Checkpoint
-from support.driving import BOTH_DEPTHS, Job, Tokens, make_engine, preempt_all, run, run_alone
+from support.driving import BOTH_DEPTHS, Job, Strikes, Tokens, make_engine, run, run_alone
 from support.jobs import CHECKPOINT, beams, greedy, prompt, sampled
 
 from engine import Engine, InvalidRequestError
@@ -121,15 +121,9 @@ def test_freed_pages_are_never_read(caching: bool, windowed: Callable[..., Engin
 def test_preempted_after_each_step(windowed: Callable[..., Engine], answers: list[Tokens]) -> None:
     """All requests lose everything again and again, and go on from what is left of their windows."""
     one = windowed(block_size=4, max_num_batched_tokens=64)
-    strikes = 0
-
-    def strike(step: int) -> None:
-        nonlocal strikes
-        if step % 4 == 3:
-            strikes += preempt_all(one)
-
+    strike = Strikes(one, 4, 3)
     assert run(one, LONG, strike) == answers
-    assert one.stats().num_preemptions == strikes > 3 * len(LONG)
+    assert one.stats().num_preemptions == strike.count > 3 * len(LONG)
     assert one.stats().prefix_hits > 1000
 
 

@@ -220,6 +220,19 @@ def test_the_work_of_a_thread_that_comes_late_is_done_by_the_others(count: int, 
 
 
 @needs_compiler
+def test_on_crowded_cores_a_thread_sleeps_until_a_late_one_comes() -> None:
+    before, used = torch.get_num_threads(), torch.zeros(3, dtype=torch.int64)
+    found = native.current()
+    assert found is not None
+    try:
+        torch.set_num_threads(3)
+        found.function("wait_for_late", "pi")(used.data_ptr(), 100_000_000)
+    finally:
+        torch.set_num_threads(before)
+    assert 0 < used.max() < 20_000_000, "CPU time in nanoseconds, of 100 ms"
+
+
+@needs_compiler
 def test_a_prebuilt_library_is_taken(portable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "PREBUILT", tmp_path)
     shutil.copyfile(portable, tmp_path / file_name("portable"))

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.backends.attention.formats import PageShape
 from engine.backends.native.memory import HUGE, Arena, forget, huge, zeros
+from engine.execution.kv_cache import KVCache
 
 
 def test_zeros_begin_at_a_large_page() -> None:
@@ -22,6 +24,14 @@ def test_zeros_begin_at_a_large_page() -> None:
     made.fill_(1)
     assert bool((made == 1).all())
     assert not zeros(5, 2, dtype=torch.float32).any()
+
+
+def test_no_two_tensors_of_the_cache_need_a_new_large_page_for_the_same_token() -> None:
+    cache = KVCache([PageShape(2, 64)] * 4, 4096, 16, torch.bfloat16, torch.device("cpu"))
+    tensors = [tensor for layer in cache.layers for tensor in layer]
+    begins = [-tensor.data_ptr() % HUGE for tensor in tensors]
+    assert sorted(begins) == [place * HUGE // 8 for place in range(8)]
+    assert all(tensor.data_ptr() % mmap.PAGESIZE == 0 and tensor.nbytes > 4 * HUGE for tensor in tensors)
 
 
 def test_what_is_forgotten_is_zero_and_takes_no_memory() -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from support.blocks import random_blocks
 from support.checkpoints import Checkpoint, make_checkpoint, random_prompt
-from support.driving import Job, finish, make_engine, preempt_all, run, run_alone
+from support.driving import Job, Strikes, finish, make_engine, run, run_alone
 from support.encoders import ENCODER_SHAPES, make_encoder_checkpoint
 from support.executors import use_torch
 from support.families import FAMILY_SHAPES
@@ -227,17 +227,11 @@ def test_answers_depend_on_nothing_else(
     path = checkpoint(CHECKPOINT).path
     alone = run_alone(plain := make_engine(path, quantization=kind, enable_prefix_caching=False), MIXED)
     assert run(plain, MIXED) == alone
-    strikes = 0
-
-    def strike(step: int) -> None:
-        nonlocal strikes
-        if step % 5 == 4:
-            strikes += preempt_all(one)
-
     one = make_engine(path, quantization=kind, max_num_batched_tokens=64, max_num_seqs=24, block_size=4)
+    strike = Strikes(one, 5, 4)
     assert run(one, MIXED, strike) == alone
-    assert strikes > len(MIXED)
-    assert one.stats().num_preemptions >= strikes
+    assert strike.count > len(MIXED)
+    assert one.stats().num_preemptions >= strike.count
     for engine in (plain, one):
         engine.close()
 

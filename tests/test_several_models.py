@@ -27,7 +27,7 @@ from server.models import registry as registry_module
 from server.models.declared import Declared, declare, found_in
 from server.models.loading import Loaded
 from server.models.registry import Registry
-from server.models.starting import make_app
+from server.models.starting import find_missing, make_app
 
 SIZES = {"a": 60, "b": 50, "c": 30, "huge": 101, "broken": 1}
 LIMIT = 100
@@ -180,6 +180,18 @@ def test_model_selects_on_every_endpoint(monkeypatch: pytest.MonkeyPatch) -> Non
     run(go())
 
 
+def test_adapters_are_listed_before_their_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def go() -> None:
+        changes = {"a": {"engine": EngineConfig(model="/a", lora_modules=("sql=adapters/sql",))}}
+        async with world(monkeypatch, "a", "b", changes=changes) as found:
+            assert list(await found.states()) == ["a", "sql", "b"]
+            card = (await found.http.get("/v1/models/sql")).json()
+            assert (card["id"], card["parent"], card["root"], card["state"]) == ("sql", "a", "adapters/sql", "unloaded")
+            assert found.loads == []
+
+    run(go())
+
+
 def test_a_capability_error_names_the_models_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     async def go() -> None:
         async with world(monkeypatch, "a", "c") as found:
@@ -236,6 +248,42 @@ def test_a_key_may_be_for_some_models(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert [answer.status_code for answer in answers] == [403, 200]
             found.http.headers["Authorization"] = "Bearer all"
             assert list(await found.states()) == ["a", "b"]
+
+    run(go())
+
+
+def test_no_message_names_a_model_that_the_key_may_not_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def go() -> None:
+        operator = ApiKey.of("operator", models=frozenset({"c"}))
+        changes = {"a": {"pinned": True}}
+        store = str(tmp_path / "batches")
+        names = ("a", "b", "c")
+        async with world(monkeypatch, *names, keys=[operator], changes=changes, batch_store=store) as found:
+            await found.until(lambda: found.served("a").state == "loaded")
+            found.http.headers["Authorization"] = "Bearer operator"
+            incapable = (await found.complete("c")).json()["error"]["message"]
+            assert incapable.endswith("Loaded models that serve /v1/completions: none.")
+            serves_only_c = "The model 'x' does not exist; this server serves 'c'."
+            assert (await found.complete("x")).json()["error"]["message"] == serves_only_c
+            assert (await found.http.get("/v1/models/x")).json()["error"]["message"] == serves_only_c
+            for action in ("load", "unload"):
+                refused = await found.http.post(f"/v1/models/{action}", json={"model": "x"})
+                assert (refused.status_code, refused.json()["error"]["message"]) == (404, serves_only_c)
+            assert [one["name"] for one in (await found.http.get("/api/tags")).json()["models"]] == ["c:latest"]
+            assert [one["name"] for one in (await found.http.get("/api/ps")).json()["models"]] == ["c:latest"]
+            lines = [
+                {"custom_id": name, "method": "POST", "url": "/v1/embeddings", "body": {"model": name, "input": "hi"}}
+                for name in ("a", "x")
+            ]
+            file = ("in.jsonl", "\n".join(map(json.dumps, lines)).encode())
+            sent = await found.http.post("/v1/files", files={"file": file}, data={"purpose": "batch"})
+            body = {"input_file_id": sent.json()["id"], "endpoint": "/v1/embeddings", "completion_window": "24h"}
+            path = f"/v1/batches/{(await found.http.post('/v1/batches', json=body)).json()['id']}"
+            while (batch := (await found.http.get(path)).json())["status"] == "validating":
+                await asyncio.sleep(0.001)
+            assert [
+                problem["message"].partition(": ")[2] or problem["message"] for problem in batch["errors"]["data"]
+            ] == [serves_only_c.replace("'x'", f"'{name}'") for name in ("a", "x")]
 
     run(go())
 
@@ -341,7 +389,7 @@ def test_a_pinned_model_is_loaded_at_the_start_and_stays(monkeypatch: pytest.Mon
             await found.until(lambda: found.served("a").running is not None)
             refused = await found.complete("b")
             assert refused.status_code == 503
-            assert "b with the pinned a needs" in refused.json()["error"]["message"]
+            assert "b with the pinned models needs" in refused.json()["error"]["message"]
             assert await found.text("a") == "a"
 
     run(go())
@@ -374,6 +422,26 @@ def test_a_failed_load_tells_its_waiters_why_and_leaves_others_alone(monkeypatch
             assert "there is no missing" in (await found.complete("missing")).json()["error"]["message"]
             assert found.loads == ["broken", "a", "broken"]
             assert found.registry._budget.taken == SIZES["a"] + SIZES["broken"]
+
+    run(go())
+
+
+def test_models_that_cannot_be_loaded_do_not_stop_the_service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A missing file is found before the service listens, a damaged one by the prediction."""
+    gone = str(tmp_path / "gone.gguf")
+    declared = [replace(one, engine=EngineConfig(model=gone)) for one in models(ServerSettings(), "x", "y")]
+    with pytest.raises(ModelLoadError, match=r"gone\.gguf does not exist"):
+        find_missing(declared)
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "config.json").write_text("{")
+    torn = replace(declared[0], name="torn", engine=EngineConfig(model=str(tmp_path / "torn")))
+    assert find_missing([*declared, torn]) == dict.fromkeys("xy", f"The file {gone} does not exist.")
+
+    async def go() -> None:
+        async with world(monkeypatch, "missing", "a") as found:
+            await found.until(lambda: found.served("missing").state == "failed")
+            assert (await found.http.get("/v1/models/missing")).json()["reason"] == "there is no missing"
+            assert await found.text("a") == "a"
 
     run(go())
 
@@ -527,7 +595,8 @@ def test_an_idle_model_is_unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ollamas_clients_see_all_models(monkeypatch: pytest.MonkeyPatch) -> None:
     async def go() -> None:
-        async with world(monkeypatch, "a", "b") as found:
+        said = {"prompt": "hi"}
+        async with world(monkeypatch, "a", "b", changes={"b": {"aliases": ("Other",)}}) as found:
 
             async def names(path: str) -> list[str]:
                 return [one["name"] for one in (await found.http.get(path)).json()["models"]]
@@ -541,7 +610,15 @@ def test_ollamas_clients_see_all_models(monkeypatch: pytest.MonkeyPatch) -> None
             assert (await names("/api/tags"), await names("/api/ps")) == (["a:latest", "b:latest"], ["b:latest"])
             shown = await found.http.post("/api/show", json={"name": "b:latest"})
             assert shown.status_code == 200
+            unloaded = await found.http.post("/api/show", json={"model": "A"})
+            assert (unloaded.status_code, unloaded.json()["capabilities"]) == (200, ["completion"])
+            pulls = [await found.http.post("/api/pull", json={"model": name, "stream": False}) for name in ("A", "x")]
+            assert [answer.status_code for answer in pulls] == [200, 404]
+            assert "It serves 'a', 'b'." in pulls[1].json()["error"]
             assert found.loads == ["b"]
+            answer = await found.http.post("/api/generate", json={"model": "OTHER:latest", "stream": False} | said)
+            assert answer.json()["response"] == "b"
+            assert (await found.complete("OTHER")).status_code == 404
             await found.http.post("/api/generate", json={"model": "b", "keep_alive": 0})
             await found.until(lambda: found.served("b").state == "unloaded")
             assert await names("/api/ps") == []

@@ -30,6 +30,7 @@ chat:
 embed: {embed}
 translate: {translate}
 broken: {broken}
+gone: {broken}/gone.gguf
 """
 
 
@@ -75,6 +76,8 @@ def test_several_models_are_loaded_on_demand(service: Service) -> None:
     """Two at once, of which each loads once, under a limit that both fit, and a third for which the oldest one goes."""
     client = openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", timeout=PATIENCE, max_retries=0)
     assert children(service.process.pid) == []
+    unusable = {"broken": "failed", "gone": "failed"}
+    assert states(service)["gone"] == "failed"
     answers: list[object] = []
     threads = [
         threading.Thread(target=lambda: answers.append(ask(client, "gpt-4o"))),
@@ -86,7 +89,7 @@ def test_several_models_are_loaded_on_demand(service: Service) -> None:
     for thread in threads:
         thread.join(PATIENCE)
     assert answers[0] == answers[1] == ANSWER
-    assert states(service) == {"chat": "loaded", "embed": "loaded", "translate": "unloaded", "broken": "unloaded"}
+    assert states(service) == {"chat": "loaded", "embed": "loaded", "translate": "unloaded"} | unusable
     ask(client, "chat")  # so that embed is the one that was used before
     listed = {card["id"]: card for card in service.get("/v1/models").json()["data"]}
     assert listed["embed"]["tasks"] == ["embed", "token_embed"]
@@ -99,7 +102,7 @@ def test_several_models_are_loaded_on_demand(service: Service) -> None:
         ask(client, "gpt-5")
 
     assert client.completions.create(model="translate", prompt="luma li ursu pika.", temperature=0).choices[0].text
-    assert states(service) == {"chat": "loaded", "embed": "unloaded", "translate": "loaded", "broken": "failed"}
+    assert states(service) == {"chat": "loaded", "embed": "unloaded", "translate": "loaded"} | unusable
     assert len(children(service.process.pid)) == 2
     with pytest.raises(openai.BadRequestError, match="Loaded models that serve /v1/chat/completions: chat"):
         ask(client, "translate")

@@ -333,18 +333,18 @@ def test_shapes_of_a_folder(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_short_form(tmp_path: Path) -> None:
-    """A minute and a half; what it is there for has happened, and nothing else."""
+    """Half a minute of load; what it is there for has happened, and nothing else."""
     output, log = tmp_path / "soak.json", tmp_path / "service.log"
     command = [
-        sys.executable, str(BENCHMARKS / "soak.py"), "--minutes", "1.5", "--kill-every", "35", "--output", str(output),
-        "--log", str(log),
+        sys.executable, str(BENCHMARKS / "soak.py"), "--minutes", "0.5", "--kill-every", "12", "--cases", "48",
+        "--output", str(output), "--log", str(log),
     ]  # fmt: skip
     ran = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     found = json.loads(output.read_text())
     assert found["violations"] == found["dropped_cases"] == []
     assert found["kills"] == found["counters"]["octavo_engine_restarts_total"] > 0
-    assert found["compared"] > 100
+    assert found["compared"] > 50
     for fate in ("complete", "left", "dead"):
         assert found["requests"][fate] > 0, fate
     assert len(found["requests_by_kind"]) == 13

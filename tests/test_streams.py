@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 from fake_client import FakeClient, Script, Step, entry, hf_byte_tokenizer, say
-from support.asgi import Call
+from support.asgi import Call, counts, until
 from support.service import PATIENCE
 
 from engine import ChoiceDelta, EngineDeadError, InvalidRequestError, RequestDelta, SamplingParams, TokenInput
@@ -53,12 +53,7 @@ class Api:
 
     def counts(self, name: str) -> dict[str, float]:
         """A counter's values by label, without zeros."""
-        found = {}
-        for metric in self.service.metrics.registry.collect():
-            for sample in metric.samples:
-                if sample.name == name and sample.value:
-                    found[next(iter(sample.labels.values()))] = sample.value
-        return found
+        return counts(self.service, name)
 
     def check_empty(self) -> None:
         """Nothing is left of any request."""
@@ -67,12 +62,6 @@ class Api:
         assert (self.service.tokenizing.num_prompts, self.service.tokenizing.num_queued_tokens) == (0, 0)
         assert self.drain.num_running == 0
         assert not self.drain._interruptions
-
-
-async def until(what: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while not what():
-            await asyncio.sleep(0.005)
 
 
 def events(text: str) -> list[dict[str, Any]]:

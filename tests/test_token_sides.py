@@ -260,7 +260,7 @@ def test_only_what_makes_or_reads_a_side_names_it() -> None:
     """Whatever lies between the request and the operation carries sides without knowing them."""
     names = "|".join(word for side in SIDES.values() for word in {side.name, side.field})
     # They make rotary offsets, the slots of adapters, and those of images.
-    makers = {"scheduling/needs.py", "execution/calibration.py", "scheduling/batch.py"}
+    makers = {"scheduling/needs.py", "execution/calibration.py", "execution/placed_angles.py", "scheduling/batch.py"}
     carriers = [
         path for part in ("scheduling", "execution", "backends", "process") for path in (ENGINE / part).rglob("*.py")
     ]

@@ -20,7 +20,7 @@ from fake_client import FEATURES, FakeClient, Step, hf_byte_tokenizer, pool, say
 from fastapi import APIRouter
 from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
-from support.asgi import Call
+from support.asgi import Call, request
 from support.collector import Collector, Span, collecting
 from support.service import PATIENCE, Service
 from test_http_api import endless
@@ -82,12 +82,7 @@ class Traced:
         )
 
     def post(self, path: str, body: Any, headers: Any = None) -> httpx.Response:
-        async def call() -> httpx.Response:
-            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-                return await http.post(path, json=body, headers=headers)
-
-        return asyncio.run(asyncio.wait_for(call(), PATIENCE))
+        return request(self.app, "POST", path, json=body, headers=headers)
 
     def tree(self) -> tuple[Span, dict[str, Span]]:
         """The spans of the one request that there was, once all are sent."""

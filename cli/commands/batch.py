@@ -90,7 +90,7 @@ def run(arguments: list[str]) -> int:
 
 
 def read_requests(source: Path) -> dict[str, Place]:
-    """The places of a file's requests, by their ids. Raises TalkError if a line is no request; says which one and why.
+    """The places of a file's requests, by their ids. Raises TalkError if a line is no request; says which one and why;
     OSError if the file cannot be read."""
     found: dict[str, Place] = {}
     for place, line in places(source):
@@ -111,7 +111,7 @@ def read_requests(source: Path) -> dict[str, Place]:
 
 def read_done(target: Path) -> tuple[set[str], int]:
     """The ids of the requests that have an answer in a file, and how many of these are errors. A last line that was cut
-    off is removed. Raises TalkError if the file holds something else. OSError if it cannot be read or written."""
+    off is removed. Raises TalkError if the file holds something else; OSError if it cannot be read or written."""
     done: set[str] = set()
     failed = end = 0
     if not target.exists():
@@ -125,7 +125,7 @@ def read_done(target: Path) -> tuple[set[str], int]:
                 done.add(value["custom_id"])
                 failed += value["response"]["status_code"] >= 400
             except (ValueError, KeyError, TypeError):
-                raise TalkError(f"{target}, line {number} is no answer of a batch. Name another file") from None
+                raise TalkError(f"{target}, line {number} is not an answer of a batch. Name another file") from None
             end += len(line)
         file.truncate(end)
     return done, failed

@@ -21,17 +21,13 @@ class Chat:
 
     Lines come from a terminal, with a prompt and a history, or from a pipe. In a pipe each line is one message, and
     stdout gets only the answers.
-
-    Args:
-        settings: fields for the body of every request.
-        prog: the prefix of error messages.
     """
 
     def __init__(self, model: Model, conversation: Conversation, settings: dict[str, Any], prog: str):
         self._model = model
         self._conversation = conversation
-        self._settings = settings
-        self._prog = prog
+        self._settings = settings  # fields for the body of every request
+        self._prog = prog  # the prefix of error messages
         self._slash = Slash(conversation, settings, model.id, model.card)
         self._asks = sys.stdin.isatty()
         self._line_editor = self._asks and sys.stdout.isatty()

@@ -110,7 +110,6 @@ class Wire:
 
     @contextmanager
     def _problems(self) -> Iterator[None]:
-        """httpx's errors as sentences."""
         url = self.place.url
         try:
             yield

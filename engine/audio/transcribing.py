@@ -107,11 +107,8 @@ class Answer:
 
 class Asking:
     """The requests for a transcription. Raises InvalidRequestError if a value is invalid, or the model does not support
-    the request. `info`: facts about the model.
-
-    Attributes:
-        wanted: the request, with the model's own task and language where it names none.
-    """
+    the request. `info`: facts about the model. `wanted`: the request, with the model's own task and language where it
+    names none."""
 
     def __init__(self, info: EngineInfo, wanted: Transcription):
         if info.speech is None or info.decoder_start_token_id is None:

@@ -45,7 +45,7 @@ class PublishedConfig:
 def read(folder: Path, *, known: bool) -> PublishedConfig:
     """The config of a checkpoint folder; code in the checkpoint never runs. `known`: see
     `engine.configs.values.check_values`. Raises ModelLoadError if there is no readable config, or it contains an
-    impossible number. UnsupportedModelError if the config requires the checkpoint's own code."""
+    impossible number; UnsupportedModelError if the config requires the checkpoint's own code."""
     file = folder / "config.json"
     check_values(file, read_values(file), known=known)
     list_models_once()

@@ -23,10 +23,7 @@ def open_store(config: EngineConfig, executor: Executor) -> tuple[PageStore, Pag
         return None
     info, needs = executor.facts.info, executor.facts.needs
     if info.encoder_only or not needs.paged or info.max_encoder_len is not None or needs.state_size:
-        logger.info(
-            "kv_disk is not used: %s is no decoder-only model, or has layers with a state, which pages lack.",
-            config.model,
-        )
+        logger.info("kv_disk is not used: it needs a decoder-only model without a state; %s is another.", config.model)
         return None
     if executor.facts.num_states:
         logger.info("kv_disk is not used: layers of %s carry a state, which is not kept on disk.", config.model)

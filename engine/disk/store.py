@@ -45,12 +45,6 @@ class PageStore:
     """One model's pages in a folder, which other models and other processes may share. Methods may be called by several
     threads. Raises OSError if the folder cannot be made or read, or it contains no key and none can be written.
 
-    Args:
-        folder: created if it does not exist; other files in it are not touched.
-        limit: maximum bytes of all pages in the folder, including those of other models.
-        model: 16 bytes, the digest of everything that must be equal so that a page can be used.
-        page_bytes: bytes of a page's content.
-
     Attributes:
         known: hashes of this model's pages, as far as this process has seen.
         bytes_used: bytes of all pages in the folder, as of the last change that this process has seen.
@@ -58,13 +52,13 @@ class PageStore:
     """
 
     def __init__(self, folder: Path, limit: int, model: bytes, page_bytes: int):
-        self.folder = folder
-        self.limit = limit
+        self.folder = folder  # created if it does not exist; other files in it are not touched
+        self.limit = limit  # maximum bytes of all pages in the folder, including those of other models
         self.writable = True
         self.damaged = self.bytes_used = 0
         self.known: set[bytes] = set()
-        self._model = model
-        self._size = page_bytes
+        self._model = model  # 16 bytes, the digest of everything that must be equal so that a page can be used
+        self._size = page_bytes  # bytes of a page's content
         self._cost = _cost(_HEADER.size + page_bytes)
         self._own = folder / model.hex()
         self._mutex = threading.RLock()
@@ -314,7 +308,6 @@ def used_bytes(folder: Path) -> int:
 
 
 def _cost(size: int) -> int:
-    """Bytes that a file takes on the disk."""
     return -(-size // _BLOCK) * _BLOCK
 
 

@@ -92,18 +92,13 @@ class _Chunk:
 
 
 class DiskTier:
-    """Moves pages between a pool and a store.
-
-    Args:
-        content: the content of the pool's pages.
-        scheduler: the scheduler of the waiting requests, with its pool.
-    """
+    """Moves pages between a pool and a store."""
 
     def __init__(self, store: PageStore, content: Content, scheduler: Scheduler):
         self.counts = DiskCounts()
         self._store = store
-        self._content = content
-        self._scheduler = scheduler
+        self._content = content  # the content of the pool's pages
+        self._scheduler = scheduler  # the scheduler of the waiting requests, with its pool
         self._pool: BlockPool = scheduler.pool
         self._most = max(_MOST_WAITING // content.size, 2)  # pages
         self._wanted: deque[_Restore] = deque()
@@ -175,7 +170,6 @@ class DiskTier:
 
     @property
     def _hangs(self) -> bool:
-        """Whether the disk does not answer."""
         since = self._reading_since
         return since is not None and time.monotonic() - since > _HANGING
 

@@ -93,7 +93,6 @@ class LoadedAdapters:
             raise AdapterError(f"adapter {adapter.name!r} does not fit: head.{error}.") from error
 
     def _check(self, adapter: Adapter) -> dict[str, Linear]:
-        """The products that an adapter adds to, by their paths."""
         if not adapter.products and not adapter.replaced:
             raise AdapterError(f"adapter {adapter.name!r} adds to no product.")
         modules = dict(self._model.named_modules())

@@ -47,9 +47,7 @@ class DecodeGraphs:
     Args:
         model, cache: the runner's.
         sampled: [at least max_rows] int32, the previous step's tokens.
-        max_rows: maximum rows of a decoding step.
         record: makes a graph of a function.
-        min_rows: minimum rows of a matrix product (`engine.execution.invariance`).
         seconds: measures a graph; None: nothing is timed (`OneRow`).
     """
 
@@ -65,10 +63,10 @@ class DecodeGraphs:
         seconds: Callable[[Callable[[], None]], float] | None = None,
     ):
         self._model, self._cache, self._sampled, self._record = model, cache, sampled, record
-        self._max_rows = max_rows
+        self._max_rows = max_rows  # maximum rows of a decoding step
         self._sizes = graph_sizes(max(max_rows, min_rows))
         self._sizes = [size for size in self._sizes if size >= min_rows]
-        self._min_rows = min_rows
+        self._min_rows = min_rows  # minimum rows of a matrix product (`engine.execution.invariance`)
         size = cache.block_size
         memory_blocks = math.ceil((model.max_encoder_len or 0) / size)
         blocks = math.ceil(model.max_model_len / size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from engine.backends import triton as gpu
 from engine.backends.attention.base import AttentionMetadata
 from engine.interface.vision import VisionInfo, normalised
+from engine.model.grids import blend_of, grid_of, patches_of
 from engine.model.inputs import Inputs
 from engine.model.layers import Linear
+from engine.model.spec import Patches
 from engine.model.transformer import Transformer
 from engine.scheduling.plan import ImageRows
 
@@ -21,13 +24,14 @@ MOST_BYTES = 128 * 2**20
 
 
 def crop_work(model: Transformer) -> float:
-    """The work of a crop in tokens of the model: by the numbers that a position of the tower and a token of the decoder
-    are multiplied by."""
+    """The work of a crop, or of a vector if images have their own sizes, in tokens of the model: by the numbers that a
+    position of the tower and a token of the decoder are multiplied by."""
     assert model.tower is not None
     assert model.vision is not None
     assert model.decoder is not None
     seen = _products(model.tower) + _products(model.vision)
-    return _positions(model.tower) * seen / max(_products(model.decoder), 1)
+    squares = model.vision.part.squares
+    return (squares**2 or _positions(model.tower)) * seen / max(_products(model.decoder), 1)
 
 
 def _products(part: nn.Module) -> int:
@@ -41,11 +45,7 @@ def _positions(tower: Transformer) -> int:
 
 class ImageVectors:
     """Makes and keeps the vectors of images. `min_rows`: fewest rows of a matrix product
-    (`engine.execution.invariance`).
-
-    Attributes:
-        num_made: how often vectors of an image were made.
-    """
+    (`engine.execution.invariance`). `num_made`: how often vectors of an image were made."""
 
     def __init__(self, model: Transformer, info: VisionInfo, min_rows: int, most_bytes: int = MOST_BYTES):
         assert model.vision is not None
@@ -58,7 +58,8 @@ class ImageVectors:
     @property
     def most_vectors(self) -> int:
         """About as many vectors are kept."""
-        return max(self._most // (self._embedding.projector.second.outputs * self._dtype.itemsize), 1)
+        numbers = self._embedding.projector.second.outputs * (1 + len(self._embedding.deep))
+        return max(self._most // (numbers * self._dtype.itemsize), 1)
 
     def of(self, images: Sequence[ImageRows]) -> Tensor:
         """[N, hidden] the vectors that tokens of a step have, in the order of the images."""
@@ -80,8 +81,33 @@ class ImageVectors:
         return made
 
     def _states(self, crop: Tensor) -> Tensor:
-        """[positions, features] of the tower for one crop."""
-        count = _positions(self._tower)
+        """[positions, features] of the tower for one crop, or for an image of any size, square by square."""
+        part = self._embedding.part
+        if not part.squares:
+            return self._run(crop, _positions(self._tower))
+        stack = self._tower.encoder
+        assert stack is not None
+        assert isinstance(part.tower.embedding, Patches)
+        height, width = part.tower.embedding.patch
+        grid = grid_of((crop.shape[1] // height, crop.shape[2] // width), part.squares, part.window)
+        for table in stack.placed_tables:
+            table.place(grid.places)
+        patches, blend = patches_of(crop, part.tower.embedding, grid), None
+        if (learned := part.tower.embedding.positions) is not None:
+            blend = blend_of(grid, math.isqrt(learned.size), self._device)
+        parts = AttentionMetadata.build(grid.windows, grid.windows, self._device)
+        states = self._run(patches, len(patches), parts, blend)
+        squares = states.view(len(grid.original), part.squares**2, -1)
+        return squares[grid.original.to(self._device)].view_as(states)
+
+    def _run(
+        self,
+        signal: Tensor,
+        count: int,
+        parts: AttentionMetadata | None = None,
+        blend: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """[count, features] of the tower for a signal of so many positions."""
         padded = max(count, self._min_rows)
         places = torch.arange(padded, device=self._device)
         inputs = Inputs(
@@ -90,7 +116,9 @@ class ImageVectors:
             metadata=AttentionMetadata.build([count], [count], self._device),
             tokens=count,
             min_rows=self._min_rows,
-            signals=[crop],
+            signals=[signal],
+            parts=parts,
+            blend=blend,
         )
         states: Tensor = self._tower(inputs)
-        return states[:count]
+        return states[:count] if not inputs.kept else torch.cat([states, *inputs.kept], dim=1)[:count]

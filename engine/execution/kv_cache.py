@@ -84,7 +84,11 @@ class KVCache:
             tensors = self._allocate_together(wanted, device)
         elif device.type == "cpu":
             # Zeros, not garbage: the operating system provides such memory only when it is written.
-            tensors = [memory.zeros(*shape, dtype=kind) for kind, shape in wanted]
+            sizes = memory.staggered(len(wanted))
+            tensors = [
+                memory.zeros(*shape, dtype=kind, small=small)
+                for (kind, shape), small in zip(wanted, sizes, strict=True)
+            ]
         else:
             tensors = [torch.zeros(shape, dtype=kind, device=device) for kind, shape in wanted]
         made = iter(tensors)

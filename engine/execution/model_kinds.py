@@ -23,6 +23,7 @@ from engine.execution.buffers import Buffer, SideBuffers
 from engine.execution.image_vectors import ImageVectors, crop_work
 from engine.execution.kv_cache import KVCache
 from engine.execution.logits import Logits
+from engine.execution.placed_angles import place_angles
 from engine.execution.pooler import NO_PARTS, Pooler, PoolingParts
 from engine.interface.outputs import Activation
 from engine.interface.vision import VisionInfo
@@ -157,7 +158,7 @@ class Decoder(ModelKind):
     images among the tokens; None: the model reads none."""
 
     images: ImageVectors | None = None
-    kept: list[Tensor] | None = None  # what a drafter reads of the last step (`Inputs.kept`); None: nothing is kept
+    kept: Sequence[Tensor] = ()  # of the last step that was not recorded (`Inputs.kept`)
 
     @property
     def needs(self) -> SequenceNeeds:
@@ -176,13 +177,12 @@ class Decoder(ModelKind):
         if search is not None:
             search(tables)
         metadata = AttentionMetadata.of(plan.query_start, plan.context_lens, self.model.device, plan.two_way)
-        images = None
+        images, sides = None, plan.sides
         if plan.images:
             assert self.images is not None
             images = self.images.of(plan.images)
-        if self.kept is not None:
-            self.kept = []
-        return Inputs(
+            sides = place_angles(plan, self.model)
+        inputs = Inputs(
             token_ids=buffers.tokens(plan, padded),
             positions=buffers.positions.fill(plan.positions, padded),
             metadata=metadata,
@@ -192,10 +192,11 @@ class Decoder(ModelKind):
             slots=None if self._finds_slots else buffers.slots.fill(plan.slots),
             states=None if cache.states is None else cache.states.rows(plan.states),
             cross=self.cross(plan, metadata.query_lens),
-            sides=buffers.sides.fill(plan.sides, padded),
+            sides=buffers.sides.fill(sides, padded),
             images=images,
-            kept=self.kept,
         )
+        self.kept = inputs.kept
+        return inputs
 
     def use_images(self, info: VisionInfo) -> None:
         """Read images among tokens from now on; `info`: of the model's."""

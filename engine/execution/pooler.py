@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
 import numpy as np
 import torch
@@ -39,43 +38,27 @@ class PoolingParts:
 NO_PARTS = PoolingParts()
 
 
+@dataclass(eq=False)
 class Pooler:
     """Computes the pooled rows of a plan.
 
     Vectors are summed in float64, so that the number of parts in which an input is computed makes no difference.
-
-    Args:
-        head: the model's head.
-        apply: the model's head over hidden states [N, hidden], float32.
-        parts: the parts beside the head.
-        gather: what an Embedder's probe computes from hidden states, given each input's start and end.
-        label_spans: for a model that finds entities: scores of spans for labels, given an input's hidden states and
-            which tokens stand for labels and words.
-        activation: turns the head's numbers into probabilities.
     """
 
-    def __init__(
-        self,
-        head: spec.Head,
-        apply: Callable[[Tensor], Tensor],
-        *,
-        parts: PoolingParts = NO_PARTS,
-        gather: Callable[[Tensor, Sequence[tuple[int, int]]], Tensor] | None = None,
-        label_spans: Callable[[Tensor, Sequence[int], Sequence[int]], Tensor] | None = None,
-        activation: Activation = "none",
-    ):
-        self._gather = gather
-        self._label_spans = label_spans
-        self._head = head
-        self._apply = apply
-        self._parts = parts
-        self._activation = activation
+    head: spec.Head
+    apply: Callable[[Tensor], Tensor]  # the model's head over hidden states [N, hidden], float32
+    _: KW_ONLY
+    parts: PoolingParts = NO_PARTS
+    # what an Embedder's probe computes from hidden states, given each input's start and end
+    gather: Callable[[Tensor, Sequence[tuple[int, int]]], Tensor] | None = None
+    # for a model that finds entities: scores of spans for labels, given an input's hidden states and which tokens stand
+    # for labels and words
+    label_spans: Callable[[Tensor, Sequence[int], Sequence[int]], Tensor] | None = None
+    activation: Activation = "none"
 
     def with_head(self, apply: Callable[[Tensor], Tensor]) -> Pooler:
         """The same pooler with another head of the model's kind."""
-        made = copy.copy(self)
-        made._apply = apply
-        return made
+        return replace(self, apply=apply)
 
     def pool(self, hidden: Tensor, plan: StepPlan) -> tuple[PooledRow, ...]:
         """The results of the plan's pooling rows, in order. `hidden`: [Tp, hidden] states of the plan's tokens."""
@@ -87,7 +70,7 @@ class Pooler:
         for task, rows in by_task.items():
             spans = [(int(starts[row.row]), int(starts[row.row + 1])) for row in rows]
             match task:
-                case "embed" if isinstance(self._head, spec.Embedder):
+                case "embed" if isinstance(self.head, spec.Embedder):
                     found = self._embed_by_head(hidden, plan, rows, spans)
                 case "embed":
                     found = self._embed(hidden, rows, spans)
@@ -118,8 +101,8 @@ class Pooler:
             pooling = rows[i].pooling
             divisors = np.array([_divisor(mode, lengths[i], pooling.skip_tokens) for mode in pooling.modes])
             vector = (sums[i] / divisors[:, None]).ravel().astype(np.float32)
-            if self._parts.project is not None:
-                vector = self._parts.project(torch.from_numpy(vector)[None].to(hidden.device))[0].cpu().numpy()
+            if self.parts.project is not None:
+                vector = self.parts.project(torch.from_numpy(vector)[None].to(hidden.device))[0].cpu().numpy()
             answers[i] = _finished(vector, pooling)
         return answers
 
@@ -127,14 +110,14 @@ class Pooler:
         self, hidden: Tensor, plan: StepPlan, rows: Sequence[PoolingRow], spans: Sequence[tuple[int, int]]
     ) -> list[PooledRow]:
         """The same for a model whose head says which state it uses; its inputs are always whole."""
-        assert isinstance(self._head, spec.Embedder)
-        if self._gather is not None:
-            states = self._gather(hidden[: plan.num_tokens], spans)
+        assert isinstance(self.head, spec.Embedder)
+        if self.gather is not None:
+            states = self.gather(hidden[: plan.num_tokens], spans)
         else:
-            pooling = self._head.pooling
+            pooling = self.head.pooling
             chosen = [_place(pooling, plan.token_ids[begin:end]) + begin for begin, end in spans]
             states = hidden[torch.tensor(chosen, device=hidden.device)]
-        vectors = self._apply(states).cpu().numpy()
+        vectors = self.apply(states).cpu().numpy()
         return [_finished(vector, row.pooling) for row, vector in zip(rows, vectors, strict=True)]
 
     def _embed_tokens(
@@ -149,8 +132,8 @@ class Pooler:
             if row.pooling.left_out:
                 kept = np.setdiff1d(np.arange(first, last), np.add(row.pooling.left_out, begin))
                 vectors = vectors[torch.from_numpy(kept - first).to(vectors.device)]
-            if self._parts.tokens is not None:
-                vectors = self._parts.tokens(vectors)
+            if self.parts.tokens is not None:
+                vectors = self.parts.tokens(vectors)
             if row.pooling.normalize:
                 vectors = torch.nn.functional.normalize(vectors, dim=-1, eps=_TINY)
             answers.append(PooledRow(values=vectors.cpu().numpy()))
@@ -162,10 +145,10 @@ class Pooler:
         """The weights above 0 and their tokens, in token order. Inputs are always whole."""
         answers = []
         for begin, end in spans:
-            match self._parts.sparse or VocabularyWeights():
+            match self.parts.sparse or VocabularyWeights():
                 case InputWeights():
-                    assert self._parts.weigh is not None
-                    found = self._parts.weigh(hidden[begin:end].float()).relu().flatten().cpu().numpy()
+                    assert self.parts.weigh is not None
+                    found = self.parts.weigh(hidden[begin:end].float()).relu().flatten().cpu().numpy()
                     tokens, places = np.unique(plan.token_ids[begin:end], return_inverse=True)
                     weights = np.zeros(len(tokens), dtype=np.float32)
                     np.maximum.at(weights, places, found)
@@ -181,7 +164,7 @@ class Pooler:
         """The vector [vocabulary] of an input's hidden states [T, hidden]."""
         total: Tensor | None = None
         for some in torch.split(states, _LOGITS):
-            weights = self._apply(some).relu()
+            weights = self.apply(some).relu()
             for _ in range(part.logarithms):
                 weights = weights.log1p()
             new = weights.amax(0) if part.pooling == "max" else weights.sum(0)
@@ -194,9 +177,9 @@ class Pooler:
     def _classify(
         self, hidden: Tensor, plan: StepPlan, rows: Sequence[PoolingRow], spans: Sequence[tuple[int, int]]
     ) -> list[PooledRow]:
-        assert isinstance(self._head, spec.Classifier)
+        assert isinstance(self.head, spec.Classifier)
         states = [
-            _state(self._head, hidden[a:b], plan.token_ids[a:b], row.before)
+            _state(self.head, hidden[a:b], plan.token_ids[a:b], row.before)
             for row, (a, b) in zip(rows, spans, strict=True)
         ]
         answers = {
@@ -207,7 +190,7 @@ class Pooler:
         complete = [i for i, row in enumerate(rows) if row.complete]
         if complete:
             vectors = torch.stack([states[i] for i in complete])
-            scores = self._scores(self._apply(vectors), [rows[i] for i in complete], [1] * len(complete))
+            scores = self._scores(self.apply(vectors), [rows[i] for i in complete], [1] * len(complete))
             answers.update(zip(complete, scores, strict=True))
         return [answers[i] for i in range(len(rows))]
 
@@ -215,7 +198,7 @@ class Pooler:
         self, hidden: Tensor, rows: Sequence[PoolingRow], spans: Sequence[tuple[int, int]]
     ) -> list[PooledRow]:
         tokens = torch.cat([hidden[a:b] for a, b in spans])
-        found = self._scores(self._apply(tokens), rows, [b - a for a, b in spans])
+        found = self._scores(self.apply(tokens), rows, [b - a for a, b in spans])
         return [
             new if row.before is None else PooledRow(values=np.concatenate((row.before, new.values), dtype=np.float64))
             for row, new in zip(rows, found, strict=True)
@@ -226,18 +209,18 @@ class Pooler:
     ) -> list[PooledRow]:
         """The scores above the threshold; each input is computed separately, so that none depends on the others. Inputs
         are always whole."""
-        assert self._label_spans is not None
+        assert self.label_spans is not None
         answers = []
         for row, (begin, end) in zip(rows, spans, strict=True):
             asked = row.pooling
-            scores = self._label_spans(hidden[begin:end], asked.positions, asked.words).flatten()
+            scores = self.label_spans(hidden[begin:end], asked.positions, asked.words).flatten()
             found = (~(scores <= asked.threshold)).nonzero().flatten()  # NaN is found, and reported
             values, ids = scores[found].cpu().numpy(), found.to(torch.int32).cpu().numpy()
             answers.append(PooledRow(values=values[None], ids=ids[None]))
         return answers
 
     def _scores(self, numbers: Tensor, rows: Sequence[PoolingRow], counts: Sequence[int]) -> list[PooledRow]:
-        meant = classes(numbers, self._activation).cpu().numpy()
+        meant = classes(numbers, self.activation).cpu().numpy()
         plain = numbers.cpu().numpy()
         answers, begin = [], 0
         for row, count in zip(rows, counts, strict=True):
@@ -250,7 +233,7 @@ class Pooler:
         wanted = [a + position for row, (a, _) in zip(rows, spans, strict=True) for position in row.pooling.positions]
         chunks = torch.split(torch.tensor(wanted, device=hidden.device), _LOGITS)
         most = max(row.pooling.top_k for row in rows)
-        parts = [self._apply(hidden[part]).softmax(-1).topk(most, dim=-1) for part in chunks]
+        parts = [self.apply(hidden[part]).softmax(-1).topk(most, dim=-1) for part in chunks]
         values = torch.cat([probabilities for probabilities, _ in parts]).cpu().numpy()
         ids = torch.cat([tokens for _, tokens in parts]).to(torch.int32).cpu().numpy()
         answers, begin = [], 0

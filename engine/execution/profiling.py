@@ -149,7 +149,6 @@ def measure_needs(runner: ModelRunner, memory: DeviceMemory, max_tokens: int, ma
 
 
 def _peak(runner: ModelRunner, memory: DeviceMemory, plans: Iterable[StepPlan]) -> int:
-    """The maximum that these steps take while they run."""
     memory.reset()
     before = memory.allocated()
     for plan in plans:

@@ -39,10 +39,7 @@ class ModelRunner:
     """Owns everything on the device.
 
     Args:
-        model: the transformer with its weights.
-        cache: the pages' tensors.
         max_num_batched_tokens: maximum tokens of a plan.
-        min_rows: minimum rows of a matrix product (`engine.execution.invariance`).
         activation: turns the numbers of a classification head into probabilities.
         parts: the parts that compute vectors beside the model.
         adapters: the model's adapters; None if it does not support them.
@@ -61,10 +58,10 @@ class ModelRunner:
         parts: PoolingParts = NO_PARTS,
         adapters: LoadedAdapters | None = None,
     ):
-        self.model = model
+        self.model = model  # the transformer with its weights
         self.adapters = adapters or LoadedAdapters(model, 0, 0)
-        self.cache = cache
-        self.min_rows = min_rows
+        self.cache = cache  # the pages' tensors
+        self.min_rows = min_rows  # minimum rows of a matrix product (`engine.execution.invariance`)
         device = model.device
         size = max(max_num_batched_tokens, min_rows)
         # [S] tokens of the last step that sampled; graphs have a multiple of 8 rows.
@@ -128,8 +125,8 @@ class ModelRunner:
                 candidates = self._sample(logits, sampling)
         step = PendingStep(candidates=candidates or StepResult.empty(), sampling=sampling or plan.sampling)
         if self.keeps_hidden:
-            kept = self.kind.kept if isinstance(self.kind, Decoder) else None
-            step.hidden = torch.cat(kept, dim=1) if kept else hidden
+            kept = self.kind.kept if isinstance(self.kind, Decoder) else ()
+            step.hidden = torch.cat(list(kept), dim=1) if kept else hidden
         if plan.pooling:
             step.pooled = computed.pool()
         if plan.prompt_logprobs is not None:

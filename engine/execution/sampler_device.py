@@ -279,12 +279,7 @@ class DeviceSampler:
         return self._edit_arrays
 
     def _change(
-        self,
-        walked: LogitRows,
-        layout: Layout,
-        given: dict[str, Tensor],
-        samples: DeviceSamples,
-        chosen: Tensor,
+        self, walked: LogitRows, layout: Layout, given: dict[str, Tensor], samples: DeviceSamples, chosen: Tensor
     ) -> Tensor:
         """Candidates of the rows whose logits are changed, and the changed logits [N, vocabulary]."""
         touched = given["touched"]

@@ -213,6 +213,9 @@ def load(resolved: Resolved) -> ModelRunner:
     )
     if config.most_loras:
         model.take_adapters(config.most_loras, rank)
+    if resolved.vision is not None and resolved.vision.fitted is not None:
+        squares = 1 if model.spec.vision is None else model.spec.vision.squares
+        model.make_room(config.max_num_batched_tokens, resolved.vision.fitted.most_vectors * squares**2)
     model.pack(resolved.quantization)
     cache_dtype, whole = resolved.cache_dtype, model.spec.decoder is None
     centres = None

@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.execution.draft_model import DraftModel, Shadow
-from engine.execution.model_kinds import Decoder, Following
+from engine.execution.model_kinds import Following
 from engine.execution.pending import PendingStep
 from engine.execution.runner import ModelRunner
 from engine.execution.starting import Resolved, load, prepare
@@ -104,8 +104,6 @@ class TrainedHead(DraftModel):
         ConfigError: the model runs in another process.
     """
 
-    _kept: tuple[int, ...] = ()  # the model's layers whose input an EAGLE-3 head reads
-
     def __init__(self, config: EngineConfig, settings: SpeculativeConfig, read: ConfigReader = read_config):
         if config.distributed_executor_backend != "uni":
             raise ConfigError(
@@ -155,20 +153,17 @@ class TrainedHead(DraftModel):
             raise UnsupportedModelError(f"speculative_config: {method} needs a head in a folder, but {path} is a file.")
         config = self._read(path)
         spec, table = eagle3(config, resolved.spec, self._fill_table)
-        self._kept = kept_layers(config, resolved.spec.decoder)
+        kept = tuple(layer - 1 for layer in kept_layers(config, resolved.spec.decoder))  # which end where those begin
         self._resolved = replace(
             resolved, config=self._config, path=path, hf_config=config, spec=spec, vision=None,
             quantization=None if resolved.quantization == "stored" else resolved.quantization,
             table=table,
         )  # fmt: skip
-        return replace(resolved, spec=replace(resolved.spec, decoder=replace(resolved.spec.decoder, kept=self._kept)))
+        return replace(resolved, spec=replace(resolved.spec, decoder=replace(resolved.spec.decoder, kept=kept)))
 
     def load(self, runner: ModelRunner) -> int:
         """Load the head beside its model. Returns the bytes of a page."""
         runner.keeps_hidden = True
-        if self._kept:
-            assert isinstance(runner.kind, Decoder)
-            runner.kind.kept = []
         self._model = runner.model
         own = load(self._resolved)
         own.keeps_hidden = True

@@ -126,7 +126,6 @@ def _too_short(max_tokens: int) -> str:
 
 
 def _own_attentions(model: Transformer) -> list[Attend]:
-    """The attentions of a decoder's layers to their own tokens."""
     operations = () if model.decoder is None else model.decoder.program.operations
     return [one for one in operations if isinstance(one, Attend) and isinstance(one.module, SelfAttention)]
 

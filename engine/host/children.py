@@ -4,6 +4,7 @@ connection to it as its standard input."""
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import socket
@@ -67,6 +68,17 @@ def leave_signals_to_parent() -> None:
     for signum in _PARENTS:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS)
+
+
+def end_with_parent(line: socket.socket) -> None:
+    """From now on, the kernel ends this process (SIGIO) when the other side of the line closes, whatever it computes
+    or imports then. Nothing more may be sent to it."""
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    fcntl.fcntl(line, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(line, fcntl.F_SETFL, fcntl.fcntl(line, fcntl.F_GETFL) | os.O_ASYNC)
+    with contextlib.suppress(BlockingIOError):
+        if not line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):  # it has closed already
+            os._exit(0)
 
 
 def take_standard_input() -> socket.socket:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.errors import UnsupportedModelError
+from engine.images.decoding import MAX_PIXELS
 from engine.images.settings import (
     BICUBIC,
     BILINEAR,
@@ -22,7 +23,7 @@ from engine.images.settings import (
     preprocessor_class,
     read_json,
 )
-from engine.interface.vision import Size, VisionInfo
+from engine.interface.vision import Fitted, Size, VisionInfo
 
 _CLIP = {
     "size": {"shortest_edge": 224}, "resample": BICUBIC, "do_center_crop": True,
@@ -49,6 +50,14 @@ _CLASSES["Gemma3"] = {
     # Of the processor of texts with images, which asks for this.
     "do_pan_and_scan": False, "pan_and_scan_min_crop_size": 256, "pan_and_scan_max_num_crops": 4,
     "pan_and_scan_min_ratio_to_activate": 1.2,
+}  # fmt: skip
+_CLASSES["Qwen2VL"] = {
+    "size": {"shortest_edge": 56**2, "longest_edge": 28**2 * 1280}, "resample": BICUBIC, "image_mean": OPENAI[0],
+    "image_std": OPENAI[1], "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
+}  # fmt: skip
+_CLASSES["GotOcr2"] = {
+    "size": {"height": 384, "width": 384}, "resample": BICUBIC, "image_mean": OPENAI[0], "image_std": OPENAI[1],
+    "min_patches": 1, "max_patches": 12,
 }  # fmt: skip
 _SHORTEST = ("Llava", "LlavaNext")
 _NAME = re.compile(rf"({'|'.join(sorted(_CLASSES, reverse=True))})ImageProcessor(Fast|Pil)?")
@@ -82,12 +91,19 @@ class Cropping:
     longest: int = 0
     splits: bool = True  # an image that is larger than a square is cut; else it becomes one
     scans: PanAndScan | None = None  # long images get crops of their parts; None: they get none
+    # minimum and maximum of the tiles of `tile` that an image is cut into, after it is resized to their rows and
+    # columns; several are followed by the whole image. 0: it is not cut so.
+    least: int = 0
+    most: int = 0
+    fitted: Fitted | None = None  # an image keeps its shape, and is one crop; None: it does not
 
     @property
     def most_crops(self) -> int:
         """The maximum number of crops of an image, if each crop is an image among the tokens."""
         if self.scans is not None:
             return 1 + self.scans.most
+        if self.most:
+            return self.most + (self.most > 1)
         if not self.longest:
             return 1
         side = max(-(-self.longest // self.tile), 1) if self.splits else 0
@@ -118,6 +134,8 @@ def _parse(values: Mapping[str, Any], file: Path) -> Cropping:
     off = {name: False for name in MEANT if name in values}
     if known in ("Idefics3", "SmolVLM"):
         return _squares(_CLASSES[known] | given, file)
+    if known == "Qwen2VL":
+        return _own_size(MEANT | _CLASSES[known] | off | given, file)
     settings = Settings(MEANT | _CLASSES[known] | off | given | {"do_pad": False}, file)
     steps = preprocessing_of(settings.values, file, None, shortest=known in _SHORTEST)
     colour = tuple(int(value * 255) for value in steps.mean or (0.0, 0.0, 0.0))
@@ -125,6 +143,8 @@ def _parse(values: Mapping[str, Any], file: Path) -> Cropping:
         return Cropping(steps=steps, scans=_scans(settings.values, file))
     if known == "Llava":
         return Cropping(steps=steps, square=colour if pads else None)
+    if known == "GotOcr2":
+        return _arranged(settings.values, steps, file)
     crop = steps.crop or steps.size
     tile = crop[0] if isinstance(crop, tuple) else crop
     if tile is None:
@@ -148,6 +168,35 @@ def _squares(values: Mapping[str, Any], file: Path) -> Cropping:
     steps = preprocessing_of({**MEANT, **values, "size": whole, "do_resize": True, "do_pad": False}, file, None)
     resizes, splits = values.get("do_resize", True), values["do_image_splitting"]
     return Cropping(steps=steps, tile=tile, longest=size if resizes else -1, splits=bool(splits))
+
+
+def _arranged(values: Mapping[str, Any], steps: Preprocessing, file: Path) -> Cropping:
+    """The settings of GOT-OCR 2's class, as InternVL's processor of texts uses it: images are always cut."""
+    least, most, size = values["min_patches"], values["max_patches"], steps.size
+    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (least, most))
+    if not whole or not 1 <= least <= most <= 64 or not isinstance(size, tuple) or size[0] != size[1] or steps.crop:
+        raise UnsupportedModelError(
+            f"{file}: min_patches and max_patches must be from 1 to 64, size a square and do_center_crop false; got "
+            f"{least!r}, {most!r}, {size!r}."
+        )
+    return Cropping(steps=steps, tile=size[0], least=least, most=most)
+
+
+def _own_size(values: Mapping[str, Any], file: Path) -> Cropping:
+    """The settings of Qwen2-VL's class."""
+    size = values["size"] if isinstance(values["size"], dict) else {}
+    least = values.get("min_pixels", size.get("shortest_edge"))
+    most = values.get("max_pixels", size.get("longest_edge"))
+    patch, merge = values["patch_size"], values["merge_size"]
+    right = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in (least, most, patch, merge))
+    if not right or least > most or most > MAX_PIXELS or patch * merge > 1 << 10 or values["do_resize"] is not True:
+        raise UnsupportedModelError(
+            f"{file}: do_resize must be true, shortest_edge and longest_edge of size numbers of pixels up to "
+            f"{MAX_PIXELS}, and patch_size times merge_size at most {1 << 10}; got {values['do_resize']!r}, {least!r}, "
+            f"{most!r}, {patch!r} and {merge!r}."
+        )
+    steps = preprocessing_of({**values, "do_resize": False, "do_pad": False}, file, None)
+    return Cropping(steps=steps, fitted=Fitted(patch * merge, least, most))
 
 
 def _scans(values: Mapping[str, Any], file: Path) -> PanAndScan | None:
@@ -176,5 +225,7 @@ def _longest(values: Mapping[str, Any], name: str, file: Path) -> int:
 
 def most_tokens(info: VisionInfo, cropping: Cropping) -> int:
     """The most tokens of an image, without the texts around its crops."""
+    if info.fitted is not None:
+        return info.fitted.most_vectors
     sizes = [info.crop] if info.tiling is None else info.tiling.sizes
     return max(info.count(info.crops(size), size) for size in sizes) * cropping.most_crops

@@ -15,7 +15,7 @@ from engine.images.crop_settings import Cropping, PanAndScan
 from engine.images.decoding import MAX_PIXELS
 from engine.images.preprocessing import shaped
 from engine.images.settings import Preprocessing
-from engine.interface.vision import Pixels, PlacedImage, Size, Tiling, VisionInfo
+from engine.interface.vision import MOST_RATIO, Fitted, Pixels, PlacedImage, Size, Tiling, VisionInfo
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -38,6 +38,10 @@ def crop(image: Image, cropping: Cropping, *, alone: bool, max_pixels: int = MAX
     """The crops of an image in RGB. `max_pixels`: that it may have after it is resized. Raises InvalidRequestError if
     it would have more."""
     size, steps = (image.height, image.width), cropping.steps
+    if cropping.fitted is not None:
+        return _keep_shape(image, steps, cropping.fitted)
+    if cropping.most:
+        return _arrange(image, cropping, max_pixels)
     if cropping.longest:
         return _cut(image, cropping, max_pixels)
     if cropping.scans is not None:
@@ -59,6 +63,54 @@ def crop(image: Image, cropping: Cropping, *, alone: bool, max_pixels: int = MAX
         for left in range(0, columns, tile)
     ]
     return CroppedImage(np.stack([shaped(part, steps, max_pixels=max_pixels) for part in parts]), size)
+
+
+def _keep_shape(image: Image, steps: Preprocessing, fitted: Fitted) -> CroppedImage:
+    """An image of its own size (`Qwen2VLImageProcessorPil`)."""
+    size = image.height, image.width
+    if max(size) > MOST_RATIO * min(size):
+        raise InvalidRequestError(
+            f"the image has {image.width} x {image.height} pixels, but this model reads images whose longer side is at "
+            f"most {MOST_RATIO} times the shorter one. Crop the longer side.",
+            param="input",
+            code="invalid_image",
+        )
+    image = image.resize(fitted.size(size)[::-1], resample=steps.resample)
+    return CroppedImage(shaped(image, steps)[None], size)
+
+
+def _arrange(image: Image, cropping: Cropping, max_pixels: int) -> CroppedImage:
+    """The tiles of an image, and last the whole (`GotOcr2ImageProcessorPil.crop_image_to_patches`)."""
+    size, steps, tile = (image.height, image.width), cropping.steps, cropping.tile
+    columns, rows = _arrangement(size, cropping)
+    if rows * columns == 1:
+        return CroppedImage(shaped(image, steps, max_pixels=max_pixels)[None], size)
+    large = image.resize((columns * tile, rows * tile), resample=steps.resample)
+    parts = [
+        large.crop((column * tile, row * tile, (column + 1) * tile, (row + 1) * tile))
+        for row in range(rows)
+        for column in range(columns)
+    ]
+    crops = np.stack([shaped(part, steps, max_pixels=max_pixels) for part in [*parts, image]])
+    return CroppedImage(crops, size, (rows, columns))
+
+
+def _arrangement(size: Size, cropping: Cropping) -> tuple[int, int]:
+    """Columns and rows of tiles, of about the image's shape; of several that are as near, the last one that is less
+    than twice as large as the image."""
+    height, width = size
+    most = cropping.most
+    shapes = [(columns, rows) for columns in range(1, most + 1) for rows in range(1, most + 1)]
+    best, least = (1, 1), math.inf
+    for columns, rows in sorted(shapes, key=math.prod):
+        if not cropping.least <= columns * rows <= most:
+            continue
+        difference = abs(width / height - columns / rows)
+        if difference < least:
+            best, least = (columns, rows), difference
+        elif difference == least and width * height > 0.5 * cropping.tile**2 * columns * rows:
+            best = columns, rows
+    return best
 
 
 def _cut(image: Image, cropping: Cropping, max_pixels: int) -> CroppedImage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,10 @@ def vision_info(vision: Vision, cropping: Cropping, folder: Path) -> VisionInfo:
     another size, or other tiles, than the model reads."""
     embedding, steps = vision.tower.embedding, cropping.steps
     assert isinstance(embedding, Patches)
+    if vision.squares:
+        return _own_sizes(vision, embedding, cropping, folder)
+    if cropping.fitted is not None:
+        raise UnsupportedModelError(f"{folder}: the image processor is one of another family than the model's.")
     output = steps.output or ((steps.size, steps.size) if cropping.square and isinstance(steps.size, int) else None)
     if output != embedding.image:
         raise UnsupportedModelError(
@@ -27,9 +32,11 @@ def vision_info(vision: Vision, cropping: Cropping, folder: Path) -> VisionInfo:
         raise UnsupportedModelError(
             f"{folder}: image_grid_pinpoints of the processor are not those of config.json. Make them equal."
         )
-    if (vision.surrounds is None) != (not cropping.longest) or (cropping.scans and vision.frame is None):
+    unlike = (vision.surrounds is None) != (not cropping.longest) or (vision.enclosed is None) != (not cropping.most)
+    if unlike or (cropping.scans and vision.frame is None):
         raise UnsupportedModelError(f"{folder}: the image processor is one of another family than the model's.")
-    factor = vision.projector.factor if isinstance(vision.projector, Shuffled | Pooled) else 1
+    projector = vision.projector
+    factor = projector.factor if isinstance(projector, Shuffled | Pooled) else math.isqrt(projector.merge)
     rows, columns = (pixels // size // factor for pixels, size in zip(embedding.image, embedding.patch, strict=True))
     return VisionInfo(
         token_id=vision.token_id,
@@ -41,7 +48,30 @@ def vision_info(vision: Vision, cropping: Cropping, folder: Path) -> VisionInfo:
         tiling=None if vision.tiling is None else replace(vision.tiling, sizes=cropping.sizes),
         surrounds=vision.surrounds,
         frame=vision.frame,
+        enclosed=vision.enclosed,
         two_way=vision.two_way,
+        rescale=steps.rescale,
+        mean=steps.mean,
+        std=steps.std,
+    )
+
+
+def _own_sizes(vision: Vision, embedding: Patches, cropping: Cropping, folder: Path) -> VisionInfo:
+    """The facts of images that keep their shape."""
+    steps, fitted = cropping.steps, cropping.fitted
+    unit = vision.squares * embedding.patch[0]
+    if fitted is None or fitted.unit != unit:
+        raise UnsupportedModelError(
+            f"{folder}: the processor makes squares of {None if fitted is None else fitted.unit} pixels a side, but "
+            f"the model reads {unit}. Correct patch_size and merge_size in preprocessor_config.json."
+        )
+    return VisionInfo(
+        token_id=vision.token_id,
+        channels=embedding.channels,
+        crop=(0, 0),
+        grid=(0, 0),
+        fitted=fitted,
+        axes=vision.axes,
         rescale=steps.rescale,
         mean=steps.mean,
         std=steps.std,

@@ -33,8 +33,8 @@ class Constraint(Protocol):
 
     def fill(self, mask_row: MaskRow) -> None:
         """Write which tokens may come next, one bit each (`engine.interface.sampling_table.mask_words`), into uint32
-        words that are 0; including tokens that end the answer, if it may end. It does not change the state, because a
-        step that is planned again calls it twice."""
+        words that are 0. If the answer may end, tokens that end it are among them. This does not change the state,
+        because a step that is planned again calls it twice."""
 
     def fork(self) -> Constraint:
         """A copy of the state that develops independently."""

@@ -190,7 +190,6 @@ def log_fallback(defaults: GenerationDefaults) -> None:
 
 
 def _check_values(values: Mapping[str, Any], source: Path) -> None:
-    """Check the model's values by the rules for requests."""
     names = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens", "max_length": "min_length"}
     for name, value in values.items():
         given: dict[str, Any] = {names.get(name, name): value}

@@ -129,7 +129,6 @@ def as_signal(values: Any) -> NDArray[np.float32]:
 def _read_signal(
     input: PixelInput | AudioInput, info: EngineInfo, param: Literal["input", "prompt"]
 ) -> tuple[NDArray[np.float32], int]:
-    """The array, and the number of positions that it becomes."""
     kind: SignalKind = "image" if isinstance(input, PixelInput) else "audio"
     wanted = info.signal
     if wanted is None or wanted.kind != kind:

@@ -35,27 +35,16 @@ class AdapterUse:
     """Loads adapters for calls.
 
     If all slots are taken, an adapter that an earlier call loaded is unloaded.
-
-    Args:
-        engine: the engine that loads the adapters.
     """
 
     def __init__(self, engine: Engine):
-        self._engine = engine
+        self._engine = engine  # the engine that loads the adapters
         self._own: list[str] = []  # loaded here, least recently used first
 
     def each(self, lora: Lora | Sequence[Lora | None] | None, count: int, given: object = None) -> list[str | None]:
-        """The names of the adapters for this many inputs.
-
-        Args:
-            lora: one for all inputs, or one for each.
-            given: the argument `lora_request`, vLLM's name of `lora`.
-
-        Raises:
-            InvalidRequestError: a value is not an adapter, the number differs from the inputs', or both arguments are
-                given.
-            AdapterError: an adapter cannot be loaded.
-        """
+        """The names of the adapters for this many inputs. `given`: the argument `lora_request`, vLLM's name of `lora`.
+        Raises InvalidRequestError if a value is not an adapter, the number differs from the inputs', or both arguments
+        are given; AdapterError if an adapter cannot be loaded."""
         if lora is not None and given is not None:
             raise InvalidRequestError("lora and lora_request are the same; set only one of them.", param="lora")
         chosen: object = given if lora is None else lora
@@ -85,7 +74,6 @@ class AdapterUse:
 
 
 def _named(lora: object) -> tuple[str, str] | None:
-    """The name and the path of an adapter."""
     if lora is None:
         return None
     if isinstance(lora, str) and lora:

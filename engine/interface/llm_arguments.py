@@ -52,11 +52,8 @@ _DTYPES = {"half": "float16", "float": "float32"}
 
 
 def engine_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
-    """The engine's settings.
-
-    Raises:
-        ConfigError: an argument is unknown, or has a value that would change Octavo's behaviour.
-    """
+    """The engine's settings. Raises ConfigError if an argument is unknown, or has a value that would change Octavo's
+    behaviour."""
     known = {field.name: field.default for field in fields(EngineConfig)}
     settings: dict[str, Any] = {"max_step_time": 0.0}
     for name, value in given.items():

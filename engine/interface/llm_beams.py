@@ -68,7 +68,6 @@ class BeamSearchOutput:
 
 
 def sequences_of(answer: RequestOutput, tokenizer: Tokenizer | None) -> BeamSearchOutput:
-    """The answers of a search."""
     found = []
     for output in answer.outputs:
         tokens = [*answer.prompt_token_ids, *output.token_ids]

@@ -22,14 +22,8 @@ ToolPrompt = Literal["auto", "off"]
 
 
 def read_conversations(messages: Any, pictures: list[Pictures] | None = None) -> list[list[dict[str, Any]]]:
-    """One conversation or several, with text as content.
-
-    Args:
-        pictures: gets the images of each conversation; None: the model reads none.
-
-    Raises:
-        InvalidRequestError: names the invalid message.
-    """
+    """One conversation or several, with text as content. `pictures`: gets the images of each conversation; None: the
+    model reads none. Raises InvalidRequestError: names the invalid message."""
     if not isinstance(messages, list | tuple) or not messages:
         _fail("messages", f"messages must be a conversation, a list of messages, or a list of these, {_got(messages)}.")
     if isinstance(messages[0], Mapping):
@@ -87,16 +81,12 @@ def conversation_prompt(
     placer: ImagePlacer | None = None,
     **variables: Any,
 ) -> TokenInput:
-    """The prompt of a conversation.
+    """The prompt of a conversation. Raises InvalidRequestError if there is no template, it does not support tools and
+    tool_prompt is off, or it refuses these messages; ConfigError if the chat template does not exist.
 
     Args:
         pictures, placer: the images in the messages, and what reads them; None: there are none.
         tool_prompt: auto: a system message describes the tools if the template does not support tools; off: refuse.
-
-    Raises:
-        InvalidRequestError: there is no template, it does not support tools and tool_prompt is off, or it refuses these
-            messages.
-        ConfigError: the chat template does not exist.
     """
     template = None if chat_template is None else read_template(chat_template)
     template = template or tokenizer.need_chat_template(tools=tools is not None)
@@ -149,11 +139,7 @@ def _described(tool: Tool, where: str) -> Mapping[str, Any]:
 
 
 def check_chats(info: EngineInfo) -> None:
-    """Refuse a model that does not support conversations.
-
-    Raises:
-        InvalidRequestError: the model has an encoder.
-    """
+    """Refuse a model that does not support conversations. Raises InvalidRequestError if the model has an encoder."""
     if info.max_encoder_len is not None:
         _fail(
             "messages", f"{info.model} is an encoder-decoder model, which does not support conversations. Use generate."

@@ -450,10 +450,7 @@ class PoolingMethods:
         ]
         answers = self._pool(readings, params, "filling masks", use_tqdm)
         return [
-            FillMaskOutput(
-                prompt_token_ids=reading.encoding.ids,
-                masks=masks_of(answer, reading.encoding, tokenizer),
-            )
+            FillMaskOutput(prompt_token_ids=reading.encoding.ids, masks=masks_of(answer, reading.encoding, tokenizer))
             for reading, answer in zip(readings, answers, strict=True)
         ]
 

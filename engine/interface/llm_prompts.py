@@ -23,11 +23,7 @@ _SIDES = ("encoder_prompt", "decoder_prompt")
 
 
 def list_prompts(prompts: Any) -> list[Any]:
-    """One prompt or several, as a list.
-
-    Raises:
-        InvalidRequestError: `prompts` is neither.
-    """
+    """One prompt or several, as a list. Raises InvalidRequestError: `prompts` is neither."""
     if isinstance(prompts, (str, TokenInput, Seq2SeqInput, AudioInput, Mapping)):
         return [prompts]
     if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
@@ -37,14 +33,8 @@ def list_prompts(prompts: Any) -> list[Any]:
 
 
 def with_images(prompts: Sequence[Any], images: Any) -> list[Any]:
-    """Prompts as dictionaries with the images of each.
-
-    Args:
-        images: of each prompt, one image or a list.
-
-    Raises:
-        InvalidRequestError: there are more or fewer than prompts, or a prompt is neither a text nor token ids.
-    """
+    """Prompts as dictionaries with the images of each. Raises InvalidRequestError if there are more or fewer than
+    prompts, or a prompt is neither a text nor token ids."""
     listed = list(images) if isinstance(images, list | tuple) else [images]
     if len(prompts) == 1 and not (len(listed) == 1 and isinstance(listed[0], list | tuple)):
         listed = [listed]
@@ -80,14 +70,8 @@ class PromptReader:
         usual: int = DEFAULT_MAX_TOKENS,
         placer: ImagePlacer | None = None,
     ) -> PromptReader:
-        """The reader for the prompt of a request with these parameters.
-
-        Args:
-            usual: default tokens of the answer, see `tokens_to_keep_free`.
-
-        Raises:
-            InvalidRequestError: truncate_prompt_tokens exceeds the model's limit.
-        """
+        """The reader for the prompt of a request with these parameters. `usual`: default tokens of the answer, see
+        `tokens_to_keep_free`. Raises InvalidRequestError: truncate_prompt_tokens exceeds the model's limit."""
         room, kept = info.max_encoder_len or info.max_model_len, params.truncate_prompt_tokens
         if kept is not None and kept > room:
             raise InvalidRequestError(
@@ -101,11 +85,7 @@ class PromptReader:
         return cls(tokenizer, info, kept, placer)
 
     def read(self, prompt: Any) -> AnyInput:
-        """One prompt.
-
-        Raises:
-            InvalidRequestError: it is not a prompt, or a text for a model without a tokenizer.
-        """
+        """One prompt. Raises InvalidRequestError if it is not a prompt, or a text for a model without a tokenizer."""
         if isinstance(prompt, (Seq2SeqInput, AudioInput)):
             if self.kept is not None:
                 _fail(f"truncate_prompt_tokens cuts texts and token ids, not a {type(prompt).__name__}.")
@@ -122,11 +102,7 @@ class PromptReader:
         return TokenInput(tokenizer.encode_input(prompt, max_length=self.kept, side=self._side).ids, prompt)
 
     def cut_input(self, input: TokenInput) -> TokenInput:
-        """The input with the token ids that stay.
-
-        Raises:
-            InvalidRequestError: it has images, and would be cut.
-        """
+        """The input with the token ids that stay. Raises InvalidRequestError if it has images, and would be cut."""
         if self.kept is None or len(input.token_ids) <= self.kept:
             return input
         if input.images:

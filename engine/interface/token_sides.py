@@ -151,6 +151,9 @@ SIDES: dict[str, TokenSide] = {
         TokenSide(name="image_slots", reads="Embed", asked=False, hashed=False),
         # The key of the image whose vector a token has (`engine.interface.vision`).
         TokenSide(name="image_keys", reads=None, width=KEY_BYTES // 4, asked=False),
+        # The offsets of a position's further axes, in a model whose positions have several (`Rotary.pairs`). The keys
+        # of images cover them.
+        TokenSide(name="rotary_axes", reads="PrepareHeads", width=2, asked=False, hashed=False),
     )
 }
 

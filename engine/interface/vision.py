@@ -19,6 +19,8 @@ Size = tuple[int, int]
 """Height and width, in pixels."""
 
 KEY_BYTES = 20
+MOST_RATIO = 200
+"""Of an image's sides, if it keeps its shape."""
 MOST_CROP_BYTES = 256 * 2**20
 """Most bytes of all crops of one request."""
 
@@ -43,6 +45,44 @@ class Tiling:
             if effective > most or (effective == most and wasted < least):
                 found, most, least = (rows, columns), effective, wasted
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """An image keeps its shape: it is resized so that squares of `unit` pixels a side, each of which becomes a vector,
+    fill it (Qwen2-VL).
+
+    Attributes:
+        least, most: pixels of the result.
+    """
+
+    unit: int
+    least: int
+    most: int
+
+    def size(self, size: Size) -> Size:
+        """Height and width after that (`smart_resize` of `transformers`)."""
+        height, width, unit = *size, self.unit
+        rows, columns = round(height / unit) * unit, round(width / unit) * unit
+        if rows * columns > self.most:
+            shrink = math.sqrt(height * width / self.most)
+            rows, columns = (max(unit, math.floor(side / shrink / unit) * unit) for side in size)
+        elif rows * columns < self.least:
+            growth = math.sqrt(self.least / (height * width))
+            rows, columns = (math.ceil(side * growth / unit) * unit for side in size)
+        return rows, columns
+
+    def grid(self, size: Size) -> Size:
+        """Rows and columns of vectors."""
+        height, width = self.size(size)
+        return height // self.unit, width // self.unit
+
+    @property
+    def most_vectors(self) -> int:
+        """No image has more."""
+        long = math.sqrt(MOST_RATIO)
+        grown = self.least + self.unit * (long + 1 / long) * math.sqrt(self.least) + self.unit**2
+        return int(max(self.most, self.unit * long * math.sqrt(self.most), grown)) // self.unit**2
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +121,19 @@ class Framed:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Enclosed:
+    """The texts around all crops of an image, the last of which shows the whole image (InternVL)."""
+
+    before: str = "<img>"
+    after: str = "</img>"
+
+    def text(self, token: str, tiles: Size) -> str:
+        """An image's text, with one image token for each crop. `tiles`: rows and columns of crops before the one that
+        shows the whole image."""
+        return self.before + token * (tiles[0] * tiles[1] + 1) + self.after
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionInfo:
     """The images that a model reads among its tokens.
@@ -93,8 +146,10 @@ class VisionInfo:
         newline: a learned vector follows the vectors of an image that is one crop.
         tiling: how an image becomes several crops; None: it is one.
         surrounds: the texts around crops of which each is an image of its own among the tokens; None: there are none.
-        frame: the same, for another family.
+        frame, enclosed: the same, for other families.
         two_way: the tokens of an image see each other, the later ones, too: one step computes all that are missing.
+        fitted: an image is one crop of its own size; None: crops have the size `crop`.
+        axes: positions of tokens have three axes: in an image time, row and column.
         rescale, mean, std: make the tower's numbers of those from 0 to 255; None for a step that is left out.
     """
 
@@ -107,15 +162,18 @@ class VisionInfo:
     tiling: Tiling | None = None
     surrounds: Surrounds | None = None
     frame: Framed | None = None
+    enclosed: Enclosed | None = None
     two_way: bool = False
+    fitted: Fitted | None = None
+    axes: bool = False
     rescale: float | None = None
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
 
     @property
-    def texts(self) -> Surrounds | Framed | None:
+    def texts(self) -> Surrounds | Framed | Enclosed | None:
         """The texts around crops of which each is an image of its own among the tokens."""
-        return self.surrounds or self.frame
+        return self.surrounds or self.frame or self.enclosed
 
     def mark(self, token: str) -> str:
         """The text that stands for an image in a prompt; `token`: the image token's."""
@@ -158,6 +216,8 @@ class VisionInfo:
         Args:
             size: of the image as it was sent.
         """
+        if self.fitted is not None:
+            return math.prod(self.fitted.grid(size))
         one = self.first + self.grid[0] * self.grid[1]
         if crops == 1:
             return one + self.newline
@@ -191,6 +251,13 @@ class SeenImage:
     size: Size
     key: bytes  # a hash of these two
     two_way: bool = False  # as of `VisionInfo`
+    grid: Size | None = None  # rows and columns of the vectors of an image of its own size; None for crops
+    axes: bool = False  # positions of its tokens have three axes
+
+    @property
+    def pieces(self) -> int:
+        """The number of crops, or of vectors if the image has its own size: the work of making them depends on it."""
+        return len(self.pixels) if self.grid is None else len(self.places)
 
     @property
     def first(self) -> int:
@@ -198,7 +265,7 @@ class SeenImage:
         return int(self.places[0])
 
     def part(self, start: int, count: int) -> tuple[int, int]:
-        """The first vector that goes among `count` tokens from `start` on, and the one after the last."""
+        """The vectors [first, end) whose places are among `count` tokens from `start` on."""
         low, high = np.searchsorted(self.places, (start, start + count))
         return int(low), int(high)
 
@@ -217,11 +284,14 @@ def read_images(
     ids, found, end = np.array(tokens, dtype=np.int32), [], 0
     for number, image in enumerate(images):
         pixels = np.ascontiguousarray(image.pixels)
-        shape = (vision.channels, *vision.crop)
+        height, width = image.size
+        fitted, grid = vision.fitted, None
+        if fitted is not None and height > 0 and width > 0:
+            grid = fitted.grid((height, width))
+        shape = (vision.channels, *(vision.crop if grid is None or fitted is None else fitted.size((height, width))))
         if pixels.dtype != np.uint8 or pixels.ndim != 4 or pixels.shape[1:] != shape or not len(pixels):
             wanted = f"uint8 of the shape [crops, {', '.join(map(str, shape))}]"
             _refuse(f"image {number}: this model reads {wanted}, got {pixels.dtype} of {list(pixels.shape)}.")
-        height, width = image.size
         if height < 1 or width < 1 or len(pixels) not in (1, vision.crops((height, width))):
             _refuse(f"image {number}: {len(pixels)} crops are not those of an image of {width} x {height} pixels.")
         if not end <= image.offset < image.offset + image.length <= len(ids):
@@ -236,8 +306,26 @@ def read_images(
             )
         digest = hashlib.blake2b(repr((pixels.shape, height, width)).encode(), digest_size=KEY_BYTES)
         digest.update(pixels.data)
-        found.append(SeenImage(places, pixels, (height, width), digest.digest(), vision.two_way))
+        found.append(SeenImage(places, pixels, image.size, digest.digest(), vision.two_way, grid, vision.axes))
     return tuple(found)
+
+
+def image_positions(images: Sequence[SeenImage], count: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Positions with three axes of a prompt's tokens (`get_rope_index` of `transformers`): [count + 1] how far the
+    first axis is from a token's place in the prompt, and [count, 2] how far the others are from the first. An
+    image's tokens share the first; the others are their rows and columns. The token after it comes after all of these.
+
+    Args:
+        count: tokens of the prompt; the last offset is that of its answer's tokens.
+    """
+    offsets, axes = np.zeros(count + 1, dtype=np.int32), np.zeros((count, 2), dtype=np.int32)
+    for image in images:
+        assert image.grid is not None
+        places, (rows, columns) = image.places, image.grid
+        offsets[places] -= np.arange(len(places), dtype=np.int32)
+        axes[places] = np.stack(np.divmod(np.arange(len(places)), columns), axis=1)
+        offsets[places[-1] + 1 :] -= len(places) - max(rows, columns)
+    return offsets, axes
 
 
 def image_keys(images: Sequence[SeenImage], count: int) -> NDArray[np.int32]:

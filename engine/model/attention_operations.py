@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor, nn
 
 from engine.backends.attention.base import AttentionBackend, Sight
@@ -14,13 +12,13 @@ from engine.model.global_stream import StreamAttention
 from engine.model.global_tokens import GlobalAttention
 from engine.model.latent import LatentAttention
 from engine.model.layers import CrossAttention, DenseFeedForward, QkNorm, SelfAttention
-from engine.model.operations import HasRows
+from engine.model.operations import HasRows, operation
 from engine.model.positions import Temperature
 from engine.model.query_buckets import BucketedAttention
 from engine.model.reading import ReadingAttention
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@operation(reads="heads", writes="heads")
 class PrepareHeads(HasRows):
     """Prepare queries, keys and values for attention: clip, normalise and rotate them (or rotate, then normalise), and
     write them to a layer's pages if the stack has pages. The heads are overwritten.
@@ -30,8 +28,6 @@ class PrepareHeads(HasRows):
         queries, keys, values: the parts of `heads`.
     """
 
-    READS = ("heads",)
-    WRITES = ("heads",)
     part: spec.Attention
     qk_norm: QkNorm | None
     heads: Rows
@@ -51,24 +47,20 @@ class PrepareHeads(HasRows):
         return self.heads.part(self.queries.width + width, width)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@operation(reads="queries", writes="queries")
 class Temper(HasRows):
     """queries = queries times a number that depends on their position."""
 
-    READS = ("queries",)
-    WRITES = ("queries",)
     temperature: Temperature
     queries: Rows
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@operation(reads="queries latent", writes="out")
 class PrepareLatent(HasRows):
     """out = queries in the form for keys in pages: rotated, and multiplied with the matrix that would expand latents to
     keys. The normalised latents and the rotated shared keys are written to a layer's pages. `queries`: for each head
     its content, then the part that is rotated."""
 
-    READS = ("queries", "latent")
-    WRITES = ("out",)
     module: LatentAttention
     queries: Rows
     latent: Rows
@@ -76,35 +68,30 @@ class PrepareLatent(HasRows):
     layer: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@operation(reads="x", writes="out")
 class ExpandLatent(HasRows):
     """out = the product of each head's matrix and the head's attention result over latents, which begins each head of
     x."""
 
-    READS = ("x",)
-    WRITES = ("out",)
     module: LatentAttention
     x: Rows
     out: Rows
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@operation(reads="kv")
 class StoreEncoded(HasRows):
     """Write keys and values of an encoder's hidden states to a decoder layer's pages."""
 
-    READS = ("kv",)
     part: spec.Attention
     kv: Rows
     layer: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@operation(reads="queries kv", writes="out")
 class Attend(HasRows):
     """out = attention of the queries to the keys and values of their own rows: those in pages, those beside them (in an
     encoder), or those in the encoder's pages."""
 
-    READS = ("queries", "kv")
-    WRITES = ("out",)
     module: SelfAttention | CrossAttention | LatentAttention | ReadingAttention
     queries: Rows
     kv: tuple[Rows, Rows] | None  # keys and values beside the queries; None if they are in pages
@@ -140,12 +127,10 @@ class Attend(HasRows):
         return None if self.is_cross else self.part.window
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@operation(reads="queries scores own", writes="out")
 class AttendByBuckets(HasRows):
     """out = attention of the queries to keys and values in pages, with scores by distance from each query."""
 
-    READS = ("queries", "scores", "own")
-    WRITES = ("out",)
     module: BucketedAttention
     queries: Rows
     scores: Rows  # a number per bucket and head
@@ -156,64 +141,56 @@ class AttendByBuckets(HasRows):
     layer: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@operation(reads="heads of_global", writes="out")
 class AttendGlobally(HasRows):
     """out = attention of the queries to nearby keys and values beside them and to those of global tokens; for global
     tokens, attention of their own queries to the global keys and values of their whole rows. `heads`, `of_global`:
     queries, keys and values side by side; the latter are for global tokens."""
 
-    READS = ("heads", "of_global")
-    WRITES = ("out",)
     module: GlobalAttention
     heads: Rows
     of_global: Rows
     out: Rows
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@operation(reads="x heads", writes="out")
 class AttendToBlocks(HasRows):
     """out = attention of the queries to nearby keys and values beside them, and to those made from sums of blocks of
     their rows' x."""
 
-    READS = ("x", "heads")
-    WRITES = ("out",)
     module: BlockSumAttention
     x: Rows
     heads: Rows
     out: Rows
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@operation(reads="heads", writes="out")
 class AttendInBlocks(HasRows):
     """out = attention of the queries to the keys and values beside them in the blocks that they see."""
 
-    READS = ("heads",)
-    WRITES = ("out",)
     part: spec.Attention
     heads: Rows
     out: Rows
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@operation()
 class BeginBeside(HasRows):
     """Each input of the pass gets these vectors, [count, features], which pass through the layers beside its tokens."""
 
     vectors: nn.Parameter
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@operation(reads="heads", writes="out")
 class AttendBeside(HasRows):
     """out = attention of the queries to the keys and values beside them in their block, and to those of the vectors
     beside the tokens; these vectors add the results of their own attention to all tokens and to each other."""
 
-    READS = ("heads",)
-    WRITES = ("out",)
     module: StreamAttention
     heads: Rows
     out: Rows
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@operation()
 class FeedBeside(HasRows):
     """Add a feed-forward network of their norms to the vectors beside the tokens."""
 

@@ -94,13 +94,9 @@ def find(model: str, revision: str | None = None, hf_token: str | None = None, *
 
 def read_config(path: Path, given: PublishedConfig | None = None) -> Any:
     """The config of a checkpoint folder. For a vision-language model, the config of its language part; for GLiNER, that
-    of its encoder. Code in the checkpoint never runs.
-
-
-    Raises:
-        ModelLoadError: there is no readable config, or it contains an impossible number.
-        UnsupportedModelError: the model type is unknown, or the weights are stored in an unsupported format.
-    """
+    of its encoder. Code in the checkpoint never runs. Raises ModelLoadError if there is no readable config, or it
+    contains an impossible number; UnsupportedModelError if the model type is unknown, or the weights are stored in an
+    unsupported format."""
     if (path / ENTITIES).is_file():
         values = read_values(path / ENTITIES)
         check_values(path / ENTITIES, values, known=True)

@@ -131,8 +131,21 @@ def with_images(x: Tensor, images: Tensor | None, sides: Mapping[str, Tensor]) -
     """Vectors x [Tp, hidden] with those of images [N, hidden] in the places of tokens that have one."""
     if images is None:
         return x
-    slots = sides["image_slots"]
-    return torch.where((slots > 0)[:, None], images[(slots - 1).clamp(min=0)].to(x.dtype), x)
+    return torch.where((sides["image_slots"] > 0)[:, None], _image_rows(x, images, sides, 0), x)
+
+
+def add_images(x: Tensor, images: Tensor | None, sides: Mapping[str, Tensor], number: int) -> Tensor:
+    """x [Tp, hidden] plus vectors of images, of tokens that have some; `number`: which of a token's vectors, which lie
+    side by side."""
+    if images is None:
+        return x
+    return torch.where((sides["image_slots"] > 0)[:, None], x + _image_rows(x, images, sides, number), x)
+
+
+def _image_rows(x: Tensor, images: Tensor, sides: Mapping[str, Tensor], number: int) -> Tensor:
+    """[Tp, hidden] the vectors that belong to tokens; any for tokens that have none."""
+    width = x.shape[1]
+    return images[(sides["image_slots"] - 1).clamp(min=0), number * width : (number + 1) * width].to(x.dtype)
 
 
 class BoxEmbedding(nn.Module):
@@ -180,12 +193,13 @@ def count_placed(token_ids: Tensor, positions: Tensor, unplaced: int) -> Tensor:
 
 
 class PatchEmbedding(nn.Module):
-    """Turns images [channels, height, width] into vectors [positions, hidden] each, end to end."""
+    """Turns images [channels, height, width], or their patches, into vectors [positions, hidden] each, end to end."""
 
     def __init__(self, part: spec.Patches, place: Place):
         super().__init__()
         self.part = part
-        self.patches = Linear(part.channels * part.patch[0] * part.patch[1], part.width, part.bias, place)
+        size = part.channels * part.frames * part.patch[0] * part.patch[1]
+        self.patches = Linear(size, part.width, part.bias, place)
         self.first = place.parameter(part.first, part.width) if part.first else None
         self.positions = None
         self.offset = 0
@@ -194,22 +208,32 @@ class PatchEmbedding(nn.Module):
             self.offset = part.positions.offset
         self.norm = build_norm(part.norm, part.width, place)
 
-    def forward(self, images: Sequence[Tensor], min_rows: int = 1) -> Tensor:
-        """`min_rows`: minimum rows of a matrix product."""
+    def forward(
+        self, images: Sequence[Tensor], min_rows: int = 1, blend: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """Args:
+        min_rows: minimum rows of a matrix product.
+        blend: see `Inputs`.
+        """
         patches = torch.stack([self._pixels(image) for image in images]).to(self.patches.weight.dtype)
         rows = patches.flatten(0, 1)
         x: Tensor = self.patches(F.pad(rows, (0, 0, 0, max(min_rows - len(rows), 0))))[: len(rows)]
         x = x.view(*patches.shape[:2], self.part.width)
         if self.first is not None:
             x = torch.cat((self.first.expand(len(x), -1, -1), x), dim=1)
-        if self.positions is not None:
+        if self.positions is not None and blend is not None:
+            rows, shares = blend
+            x = x + (F.embedding(rows, self.positions) * shares[:, :, None]).sum(1).to(x.dtype)
+        elif self.positions is not None:
             order, first = self.part.order, self.offset
             x = x + self.positions[slice(first, first + x.shape[1]) if order is None else list(order)]
         x = x.flatten(0, 1)
         return x if self.norm is None else self.norm(x)
 
     def _pixels(self, image: Tensor) -> Tensor:
-        """[patches, channels * height * width of a patch], row by row."""
+        """[patches, channels * height * width of a patch], row by row; `image` may be that already."""
+        if image.dim() == 2:
+            return image
         height, width = self.part.patch
         rows, columns = image.shape[1] // height, image.shape[2] // width
         whole = image[:, : rows * height, : columns * width]

@@ -108,12 +108,7 @@ class ExpertsFeedForward(nn.Module):
             self.factors = replace(place, dtype=torch.float32).parameter(part.count)
 
     def forward(
-        self,
-        x: Tensor,
-        tokens: int,
-        min_rows: int = 1,
-        starts: Tensor | None = None,
-        judged: Tensor | None = None,
+        self, x: Tensor, tokens: int, min_rows: int = 1, starts: Tensor | None = None, judged: Tensor | None = None
     ) -> Tensor:
         """[Tp, hidden] to [Tp, hidden]; rows past `tokens` are padding, which goes to no expert and gives zeros.
 

@@ -72,7 +72,7 @@ class Head(nn.Module):
 
     def with_own(self, parameters: Mapping[str, Tensor]) -> Head:
         """A head with other parameters, by their paths here ("output.weight"); it shares all others with this one.
-        Raises KeyError: names a parameter that cannot be replaced, or one that a separate matrix lacks. ValueError:
+        Raises KeyError: names a parameter that cannot be replaced, or one that a separate matrix lacks; ValueError:
         names a parameter with another shape."""
         made = copy.copy(self)
         made._modules = dict(self._modules)

@@ -41,17 +41,13 @@ def download(
     model: str, patterns: Sequence[str], revision: str | None, hf_token: str | None, *, local_only: bool
 ) -> Path:
     """The folder of a model in the local cache, with the files that match patterns. Raises ModelLoadError if the model
-    does not exist, access is denied, or the hub cannot be reached. NotDownloadedError: with `local_only`, it is not in
+    does not exist, access is denied, or the hub cannot be reached; NotDownloadedError: with `local_only`, it is not in
     the cache."""
     if not local_only:
         _say_asked(model)
     with _explained(model, revision, local_only=local_only):
         folder = snapshot_download(
-            model,
-            revision=revision,
-            token=hf_token or None,
-            allow_patterns=list(patterns),
-            local_files_only=local_only,
+            model, revision=revision, token=hf_token or None, allow_patterns=list(patterns), local_files_only=local_only
         )
     return Path(folder)
 

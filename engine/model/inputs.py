@@ -51,11 +51,14 @@ class Inputs:
     signals: Sequence[Tensor] = ()
     # [N, features] vectors of images; the side `image_slots` says which tokens have one, and which
     images: Tensor | None = None
+    # the parts of an encoder's inputs whose tokens see each other where attention is `in_parts`
+    parts: AttentionMetadata | None = None
+    # [patches, taps] rows of a table of positions, and the share of each in a patch's position
+    blend: tuple[Tensor, Tensor] | None = None
+    # receives the hidden states [Tp, features] of the layers that are `kept`, in their order
+    kept: list[Tensor] = field(default_factory=list)
     # None if nothing else needs the queries; torch runs a pass with a keeper, operation by operation
     keeper: QueryKeeper | None = None
-    kept: list[Tensor] | None = (
-        None  # the pass appends what a drafter reads (`Keep`), each [Tp, features]; None: nothing
-    )
     rotary_rows: Tensor = field(init=False)  # [Tp] rows of rotary tables: positions plus the side `rotary_offsets`
 
     def __post_init__(self) -> None:

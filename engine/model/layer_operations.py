@@ -26,14 +26,6 @@ class EmbedLayers(HasRows):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Keep(HasRows):
-    """A drafter reads x (`Inputs.kept`)."""
-
-    READS = ("x",)
-    x: Rows
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class MultiplyAll(HasRows):
     """x = x * factor, a learned number or a constant."""
 
@@ -41,6 +33,24 @@ class MultiplyAll(HasRows):
     WRITES = ("x",)
     factor: nn.Parameter | float
     x: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Keep(HasRows):
+    """Append x to the pass's `kept`."""
+
+    READS = ("x",)
+    x: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AddImages(HasRows):
+    """x = x + a vector of an image for each token that has some; `number`: which of a token's vectors."""
+
+    READS = ("x",)
+    WRITES = ("x",)
+    x: Rows
+    number: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)

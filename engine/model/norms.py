@@ -71,15 +71,15 @@ class LayerNorm(nn.Module):
 
 
 class AffineNorm(nn.Module):
-    """weight * x + bias, in place of a norm."""
+    """weight * x + bias, in place of a norm; the bias may be absent."""
 
-    def __init__(self, size: int, place: Place):
+    def __init__(self, part: Norm, size: int, place: Place):
         super().__init__()
         self.weight = place.parameter(size)
-        self.bias = place.parameter(size)
+        self.bias = place.parameter(size) if part.bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight + self.bias
+        return x * self.weight if self.bias is None else x * self.weight + self.bias
 
 
 def build_norm(part: Norm | None, size: int, place: Place, rows: int = 1) -> nn.Module | None:
@@ -96,4 +96,4 @@ def build_norm(part: Norm | None, size: int, place: Place, rows: int = 1) -> nn.
         case "layer":
             return LayerNorm(part, size, place, rows)
         case "affine":
-            return AffineNorm(size, place)
+            return AffineNorm(part, size, place)

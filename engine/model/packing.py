@@ -129,11 +129,7 @@ def takes_parts(dtype: torch.dtype, quantization: Held | None, table: bool) -> b
 
 
 def pack_parts(
-    parts: Iterator[Tensor | gemm.Weight],
-    outputs: int,
-    bias: Tensor | None,
-    quantization: Held | None,
-    amx: bool,
+    parts: Iterator[Tensor | gemm.Weight], outputs: int, bias: Tensor | None, quantization: Held | None, amx: bool
 ) -> PackedProduct:
     """The same product, if `takes_parts`, with a weight that arrives some rows at a time.
 

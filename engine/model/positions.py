@@ -117,6 +117,9 @@ class Rotary:
     scaling: Scaling | None = None
     # whether queries and keys are rotated in float32 and rounded afterwards, not in their own format
     in_float32: bool = False
+    # for each pair of features, the axis of a position that turns it and the number of its frequency, for positions
+    # with several axes (arXiv:2409.12191); (): positions have one axis
+    pairs: tuple[tuple[int, int], ...] = ()
 
     @property
     def limit(self) -> int | None:

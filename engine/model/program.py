@@ -39,6 +39,7 @@ from engine.model.global_tokens import GlobalAttention
 from engine.model.latent import LatentAttention
 from engine.model.layer_operations import (
     ActivateSparsely,
+    AddImages,
     AddToVersions,
     CorrectVersions,
     EmbedLayers,
@@ -100,6 +101,7 @@ Operation = (
     | EmbedLayers
     | Keep
     | MultiplyAll
+    | AddImages
     | ActivateSparsely
     | ExpandVersions
     | PredictVersions
@@ -178,6 +180,7 @@ def compile_stack(
     layer_vectors: LayerEmbedding | None = None,
     versions: VersionEnds | None = None,
     kept: Sequence[int] = (),
+    image_layers: int = 0,
 ) -> Program:
     """The program of a stack.
 
@@ -189,7 +192,8 @@ def compile_stack(
         predicting: the initial vectors of next tokens, which also pass through the layers, and are the result.
         layer_vectors: computes the vectors that layers read beside the stream.
         versions: computes the versions of the stream.
-        kept: layers whose input a drafter reads.
+        kept: numbers of the layers whose hidden states are a result, too.
+        image_layers: so many of the first layers add vectors of images to the stream.
     """
     builder = Builder(hidden_size, paged)
     builder.begin(embedding)
@@ -206,11 +210,13 @@ def compile_stack(
         builder.add(ExpandVersions(versions, builder.stream, builder.versions))
     pages = 0
     for number, block in enumerate(blocks):
-        builder.keeps = number in kept
         inner = block.attention.inner if isinstance(block, SequentialBlock) and block.attention is not None else None
         builder.block(block, pages)
         builder.states += isinstance(inner, StateModule | AttentionBesideState)
         pages += not isinstance(inner, StateModule) and (inner is not None or not isinstance(block, SequentialBlock))
+        builder.keeps = number in kept
+        if number < image_layers:
+            builder.add(AddImages(builder.normed(None), number + 1))
     if versions is not None and builder.versions is not None:
         builder.add(MergeVersions(versions, builder.versions, builder.stream))
     result = builder.ahead or builder.normed(final_norm)
@@ -261,7 +267,7 @@ class Builder:
         self.layer_vectors: Rows | None = None  # all of a token's, side by side
         self.versions: Rows | None = None  # of the stream, side by side
         self.states = 0  # layers with a state so far
-        self.keeps = False  # whether a drafter reads the stream as soon as it is complete
+        self.keeps = False  # whether the stream is kept as soon as it is complete
 
     def begin(self, embedding: Embedding) -> None:
         """Begin the stream with an embedding."""
@@ -318,9 +324,6 @@ class Builder:
         if part.first is not None:
             self.add(Normalize(part.first, self.stream, self.stream, self._take_pending()))
         x = self.normed(part.before)
-        if self.keeps:
-            self.add(Keep(self.stream))
-            self.keeps = False
         y = self._inner(part.inner, x if beside is None else self._joined(beside, x), "sublayer", layer)
         if part.after is not None:
             self.add(Normalize(part.after, y, y))
@@ -453,13 +456,15 @@ class Builder:
 
     def normed(self, norm: nn.Module | None) -> Rows:
         """The norm of the stream, which is complete afterwards; without a norm, the stream itself."""
-        pending = self._take_pending()
-        if norm is None:
-            if pending is not None:
-                self.add(Add(self.stream, pending, self.stream))
-            return self.stream
-        out = self.rows("normed", self.stream.width)
-        self.add(Normalize(norm, self.stream, out, pending))
+        pending, out = self._take_pending(), self.stream
+        if norm is not None:
+            out = self.rows("normed", self.stream.width)
+            self.add(Normalize(norm, self.stream, out, pending))
+        elif pending is not None:
+            self.add(Add(self.stream, pending, self.stream))
+        if self.keeps:
+            self.add(Keep(self.stream))
+            self.keeps = False
         return out
 
     # ---- sublayers
@@ -675,7 +680,6 @@ class Builder:
         return out
 
     def _reduced(self, linear: Linear, x: Rows, name: str) -> Rows:
-        """The product, summed over devices."""
         out = self.product(linear, x, name)
         self.add(AllReduce(out))
         return out

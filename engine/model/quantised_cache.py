@@ -229,7 +229,7 @@ class Cache:
 
 
 class Entry:
-    """The matrices of a file. Raises OSError if the file cannot be read. SafetensorError, ValueError if the file is
+    """The matrices of a file. Raises OSError if the file cannot be read; SafetensorError, ValueError if the file is
     damaged, or does not match its name."""
 
     def __init__(self, cache: Cache, verified: Callable[[str], object]):

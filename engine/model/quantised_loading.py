@@ -157,7 +157,6 @@ class MatrixLoading:
             self._problem = error
 
     def _verified(self, name: str) -> None:
-        """A tensor of the cache has a valid checksum."""
         half = self._sizes.get(name, 0) // 2
         self._half_done += half
         self._advance(half)

@@ -87,17 +87,14 @@ def quantise_checkpoint(
     shard_bytes: int = SHARD_BYTES,
     show_progress: bool = True,
 ) -> Written:
-    """Write a copy of a checkpoint, tensor by tensor, so that memory never contains more than one of them.
+    """Write a copy of a checkpoint, tensor by tensor, so that memory never contains more than one of them. Raises
+    ConfigError if the folder is a file, is not empty, or is not writable. ModelLoadError, UnsupportedModelError if the
+    checkpoint cannot be loaded, is already quantised, or has no matrix that the format supports.
 
     Args:
         model: local folder, GGUF file with plain numbers, or hub id.
         folder: the new folder, which appears only when it is complete.
         shard_bytes: maximum size of a file of weights, unless it contains a single tensor.
-
-    Raises:
-        ConfigError: the folder is a file, is not empty, or is not writable.
-        ModelLoadError, UnsupportedModelError: the checkpoint cannot be loaded, is already quantised, or has no matrix
-            that the format supports.
     """
     folder = folder.expanduser().absolute()
     if folder.exists() and not folder.is_dir():
@@ -148,12 +145,7 @@ def quantise_checkpoint(
             raise ConfigError(f"{folder} cannot be written: {error}.") from error
     plain = tuple(checkpoint.stored_name(name) for name, fits in matrices.items() if not fits)
     return Written(
-        folder=folder,
-        quantised=len(smaller),
-        plain=plain,
-        before=sum(sizes.values()),
-        after=after,
-        files=files,
+        folder=folder, quantised=len(smaller), plain=plain, before=sum(sizes.values()), after=after, files=files
     )
 
 
@@ -233,7 +225,6 @@ def _size_of(checkpoint: Checkpoint, name: str) -> int:
 def _lay_out(
     checkpoint: Checkpoint, smaller: set[str], kind: Quantization, shard_bytes: int
 ) -> tuple[int, dict[str, _Tensor]]:
-    """The number of files to write, and their tensors, by names in the new files."""
     tensors: dict[str, _Tensor] = {}
     file, filled = 0, 0
     for name in checkpoint.names:

@@ -39,7 +39,7 @@ MOST_BYTES = 64 << 20  # bytes of a torch file: a matrix of 4096 x 4096 numbers 
 
 def read_folder(root: Path) -> Pipeline:
     """All settings for embeddings in a checkpoint's folder: sentence-transformers' configs, and the files beside them.
-    Raises ModelLoadError if a file is missing or damaged, or has invalid values. UnsupportedModelError if a module, a
+    Raises ModelLoadError if a file is missing or damaged, or has invalid values; UnsupportedModelError if a module, a
     setting or a tensor is not implemented."""
     pipeline = read_pipeline(root)
     path = pipeline.transformer

@@ -85,6 +85,9 @@ class RotaryTable(nn.Module):
 
     `cos` [rows, head_dim] is 1 for features that do not rotate; `sin` is [rows, dim / 2].
 
+    Attributes:
+        placed: the first row whose position changes from step to step (`place`).
+
     Args:
         length: the first rows are for all positions in [0, length), in sequences up to that length.
         limits: then, for each limit, rows for [0, limit) follow, in sequences that do not exceed it.
@@ -113,6 +116,18 @@ class RotaryTable(nn.Module):
         for reach in (length, *limits):
             self._fill(start, reach, torch.arange(reach, device="cpu"))
             start += reach
+        self.placed = rows
+
+    def make_room(self, count: int) -> None:
+        """Append `count` rows for `place`."""
+        self.placed = len(self.cos)
+        self.cos, self.sin = (
+            torch.cat((table, table.new_zeros(count, table.shape[1]))) for table in (self.cos, self.sin)
+        )
+
+    def place(self, positions: Tensor) -> None:
+        """Overwrite the first rows of that room, from the row `placed` on, with those of positions [n, axes]."""
+        self._fill(self.placed, self.placed, positions)
 
     def extend(self, length: int, positions: Tensor) -> None:
         """Append rows for these positions [n], in sequences up to a length."""
@@ -126,11 +141,13 @@ class RotaryTable(nn.Module):
         if self.cos.is_meta:
             return
         part, factor = self.part, attention_factor(self.part)
-        frequencies = rotary_frequencies(part, length)
+        frequencies, axes = rotary_frequencies(part, length), [axis for axis, _ in part.pairs]
+        if part.pairs:
+            frequencies = frequencies[[number for _, number in part.pairs]]
         self.cos[start : start + len(positions), part.dim :] = 1.0
         for block in torch.split(positions, _FILLED):
             rows = slice(start, start + len(block))
-            angles = block.float()[:, None] * frequencies
+            angles = (block[:, None] if block.dim() == 1 else block[:, axes]).float() * frequencies
             cos = angles.cos() * factor
             turned = cos.repeat_interleave(2, dim=1) if part.interleaved else torch.cat((cos, cos), dim=1)
             self.cos[rows, : part.dim] = turned.to(self.cos.device)

@@ -198,7 +198,7 @@ def size_after(layers: Sequence[Layer], size: int) -> int:
 
 def read_pipeline(root: Path) -> Pipeline:
     """Read sentence-transformers' configs in a checkpoint's folder. Raises ModelLoadError if a file is missing or
-    damaged, or has invalid values. UnsupportedModelError if a module, or a setting of one, is not implemented."""
+    damaged, or has invalid values; UnsupportedModelError if a module, or a setting of one, is not implemented."""
     if not (root / MODULES).is_file():
         return Pipeline(transformer=root)
     modules = [_Module.of(root, entry) for entry in _modules(root / MODULES)]

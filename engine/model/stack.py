@@ -38,6 +38,7 @@ class TransformerStack(nn.Module):
         paged: whether keys and values are in pages.
         readers: the attentions of a decoder's layers that attend to the result of this stack, an encoder.
         tokens: a token table that another stack owns.
+        image_layers: so many of the first layers add vectors of images to the tokens' hidden states.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class TransformerStack(nn.Module):
         paged: bool = False,
         readers: Sequence[CrossAttention | None] = (),
         tokens: nn.Parameter | None = None,
+        image_layers: int = 0,
     ):
         super().__init__()
         self.embedding = build_embedding(stack.embedding, place, shared=tokens)
@@ -109,6 +111,7 @@ class TransformerStack(nn.Module):
             layer_vectors=self.layer_vectors,
             versions=self.versions,
             kept=stack.kept,
+            image_layers=image_layers,
         )
         self.executor: Executor = TorchExecutor(self.program, self.tables)
 
@@ -122,6 +125,11 @@ class TransformerStack(nn.Module):
     def first_parameter(self) -> nn.Parameter:
         """A parameter of the embedding: all have its format and device."""
         return next(self.embedding.parameters())
+
+    @property
+    def placed_tables(self) -> list[RotaryTable]:
+        """The rotary tables of positions with several axes."""
+        return [table for part, table in self.tables.rotary.items() if part.pairs]
 
     @property
     def tokens(self) -> nn.Parameter | None:

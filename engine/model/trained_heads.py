@@ -80,7 +80,7 @@ def kept_layers(config: Any, target: Stack) -> tuple[int, ...]:
     count = len(target.blocks)
     found = getattr(config, "eagle_aux_hidden_state_layer_ids", None) or (2, count // 2, count - 3)
     layers = tuple(found)
-    if len(layers) != 3 or not all(0 <= one < other < count for one, other in itertools.pairwise(layers)):
+    if len(layers) != 3 or not all(0 < one < other < count for one, other in itertools.pairwise(layers)):
         raise UnsupportedModelError(
             f"An EAGLE-3 head reads the input of three layers in order, but these are {list(layers)} of {count}."
         )
@@ -122,23 +122,23 @@ def eagle3(config: Any, target: ModelSpec, tokens: Callable[[Tensor], None]) -> 
             raise UnsupportedModelError(f"{field} of the EAGLE-3 head must be {wanted} for this model, got {value}.")
     plain = copy.deepcopy(config)
     plain.architectures = ["LlamaForCausalLM"]
-    llama = build_spec(plain)
-    assert llama.decoder is not None
-    assert isinstance(llama.decoder.embedding, Tokens)
-    own = llama.decoder.final_norm
+    one = build_spec(plain)
+    assert one.decoder is not None
+    assert isinstance(one.decoder.embedding, Tokens)
+    own = one.decoder.final_norm
     assert own is not None
     stack = replace(
-        llama.decoder,
-        embedding=replace(llama.decoder.embedding, joined=Joined(own, entrance=3 * width)),
-        blocks=(replace(llama.decoder.blocks[0], reads_tokens=True),),
+        one.decoder,
+        embedding=replace(one.decoder.embedding, joined=Joined(own, entrance=3 * width)),
+        blocks=(replace(one.decoder.blocks[0], reads_tokens=True),),
         final_norm=None,
     )
     count = getattr(config, "draft_vocab_size", None) or config.vocab_size
     head = Lm(tied=False, norm=own, choices=None if count == config.vocab_size else count)
     layer, before = "decoder.blocks.0.", "decoder.blocks.0.attention.before.weight"
     entries = [
-        replace(entry, sources=tuple(one.replace("model.layers.0.", "midlayer.", 1) for one in entry.sources))
-        for entry in weight_table(plain, llama).entries
+        replace(entry, sources=tuple(name.replace("model.layers.0.", "midlayer.", 1) for name in entry.sources))
+        for entry in weight_table(plain, one).entries
         if entry.target.startswith(layer) and entry.target != before
     ]
     entries += [
@@ -150,7 +150,7 @@ def eagle3(config: Any, target: ModelSpec, tokens: Callable[[Tensor], None]) -> 
         Entry(_HEAD, ("lm_head.weight",)),
     ]
     renamed = ((r"^model\.", ""), (r"^layers\.0\.", "midlayer."))
-    model = replace(llama, decoder=stack, head=head)
+    model = replace(one, decoder=stack, head=head)
     return model, WeightTable(tuple(entries), ignored=(".*",), renamed=renamed)
 
 

@@ -39,7 +39,7 @@ from engine.model.vision import ImageEmbedding
 
 
 class Transformer(nn.Module):
-    """A model built from a spec. Raises UnsupportedModelError if a part is not implemented. ConfigError: max_model_len
+    """A model built from a spec. Raises UnsupportedModelError if a part is not implemented; ConfigError: max_model_len
     exceeds a table of positions.
 
     Args:
@@ -79,13 +79,21 @@ class Transformer(nn.Module):
         # (limit, shift) pairs, limits ascending: a sequence up to a limit reads rotary tables this many rows further
         # on; a sequence that exceeds all limits reads them at its positions
         self.rotary_shifts = tuple(zip(limits, starts, strict=False))
-        self._sides = {*model.trunk.sides, *(["rotary_offsets"] if self.rotary_shifts else [])}
+        moves = bool(self.rotary_shifts) or (model.vision is not None and model.vision.axes)
+        self._sides = {*model.trunk.sides, *(["rotary_offsets"] if moves else [])}
         self.encoder_length = max_encoder_len or max_model_len
         memory_size = 0 if model.encoder is None else model.encoder.output_size
         self.decoder = None
         if model.decoder is not None:
             self.decoder = TransformerStack(
-                model.decoder, backend, max_model_len, place, limits=limits, memory_size=memory_size, paged=True
+                model.decoder,
+                backend,
+                max_model_len,
+                place,
+                limits=limits,
+                memory_size=memory_size,
+                paged=True,
+                image_layers=0 if model.vision is None else len(model.vision.tower.kept),
             )
         self.encoder = None
         if model.encoder is not None:
@@ -159,6 +167,18 @@ class Transformer(nn.Module):
         for embedding in self.modules():
             if isinstance(embedding, TokenEmbedding) and embedding.tokens is table:
                 embedding.give_up_table(look_up)
+
+    def make_room(self, tokens: int, patches: int) -> None:
+        """Make room in rotary tables for positions with several axes, before executors are made.
+
+        Args:
+            tokens: maximum tokens of a step.
+            patches: maximum patches of an image.
+        """
+        assert self.tower is not None
+        for stack, count in ((self.decoder, tokens), (self.tower.encoder, patches)):
+            for table in [] if stack is None else stack.placed_tables:
+                table.make_room(count)
 
     def take_adapters(self, slots: int, max_rank: int) -> None:
         """Give the products of all stacks slots for adapters, before executors are made. `max_rank`: maximum rank of an

@@ -20,7 +20,7 @@ _LEAST = 1e-5  # of a mean square that is divided by
 
 
 class VersionEnds(nn.Module):
-    """The matrices that make versions of an embedding, and those that make one stream of versions."""
+    """Two kinds of matrices: some make versions of an embedding, the others join versions into one stream."""
 
     def __init__(self, part: spec.Versions, hidden_size: int, place: Place):
         super().__init__()

@@ -17,7 +17,13 @@ from engine.model.norms import build_norm
 from engine.model.place import Place
 
 Tower = Callable[[Tensor], Tensor]
-"""[positions, features] of a crop [channels, height, width]."""
+"""[positions, features] of a crop [channels, height, width]; the hidden states that are `kept` come after the last."""
+
+
+def _squares_of(x: Tensor, factor: int) -> Tensor:
+    """[N / factor^2, factor^2 * features] of the hidden states x [N, features] of a square grid."""
+    side = math.isqrt(len(x)) // factor
+    return x.view(side, factor, side, factor, -1).transpose(1, 2).reshape(side**2, -1)
 
 
 class Projector(nn.Module):
@@ -25,11 +31,16 @@ class Projector(nn.Module):
 
     def __init__(self, part: spec.Projector, features: int, hidden: int, place: Place):
         super().__init__()
-        self.first = Linear(features, hidden, part.bias, place)
-        self.second = Linear(hidden, hidden, part.bias, place)
+        inner = part.inner or hidden
+        self.norm = build_norm(part.norm, features * part.merge, place)
+        self.first = Linear(features * part.merge, inner, part.bias, place)
+        self.second = Linear(inner, hidden, part.bias, place)
         self._activation = part.activation
+        self._factor = math.isqrt(part.merge) if part.shuffles else 0
 
     def forward(self, x: Tensor) -> Tensor:
+        x = (_squares_of(x, self._factor) if self._factor else x).reshape(-1, self.first.inputs)
+        x = x if self.norm is None else self.norm(x)
         projected: Tensor = self.second(activate_by_name(self._activation, self.first(x)))
         return projected
 
@@ -43,9 +54,7 @@ class ShuffledProjector(nn.Module):
         self._factor = part.factor
 
     def forward(self, x: Tensor) -> Tensor:
-        side, factor = math.isqrt(len(x)), self._factor
-        grid = x.view(side // factor, factor, side // factor, factor, -1)
-        projected: Tensor = self.second(grid.transpose(1, 2).reshape(len(x) // factor**2, -1))
+        projected: Tensor = self.second(_squares_of(x, self._factor))
         return projected
 
 
@@ -85,17 +94,21 @@ class ImageEmbedding(nn.Module):
         super().__init__()
         self.part = part
         self.projector = _projector(part, hidden, place)
+        features = part.tower.output_size
+        self.deep = nn.ModuleList(
+            [] if part.deep is None else [Projector(part.deep, features, hidden, place) for _ in part.tower.kept]
+        )
         self.newline = place.parameter(hidden) if part.newline else None
 
     def forward(self, crops: Tensor, size: Size, tower: Tower, info: VisionInfo) -> Tensor:
-        """[vectors, hidden] of an image.
+        """[vectors, hidden] of an image; with further vectors beside each, if there are `deep` ones.
 
         Args:
             crops: float32 [crops, channels, height, width].
             size: height and width of the image as it was sent.
             tower: computes one crop. One at a time: that bounds the memory, and no crop's bits depend on another.
         """
-        found = [self.projector(tower(crop)[self.part.skip :]) for crop in crops]
+        found = [self._projected(tower(crop)[self.part.skip :]) for crop in crops]
         whole = found[0]
         if len(found) == 1:
             return whole if self.newline is None else torch.cat((whole, self.newline[None].to(whole.dtype)))
@@ -111,3 +124,8 @@ class ImageEmbedding(nn.Module):
             ends = self.newline.to(grid.dtype).expand(len(grid), 1, -1)
             grid = torch.cat((grid, ends), dim=1)
         return torch.cat((whole, grid.flatten(0, 1)))
+
+    def _projected(self, states: Tensor) -> Tensor:
+        """The vectors of a crop; `states`: the tower's hidden states, with those that are kept beside them."""
+        own, *kept = torch.split(states, self.part.tower.output_size, dim=1)
+        return torch.cat([self.projector(own), *(part(one) for part, one in zip(self.deep, kept, strict=True))], dim=1)

@@ -321,12 +321,9 @@ def _readable(file: Path) -> Iterator[None]:
 def header(
     tensors: Mapping[str, tuple[str, Sequence[int], int]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, int]]:
-    """The beginning of a safetensors file, and the position of each tensor after it.
-
-    Args:
-        tensors: by name, in file order: format under safetensors' name, shape, bytes. If wider formats come first, all
-            are aligned; the first one to `ALIGNED` bytes.
-    """
+    """The beginning of a safetensors file, and the position of each tensor after it. `tensors`: by name, in file order:
+    format under safetensors' name, shape, bytes. If wider formats come first, all are aligned; the first one to
+    `ALIGNED` bytes."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     begins, end = {}, 0
     for name, (stored, shape, size) in tensors.items():

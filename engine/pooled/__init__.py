@@ -195,11 +195,8 @@ def masks_of(pooled: Pooled, encoding: Encoding, tokenizer: Tokenizer) -> list[l
 
 
 def mask_positions(encoding: Encoding, tokenizer: Tokenizer) -> list[int]:
-    """The positions of an input's masks.
-
-    Raises:
-        InvalidRequestError: there are none, or the tokenizer has no mask token.
-    """
+    """The positions of an input's masks. Raises InvalidRequestError if there are none, or the tokenizer has no mask
+    token."""
     if tokenizer.mask_token_id is None:
         raise InvalidRequestError(
             "the model's tokenizer has no mask token. Set mask_token in its tokenizer_config.json.",
@@ -224,11 +221,8 @@ def is_cross_encoder(info: EngineInfo) -> bool:
 
 
 def check_scores(info: EngineInfo) -> None:
-    """Refuse to compare texts with a model that does not support it.
-
-    Raises:
-        InvalidRequestError: gives the reason, and the supported tasks.
-    """
+    """Refuse to compare texts with a model that does not support it. Raises InvalidRequestError: gives the reason, and
+    the supported tasks."""
     if is_cross_encoder(info) or comparison_of(info) is not None:
         return
     lacks = (
@@ -244,11 +238,8 @@ def check_scores(info: EngineInfo) -> None:
 
 
 def longest(truncate_prompt_tokens: int | None, info: EngineInfo) -> int | None:
-    """The number of tokens to cut inputs to; None for not at all. -1 means the model's limit, as in vLLM.
-
-    Raises:
-        InvalidRequestError: the number is invalid, or exceeds the model's limit.
-    """
+    """The number of tokens to cut inputs to; None for not at all. -1 means the model's limit, as in vLLM. Raises
+    InvalidRequestError if the number is invalid, or exceeds the model's limit."""
     name, limit = "truncate_prompt_tokens", info.max_model_len
     check_number(name, truncate_prompt_tokens, NumberRange(low=-1, integer=True))
     if truncate_prompt_tokens == -1:
@@ -266,11 +257,8 @@ def longest(truncate_prompt_tokens: int | None, info: EngineInfo) -> int | None:
 def sides_of(
     sides: Mapping[str, Any], count: int, info: EngineInfo, max_length: int | None, side: Side
 ) -> dict[str, Sequence[Any]]:
-    """The sides of an input with this many tokens, cut like these.
-
-    Raises:
-        InvalidRequestError: the number of entries differs, or a side is not one of the model's.
-    """
+    """The sides of an input with this many tokens, cut like these. Raises InvalidRequestError if the number of entries
+    differs, or a side is not one of the model's."""
     read_sides(sides, count, info.sides)
     if max_length is None:
         return dict(sides)

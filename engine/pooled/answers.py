@@ -159,11 +159,7 @@ def _part(encoding: Encoding, kept: list[int]) -> Encoding:
 
 
 def answers_of(
-    pooled: Sequence[Pooled],
-    windows: Sequence[Encoding],
-    context: str,
-    terms: AnswerTerms,
-    cls_token_id: int | None,
+    pooled: Sequence[Pooled], windows: Sequence[Encoding], context: str, terms: AnswerTerms, cls_token_id: int | None
 ) -> list[Answer]:
     """The answers in the results of the task "answer" for each window, best first. `cls_token_id`: the token that means
     "no answer"; None for models without one."""

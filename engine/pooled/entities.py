@@ -86,11 +86,8 @@ class EntityReading:
 def read_entities(tokenizer: Tokenizer, text: str, terms: EntityTerms, info: EngineInfo) -> EntityReading:
     """A text with the labels before it, in as many windows as necessary.
 
-    Words without tokens do not count.
-
-    Raises:
-        InvalidRequestError: the text is not valid Unicode, the labels leave no room for it, there are too many windows,
-            or the tokenizer is not the one that the model was saved with.
+    Words without tokens do not count. Raises InvalidRequestError if the text is not valid Unicode, the labels leave no
+    room for it, there are too many windows, or the tokenizer is not the one that the model was saved with.
     """
     reading = info.entities
     assert reading is not None  # the task was checked
@@ -179,7 +176,6 @@ def _cuts(
 
 
 def _window(whole: Encoding, labels: list[int], begins: Sequence[int], first: int, last: int) -> EntityWindow:
-    """A window: a range of words with the labels before them."""
     prompt, end = begins[0], begins[-1]
     skipped = begins[first] - prompt
     kept = [*range(prompt), *range(begins[first], begins[last]), *range(end, len(whole.ids))]

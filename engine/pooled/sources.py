@@ -94,14 +94,7 @@ def _refused(item: Any, pairs: bool) -> InvalidRequestError:
 
 
 class Reader:
-    """Turns sources into inputs of the engine.
-
-    Args:
-        tokenizer: None if the model has none; then only ids can be read.
-        max_length: cut inputs to this many tokens; None: do not cut them.
-        prompt: a prefix for every text.
-        marker: a token after the first one of every text.
-    """
+    """Turns sources into inputs of the engine."""
 
     def __init__(
         self,
@@ -111,11 +104,11 @@ class Reader:
         prompt: str = "",
         marker: int | None = None,
     ) -> None:
-        self._marker = marker
-        self._tokenizer = tokenizer
+        self._marker = marker  # a token after the first one of every text
+        self._tokenizer = tokenizer  # None if the model has none; then only ids can be read
         self._info = info
-        self._max_length = max_length
-        self._prompt = prompt
+        self._max_length = max_length  # cut inputs to this many tokens; None: do not cut them
+        self._prompt = prompt  # a prefix for every text
         self._images: ImageReader | None = None
 
     def read(self, source: Source) -> Reading:

@@ -134,7 +134,6 @@ def _agreed(word: list[_Piece], aggregation: Aggregation) -> _Piece:
 
 
 def _joined(labelled: list[tuple[str, float, _Piece]]) -> Iterator[tuple[str, float, _Piece]]:
-    """Neighbours of one class as one piece, with the mean of their scores."""
     group: list[tuple[str, float, _Piece]] = []
     kind = ""
     for entry in labelled:

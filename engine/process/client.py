@@ -144,7 +144,6 @@ class ProcessEngineClient(ConnectedClient):
         return EngineProcess(config, self._folder, self._launches, self._log_format, adapters)
 
     def _adopt(self, ready: Ready) -> None:
-        """Use the process that has just become ready."""
         self._served_since = time.monotonic()
         self._connect(self._process.address, ready.info, ready.stats)
 
@@ -185,7 +184,6 @@ class ProcessEngineClient(ConnectedClient):
         self.on_change()
 
     async def _revive(self) -> None:
-        """Start the engine again, or give up."""
         while True:
             await asyncio.to_thread(self._process.stop)
             if self._failures >= self._policy.max_failures:

@@ -61,7 +61,7 @@ class EngineClient(ABC):
         choices, says that the request was accepted; the last one has `finished` set. If the request ends with an error,
         `deliver` is called with it: `InvalidRequestError` if the request is impossible, `EngineDeadError` if the engine
         died. `deliver` must not raise. Raises InvalidRequestError if the id is in use, or the request cannot be encoded
-        in a message. EngineDeadError if the engine is dead."""
+        in a message; EngineDeadError if the engine is dead."""
 
     @abstractmethod
     def abandon(self, request_id: str) -> None:
@@ -74,7 +74,7 @@ class EngineClient(ABC):
 
         The request is aborted, and its pages freed, when the iterator is closed early or its task is cancelled. Unread
         deltas are returned one by one; none is lost. Raises InvalidRequestError: from the first `__anext__`, if the
-        request is impossible. EngineDeadError if the engine died before the request finished.
+        request is impossible; EngineDeadError if the engine died before the request finished.
         """
         news: asyncio.Queue[RequestDelta | OctavoError] = asyncio.Queue()
         self.submit(request_id, input, params, news.put_nowait, **terms)
@@ -101,12 +101,12 @@ class EngineClient(ABC):
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Load an adapter; running requests continue. Raises AdapterError if the adapter cannot be loaded; nothing was
-        changed. EngineDeadError if the engine is dead, or died before it answered."""
+        changed; EngineDeadError if the engine is dead, or died before it answered."""
         raise AdapterError("this engine loads no adapters.")
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter; its unfinished requests end with an error. Raises AdapterError if no adapter has this
-        name. EngineDeadError if the engine is dead, or died before it answered."""
+        name; EngineDeadError if the engine is dead, or died before it answered."""
         raise AdapterError("this engine loads no adapters.")
 
     @abstractmethod

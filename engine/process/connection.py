@@ -304,7 +304,6 @@ class ConnectedClient(EngineClient):
     # ------------------------------------------------------------ successive connections
 
     def _connect(self, address: str, info: EngineInfo, stats: EngineStats) -> None:
-        """Use an engine that has become ready."""
         self.info, self._stats = info, stats
         self.adapters = {adapter.name: adapter for adapter in info.adapters}
         self._num_sent = self._num_obeyed = 0

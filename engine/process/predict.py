@@ -1,5 +1,6 @@
 """A process that predicts the memory of models, as `octavo models` does: `python -m engine.process.predict`, with one
-JSON line of settings per model on its standard input. It answers each with a line, and ends.
+JSON line of settings per model on its standard input, a socket, and an empty line at the end. It answers each with a
+line, and ends; it also ends, at once, when the other side closes the socket.
 
 The server does not import torch, but this process does.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,6 +19,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.errors import NotDownloadedError, OctavoError
+from engine.host.children import end_with_parent, take_standard_input
 
 _TUPLES = ("lora_modules", "catalogue")
 
@@ -31,6 +34,10 @@ class Prediction:
     on_gpu: bool = False  # whether it is a GPU's memory
     tasks: tuple[str, ...] = ()  # what the model can do
     max_model_len: int = 0  # tokens of prompt and answer together
+    path: str = ""  # the folder with its config.json
+    dtype: str = ""
+    quantization: str | None = None  # as in `EngineInfo`
+    sees: bool = False  # whether it reads images among its tokens
     problem: str = ""  # why it cannot be loaded; "" if it can
     unknown: bool = False  # whether it is not on this machine yet
 
@@ -40,29 +47,31 @@ def predict(configs: Sequence[EngineConfig], *, download: bool = False) -> Itera
     first one. `download`: whether models on the hub are downloaded first. Raises OctavoError if the process ended
     early."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", f"{__package__}.predict"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": path},
-        start_new_session=True,  # a terminal's Ctrl-C is for the service to handle
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with process:
+    asked = [json.dumps([download, dataclasses.asdict(config)]).encode() + b"\n" for config in configs]
+    line, theirs = socket.socketpair()
+    with line, theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", f"{__package__}.predict"],
+            stdin=theirs.fileno(),
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": path},
+            start_new_session=True,  # a terminal's Ctrl-C is for the service to handle
+        )
+        theirs.close()
+        assert process.stdout is not None
         try:
-            with process.stdin as lines:
-                for config in configs:
-                    lines.write(json.dumps([download, dataclasses.asdict(config)]).encode() + b"\n")
+            line.sendall(b"".join([*asked, b"\n"]))
             for _ in configs:
-                line = process.stdout.readline()
-                if not line:
+                answer = process.stdout.readline()
+                if not answer:
                     raise OctavoError("the process that predicts the memory of models ended early.")
-                yield _read(json.loads(line))
-        except BrokenPipeError as problem:
+                yield _read(json.loads(answer))
+        except ConnectionError as problem:
             raise OctavoError("the process that predicts the memory of models ended early.") from problem
         finally:
             process.kill()
+            process.wait()
+            process.stdout.close()
 
 
 def _read(values: dict[str, Any]) -> Prediction:
@@ -83,6 +92,8 @@ def look(config: EngineConfig, *, download: bool = False) -> Prediction:
         return Prediction(unknown=True)
     except OctavoError as problem:
         return Prediction(problem=str(problem))
+    except Exception as problem:  # a damaged file of which no check knows; the other models are still predicted
+        return Prediction(problem=f"{type(problem).__name__}: {problem}")
     on_gpu = facts.device.startswith("cuda")
     held = max(facts.peak, facts.resident + facts.pages) if facts.resident else facts.weights + facts.pages
     return Prediction(
@@ -92,14 +103,22 @@ def look(config: EngineConfig, *, download: bool = False) -> Prediction:
         on_gpu=on_gpu,
         tasks=("transcribe",) if facts.hears else tuple(facts.tasks),
         max_model_len=facts.max_model_len,
+        path=str(facts.path),
+        dtype=facts.dtype,
+        quantization=facts.quantization,
+        sees=facts.image_tokens > 0,
     )
 
 
 def main() -> None:
     """Answer each line."""
     answers, sys.stdout = sys.stdout, sys.stderr  # what libraries print is not an answer
-    for line in sys.stdin:
-        download, values = json.loads(line)
+    line = take_standard_input()
+    with line.makefile("rb") as file:
+        asked = list(iter(file.readline, b"\n"))
+    end_with_parent(line)
+    for text in asked:
+        download, values = json.loads(text)
         config = EngineConfig(**values | {name: tuple(values[name]) for name in _TUPLES})
         answers.write(json.dumps(dataclasses.asdict(look(config, download=download))) + "\n")
         answers.flush()

@@ -272,7 +272,6 @@ def _go_on(group: SequenceGroup, sequence: Sequence, answer: Answer, row: int) -
 
 
 def _joined(news: Seq[ChoiceDelta]) -> ChoiceDelta:
-    """The news of several tokens of an answer, joined."""
     if len(news) == 1:
         return news[0]
     return replace(
@@ -304,7 +303,6 @@ def _apply_draws(group: SequenceGroup, answer: Answer, first: int) -> Outcome:
 def _choice(
     group: SequenceGroup, parent: Sequence, token: int, score: float, entry: TokenLogprobs | None, column: int = 0
 ) -> ChoiceDelta:
-    """The news of an answer that has gained one token."""
     decoding = group.request.decoding
     reason: FinishReason | None = None
     if token in decoding.stop_ids:

@@ -124,20 +124,15 @@ class StepWork:
 
 
 class StepBudget:
-    """Learns how long steps take, and limits the next one. Pure: it has no clock.
-
-    Args:
-        costs: how work is counted.
-        measured: initial steps and their seconds.
-        floor: work that a step may always have, however long it takes.
-    """
+    """Learns how long steps take, and limits the next one. Pure: it has no clock. `measured`: initial steps and their
+    seconds."""
 
     def __init__(
         self, seconds: float, costs: Costs, measured: Iterable[tuple[StepWork, float]] = (), *, floor: float = 1.0
     ):
         self._seconds = seconds
-        self._floor = floor
-        self._costs = costs
+        self._floor = floor  # work that a step may always have, however long it takes
+        self._costs = costs  # how work is counted
         self._steps: deque[_Seen] = deque(maxlen=_LAST)  # with prompts
         self._single: deque[float] = deque(maxlen=_LAST)  # seconds of steps of one token
         for work, taken in measured:

@@ -66,16 +66,11 @@ class DraftCosts:
 
 
 class DraftGain:
-    """The expected tokens of a step and its expected time, as drafts are added to it.
-
-    Args:
-        costs: costs of a step; None if every draft is worth its time.
-        rows: decoding sequences of the step. Each row yields a token without drafts.
-    """
+    """The expected tokens of a step and its expected time, as drafts are added to it."""
 
     def __init__(self, costs: DraftCosts | None, rows: int):
-        self._costs = costs
-        self._tokens = rows
+        self._costs = costs  # costs of a step; None if every draft is worth its time
+        self._tokens = rows  # decoding sequences of the step. Each row yields a token without drafts.
         self._margin = _MARGIN * (1.0 + _FOR_OTHERS * max(rows - 1, 0))
         self._expected = float(rows)
 

@@ -45,17 +45,13 @@ class Drafter(Protocol):
 
 
 class TextDrafter:
-    """Drafts from known texts (`engine.scheduling.ngram`).
-
-    Args:
-        most: maximum drafts of a sequence in a step.
-        own: each sequence's own tokens are among the texts. Otherwise only requests with a prediction have drafts.
-        earlier: answers that ended are kept here, and are among the texts of later requests of the same scope.
-    """
+    """Drafts from known texts (`engine.scheduling.ngram`)."""
 
     def __init__(self, most: int, *, own: bool = True, earlier: EarlierAnswers | None = None):
-        self._most = most
+        self._most = most  # maximum drafts of a sequence in a step
+        # each sequence's own tokens are among the texts. Otherwise only requests with a prediction have drafts.
         self._own = own
+        # answers that ended are kept here, and are among the texts of later requests of the same scope
         self._earlier = earlier
 
     def serves(self, request: Request) -> bool:

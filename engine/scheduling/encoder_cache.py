@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from engine.interface.outputs import EngineStats
@@ -15,6 +17,7 @@ from engine.scheduling.sequence import SequenceGroup
 from engine.scheduling.step import Step
 
 
+@dataclass(eq=False)
 class EncoderCache:
     """The scheduler's bookkeeping of encoders' output; does nothing for requests without an encoder input.
 
@@ -22,11 +25,10 @@ class EncoderCache:
     only if they were evicted. Without prefix caching only the request itself finds them.
     """
 
-    def __init__(self, pool: BlockPool, hasher: PageHasher, config: SchedulerConfig, stats: EngineStats):
-        self._pool = pool
-        self._hasher = hasher
-        self._config = config
-        self._stats = stats
+    _pool: BlockPool
+    _hasher: PageHasher
+    _config: SchedulerConfig
+    _stats: EngineStats
 
     def of(self, request: Request, arrival: int) -> EncoderInput | None:
         if not request.encoder_token_ids:

@@ -17,11 +17,7 @@ from engine.scheduling.plan import Float32, Int32
 
 
 class EncoderInput:
-    """A request's encoder input.
-
-    Attributes:
-        key: hash of the whole input and of the values in its root.
-    """
+    """A request's encoder input. `key`: hash of the whole input and of the values in its root."""
 
     __slots__ = ("hashes", "key", "num_cached", "pages", "sides", "signal", "tokens")
 

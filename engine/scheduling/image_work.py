@@ -15,7 +15,7 @@ class ImageWork:
     or shorter than planned, and changes no answer.
 
     Args:
-        crop_work: the work of a crop, in tokens.
+        crop_work: the work of each of an image's `pieces`, in tokens.
         kept_vectors: about as many are kept.
     """
 
@@ -33,7 +33,7 @@ class ImageWork:
                 continue
             if image.key in self._known:
                 self._known.move_to_end(image.key)
-            elif step.see(self._crop_work * len(image.pixels)):
+            elif step.see(self._crop_work * image.pieces):
                 self._keep(image.key, len(image.places))
             else:
                 return max(int(image.places[first]) - start, 0)

@@ -8,7 +8,7 @@ import numpy as np
 
 from engine.interface.request import Request
 from engine.interface.token_sides import Sides, Values, hashed_root
-from engine.interface.vision import image_keys
+from engine.interface.vision import image_keys, image_positions
 from engine.scheduling.block_pool import PageHash, PageHasher
 from engine.scheduling.encoder_input import EncoderInput
 
@@ -29,7 +29,9 @@ class SequenceNeeds:
     # (limit, shift) pairs, limits ascending: sequences that reach at most `limit` tokens are rotated differently from
     # longer ones, and find their angles `shift` rows after their positions
     rotary_shifts: tuple[tuple[int, int], ...] = ()
-    crop_work: float = 0.0  # the work of making the vectors of a crop of an image, in tokens
+    # the work of making the vectors of a crop of an image, in tokens; or of each vector, if images have their own sizes
+    # (`SeenImage.pieces`)
+    crop_work: float = 0.0
     kept_vectors: int = 0  # about as many vectors of images are kept
 
     def sides_of(self, request: Request) -> Sides:
@@ -39,6 +41,9 @@ class SequenceNeeds:
         own = adapter_sides(request)
         if shift:
             own["rotary_offsets"] = np.array([shift], dtype=np.int32)
+        if any(image.axes for image in request.images):
+            offsets, own["rotary_axes"] = image_positions(request.images, len(request.prompt_token_ids))
+            own["rotary_offsets"] = offsets + np.int32(shift)
         if request.images:
             own["image_keys"] = image_keys(request.images, len(request.prompt_token_ids))
         return {**request.sides, **own} if own else request.sides

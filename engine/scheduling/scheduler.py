@@ -97,7 +97,7 @@ class Scheduler:
         # asked for pages of each new prompt that are not in memory; None: nothing is restored
         self.restores: Restores | None = None
         self._num_restoring = 0
-        self._tables = Tables(pool, self._hasher, config, states=self.states)
+        self._tables = Tables(pool, self._hasher, config, None, self.states)
         self._encoder_cache = EncoderCache(pool, self._hasher, config, self.stats)
         self._image_work = ImageWork(config.needs.crop_work, config.needs.kept_vectors)
 
@@ -198,12 +198,8 @@ class Scheduler:
     # ---------------------------------------------------------------- a step
 
     def schedule(self, limit: StepLimit | Callable[[], StepLimit] = UNLIMITED) -> StepPlan | None:
-        """Plan the next step; None if nothing can run.
-
-        Args:
-            limit: how long the step may take, or a function that is called for the limit if there are prompts; it
-                affects how they are cut, but no answer.
-        """
+        """Plan the next step; None if nothing can run. `limit`: how long the step may take, or a function that is
+        called for the limit if there are prompts; it affects how they are cut, but no answer."""
         if self.in_flight:
             raise AssertionError("schedule() was called twice without update() or fail()")
         self._drains = False
@@ -445,7 +441,6 @@ class Scheduler:
         step.kept_pages = sum(self._tables.missing(sequence, sequence.num_tokens)[0] for sequence in sequences)
 
     def _prepare_drafts(self, step: Step) -> None:
-        """Let the drafter find drafts for all sequences that may have some."""
         wanted: list[Wanted] = []
         for group in self._running:
             if not (group.started and group.beam is None and group.fork_point is None and self._drafts_for(group)):
@@ -647,7 +642,6 @@ class Scheduler:
         del self._groups[group.request.request_id]
 
     def _ended(self, group: SequenceGroup, sequence: Sequence) -> None:
-        """Let the drafter know an answer that has ended."""
         if self.drafter is not None and group.beam is None and group.request.pooling is None:
             self.drafter.ended(group.request, sequence)
 

@@ -17,17 +17,12 @@ from engine.scheduling.sequence import Sequence
 
 
 class StateSlots:
-    """The states of all sequences.
-
-    Args:
-        block_size: tokens of a page; snapshots are taken at the ends of pages.
-        publishes: whether snapshots are kept for later requests.
-    """
+    """The states of all sequences."""
 
     def __init__(self, pool: BlockPool, block_size: int, *, publishes: bool):
         self.pool = pool
-        self._size = block_size
-        self._publishes = publishes
+        self._size = block_size  # tokens of a page; snapshots are taken at the ends of pages
+        self._publishes = publishes  # whether snapshots are kept for later requests
 
     def take(self, row: Row, least: int) -> bool:
         """Give a planned row the slot that it writes; returns False if none is left. `least`: slots that must be left

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from functools import partial
 
 from engine.scheduling.block_pool import BlockPool, PageHash, PageHasher
@@ -17,27 +18,15 @@ from engine.scheduling.sequence import IntBuffer, Sequence, SequenceGroup, pages
 from engine.scheduling.state_slots import StateSlots
 
 
+@dataclass(eq=False)
 class Tables:
-    """Handles the tables of sequences: `BlockPool` knows pages, this class knows which tokens they hold.
+    """Handles the tables of sequences: `BlockPool` knows pages, this class knows which tokens they hold."""
 
-    Args:
-        events: notified of pages that can be found from now on; None: that is not recorded.
-        states: states of sequences whose layers have some.
-    """
-
-    def __init__(
-        self,
-        pool: BlockPool,
-        hasher: PageHasher,
-        config: SchedulerConfig,
-        events: PageEvents | None = None,
-        states: StateSlots | None = None,
-    ):
-        self._pool = pool
-        self._hasher = hasher
-        self._config = config
-        self._events = events
-        self._states = states
+    _pool: BlockPool
+    _hasher: PageHasher
+    _config: SchedulerConfig
+    _events: PageEvents | None = None  # notified of pages that can be found from now on; None: that is not recorded
+    _states: StateSlots | None = None  # states of sequences whose layers have some
 
     def pages_needed(self, group: SequenceGroup) -> int:
         """The available pages that a waiting group uses up until it samples."""

@@ -84,8 +84,8 @@ class _Pieces:
                 self._by_end[piece[-1]].append(token)
 
     def breakers(self, texts: Iterable[str]) -> Breakers:
-        """The breakers that llama.cpp looks for: tokens that contain a text, and tokens that end with its beginning,
-        followed by the tokens of the rest."""
+        """The breakers of some texts, as in llama.cpp. Two kinds of tokens break a sequence: a token that contains a
+        text, and a token that ends with the text's beginning, if the tokens of the rest follow."""
         tails: defaultdict[int, set[tuple[int, ...]]] = defaultdict(set)
         for text in sorted(texts):
             whole = text.encode()

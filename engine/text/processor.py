@@ -286,5 +286,4 @@ class _Choice:
 
 
 def _sum_of(news: ChoiceText) -> float:
-    """The log-probability of the news' tokens."""
     return sum(entry[token].logprob for token, entry in zip(news.token_ids, news.logprobs or (), strict=True))

@@ -54,22 +54,17 @@ def _switch_to_target(hf: Any) -> None:
 
 
 class Tokenizer:
-    """A `transformers` tokenizer, reduced to what serving needs; may be used from several threads.
-
-    Args:
-        hf: the tokenizer object, fast (Rust) or slow (Python).
-        lower_case: whether texts are lower-cased first.
-        marked_side: which language an input's language token names, if it has one (`Languages`).
-    """
+    """A `transformers` tokenizer, reduced to what serving needs; may be used from several threads. `marked_side`: which
+    language an input's language token names, if it has one (`Languages`)."""
 
     def __init__(
         self, hf: Any, *, lower_case: bool = False, marked_side: Literal["source", "target"] = "source"
     ) -> None:
-        self._hf = hf
+        self._hf = hf  # the tokenizer object, fast (Rust) or slow (Python)
         # texts of more than the given number of characters are encoded by this function, which is given the text and
         # whether to add special tokens; None: all are encoded here. It is only for tokenizers that can be saved.
         self.encode_long: tuple[int, Callable[[str, bool], list[int]]] | None = None
-        self._lower_case = lower_case
+        self._lower_case = lower_case  # whether texts are lower-cased first
         self._fast: Any = getattr(hf, "_tokenizer", None) if getattr(hf, "is_fast", False) else None
         if self._fast is not None:
             # A tokenizer.json may contain truncation and padding from training. They are switched off once:

@@ -64,7 +64,7 @@ def load_tokenizer(
     alone: bool = False,
 ) -> Tokenizer | None:
     """Load a model's tokenizer, without running any code that comes with it. Raises ModelLoadError if the tokenizer
-    cannot be fetched, or its files cannot be read. ConfigError if the chat template does not exist.
+    cannot be fetched, or its files cannot be read; ConfigError if the chat template does not exist.
 
     Args:
         path_or_id: a folder, or a model's id on the hub (offline mode is respected).

@@ -31,17 +31,7 @@ _TRY_INTERVAL = 0.1  # seconds between two attempts to get room
 
 
 class Background:
-    """The events of an answer that does not depend on its client.
-
-    Args:
-        service: the service that makes the answer.
-        events: the answer as lists of events; the first list comes once the engine has accepted the request.
-        streamed: clients may follow the events; otherwise only their number is kept.
-        keep: writes the events from that number on to the store; returns whether this succeeded. It is first called
-            when the engine has accepted the request, and last when the answer has ended.
-        failing: makes the last events for an error.
-        interrupted: called with the reason if the answer was abandoned.
-    """
+    """The events of an answer that does not depend on its client."""
 
     def __init__(
         self,
@@ -54,12 +44,15 @@ class Background:
     ):
         self.events: list[str] = []  # all events so far, indexed by number
         self.done = False  # whether there will be no more events
-        self._service = service
+        self._service = service  # the service that makes the answer
+        # the answer as lists of events; the first list comes once the engine has accepted the request
         self._source = events
-        self._streamed = streamed
+        self._streamed = streamed  # clients may follow the events; otherwise only their number is kept
+        # writes the events from that number on to the store; returns whether this succeeded. It is first called when
+        # the engine has accepted the request, and last when the answer has ended.
         self._keep = keep
-        self._failing = failing
-        self._interrupted = interrupted
+        self._failing = failing  # makes the last events for an error
+        self._interrupted = interrupted  # called with the reason if the answer was abandoned
         self._written = 0
         self._changed = asyncio.Event()
         self._accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -34,16 +34,11 @@ def shared_rules(mark: str) -> list[str]:
 
 
 class BareObjects:
-    """The rules of one function's arguments.
-
-    Args:
-        name: the name of the first rule; the names of the others begin with it.
-        mark: the mark around strings, as the grammar writes it.
-    """
+    """The rules of one function's arguments."""
 
     def __init__(self, name: str, schema: Mapping[str, Any], mark: str):
-        self._name = name
-        self._mark = mark
+        self._name = name  # the name of the first rule; the names of the others begin with it
+        self._mark = mark  # the mark around strings, as the grammar writes it
         self._values = Values(schema)
         self._referred: dict[str, str] = {}  # rules by reference, because a schema may refer to itself
         self._rules: list[str] = []

@@ -173,7 +173,6 @@ def _pairs(rule: str, schema: Mapping[str, Any], pair: Pair, quoted: _Quoted) ->
 
 
 def _as_object(writing: Writing, tools: Tools) -> str:
-    """A call that is a single object, as a JSON schema."""
     name, arguments = (re.findall(r'"(\w+)"', text)[0] for text in (writing.begin, writing.middle))
     calls = [
         {
@@ -188,7 +187,6 @@ def _as_object(writing: Writing, tools: Tools) -> str:
 
 
 def _arguments(function: Function, *, every: bool) -> dict[str, Any]:
-    """The schema of a function's arguments that is enforced."""
     schema: dict[str, Any] = {"type": "object"}
     if function.parameters is not None and (every or function.strict):
         schema |= closed(function.parameters)
@@ -196,7 +194,6 @@ def _arguments(function: Function, *, every: bool) -> dict[str, Any]:
 
 
 def _reasoning(parsing: Parsing, quoted: _Quoted) -> tuple[str, list[str]]:
-    """The grammar of the reasoning before the answer, with its rules."""
     reasoning = parsing.formats.reasoning
     if reasoning is None:
         return "", []
@@ -209,7 +206,6 @@ def _reasoning(parsing: Parsing, quoted: _Quoted) -> tuple[str, list[str]]:
 
 
 def _free(format: CallFormat, writing: Writing, quoted: _Quoted) -> tuple[str, list[str]]:
-    """Text that may contain calls, with its rules."""
     opening = writing.first + writing.begin
     if opening.startswith("{"):
         return "(calls | NO_OBJECT?)", []

@@ -24,16 +24,11 @@ def new_id() -> str:
 
 
 class Calls:
-    """The calls of one answer: numbers and reports them.
-
-    Args:
-        names: functions that may be called; None for any.
-        most: further calls are dropped.
-    """
+    """The calls of one answer: numbers and reports them."""
 
     def __init__(self, names: frozenset[str] | None = None, most: int | None = None):
-        self._names = names
-        self._most = most
+        self._names = names  # functions that may be called; None for any
+        self._most = most  # further calls are dropped
         self.count = 0
 
     @property
@@ -429,7 +424,6 @@ class NamedCalls(Region):
             self._call_ended()
 
     def _find_name(self) -> bool:
-        """Whether the beginning of a call is complete."""
         text = self.rest.lstrip()
         found = self._head.match(text)
         if found is None:

@@ -71,11 +71,7 @@ class CompletionPieces(PieceMaker[CompletionChoice]):
         self._offsets[index] = offset
 
     def _add_prompt_logprobs(
-        self,
-        to: CompletionLogprobs,
-        prompt: Prompt,
-        text: str,
-        entries: Sequence[TokenLogprobs | None] | None,
+        self, to: CompletionLogprobs, prompt: Prompt, text: str, entries: Sequence[TokenLogprobs | None] | None
     ) -> None:
         cursor = 0
         for position, token in enumerate(prompt.token_ids):

@@ -6,7 +6,7 @@ import asyncio
 import functools
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from engine import EngineInfo, InvalidRequestError, PixelInput, TokenInput
@@ -117,7 +117,6 @@ def _read_some(
 
 
 def _most_tokens(service: Service) -> int:
-    """Maximum tokens of all inputs of one request together."""
     return max(max_queued_tokens(service.client.info, service.settings), MANY_TOKENS)
 
 
@@ -300,32 +299,21 @@ def too_long(
     return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
+@dataclass(eq=False)
 class _Reader:
     """Tokenises a text. A far too long text costs at most a few times as much as the longest text that the model
     allows."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        longest: int,
-        param: str,
-        name: str | None,
-        special: bool,
-        truncate: int | None,
-        marker: int | None,
-        may_be_empty: bool,
-        advice: str,
-    ):
-        self._tokenizer = tokenizer
-        self._longest = longest
-        self._param = param
-        self._name = name
-        self._special = special
-        self._truncate = truncate
-        self._marker = marker
-        self._may_be_empty = may_be_empty
-        self._advice = advice
-        self.num_tokens = 0  # total tokens of all texts
+    _tokenizer: Tokenizer
+    _longest: int
+    _param: str
+    _name: str | None
+    _special: bool
+    _truncate: int | None
+    _marker: int | None
+    _may_be_empty: bool
+    _advice: str
+    num_tokens: int = 0  # total tokens of all texts
 
     def read(self, item: Text, place: int | None) -> Encoding:
         """Read a text; `place` is its index in the request, or None if it has none."""

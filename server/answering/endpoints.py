@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from typing import Protocol
 
 from engine import EngineInfo, Task
 from engine.pooled import comparison_of, is_cross_encoder
@@ -89,22 +91,15 @@ def _classify(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
     return None if {"classify", "token_classify"} & set(info.tasks) else f"{_kind(info)}, and it has no classes"
 
 
-def _answer(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
-    if "answer" not in info.tasks:
-        return f"{_kind(info)}, and it does not find answers in texts"
-    return None if tokenizer is not None else _NO_TOKENIZER
+def _reads_texts(task: Task, lacks: str) -> _Reason:
+    """The reason for an endpoint of one task, which reads texts; `lacks`: what a model without the task does not do."""
 
+    def reason(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
+        if task not in info.tasks:
+            return f"{_kind(info)}, and it does not {lacks}"
+        return None if tokenizer is not None else _NO_TOKENIZER
 
-def _entities(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
-    if "entities" not in info.tasks:
-        return f"{_kind(info)}, and it does not find entities by label"
-    return None if tokenizer is not None else _NO_TOKENIZER
-
-
-def _fill_mask(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
-    if "fill_mask" not in info.tasks:
-        return f"{_kind(info)}, and it does not predict masked tokens"
-    return None if tokenizer is not None else _NO_TOKENIZER
+    return reason
 
 
 def _translate(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
@@ -146,9 +141,9 @@ ENDPOINTS: dict[str, _Reason] = {
     "/v1/score": _score,
     "/v1/rerank": _score,
     "/v1/classify": _classify,
-    "/v1/answer": _answer,
-    "/v1/entities": _entities,
-    "/v1/fill-mask": _fill_mask,
+    "/v1/answer": _reads_texts("answer", "find answers in texts"),
+    "/v1/entities": _reads_texts("entities", "find entities by label"),
+    "/v1/fill-mask": _reads_texts("fill_mask", "predict masked tokens"),
     "/translate": _translate,
     "/v1/audio/transcriptions": _transcriptions,
     "/v1/audio/translations": _translations,
@@ -174,14 +169,27 @@ def require(service: Service, endpoint: str) -> None:
         raise ApiError(400, message, param="model", code="unsupported_endpoint")
 
 
+class _Body(Protocol):
+    model: str | None
+
+    def refuse_unsupported(self) -> None: ...
+
+
+def begin(service: Service, body: _Body, endpoint: str) -> float:
+    """Refuse a request that the model or the endpoint cannot serve; returns its arrival, `time.monotonic()` seconds."""
+    arrival = time.monotonic()
+    service.check_model(body.model)
+    require(service, endpoint)
+    body.refuse_unsupported()
+    return arrival
+
+
 def _reads(info: EngineInfo) -> str:
-    """The kinds of input that a model reads."""
     kinds = ["texts"] if info.vocab_size else []
     return " and ".join(kinds if info.signal is None else [*kinds, "images"])
 
 
 def _kind(info: EngineInfo) -> str:
-    """The kind of the model, as the beginning of a reason."""
     for task, words in _HEADS.items():
         if task in info.tasks:
             return words if info.vocab_size else f"its head classifies {_reads(info)}"

@@ -17,7 +17,7 @@ from server.errors import ApiError
 async def enforce(service: Service, shape: Shape, tools: Tools | None, parsing: Parsing | None) -> Shape:
     """The constraints for the engine: the answer has the required calls, arguments of strict functions match their
     schemas, and a requested format applies only to the text. Raises ApiError if the model's call format is unknown or
-    cannot be enforced. InvalidRequestError if a function's schema cannot be compiled. `parsing`: how the answer is
+    cannot be enforced; InvalidRequestError if a function's schema cannot be compiled. `parsing`: how the answer is
     parsed; None for plain text."""
     forced = tools is not None and tools.forced
     form = None if forced else shape.params.structured_outputs  # if only calls are allowed there is no text

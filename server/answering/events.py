@@ -56,10 +56,7 @@ class Chunks(Events[Piece]):
     """
 
     def __init__(
-        self,
-        maker: PieceMaker[Piece],
-        chunk: Callable[[list[Piece], Extra], BaseModel],
-        options: StreamOptions | None,
+        self, maker: PieceMaker[Piece], chunk: Callable[[list[Piece], Extra], BaseModel], options: StreamOptions | None
     ):
         super().__init__(maker)
         self._chunk = chunk

@@ -131,6 +131,16 @@ def choose_formats(
     )
 
 
+def reading_formats(
+    templates: str, calls: str, reasoning: str, tool_prompt: str, response_template: Mapping[str, Any] | None = None
+) -> Formats:
+    """The formats for parsing a model's answers. The arguments are those of `choose_formats`, and the setting
+    `tool_prompt`."""
+    formats = choose_formats(templates, calls, reasoning, response_template)
+    asks = tool_prompt == AUTO and calls != NONE and bool(templates) and "tools" not in templates
+    return prompted(formats) if asks else formats
+
+
 def prompted(formats: Formats) -> Formats:
     """The formats of a model whose templates do not support tools. The prompt asks it to write calls in Hermes' format,
     which most models have seen, unless it has a format of its own that a prompt can describe."""

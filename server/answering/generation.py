@@ -8,15 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from engine import (
-    BeamMoves,
-    InvalidRequestError,
-    OctavoError,
-    RequestDelta,
-    SamplingParams,
-    TokenLogprobs,
-    parse_bytes,
-)
+from engine import BeamMoves, InvalidRequestError, OctavoError, RequestDelta, SamplingParams, TokenLogprobs, parse_bytes
 from engine.text.processor import ChoiceText, OutputProcessor
 from server.answering.observation import RequestRecord
 from server.answering.prompt import Prompt
@@ -54,8 +46,6 @@ class Generation:
 
     Args:
         request_id: prefix of the engine's request ids, one per prompt.
-        record: is notified of what happens.
-        ticket: its slots are released as the prompts end.
         shown_special: special tokens whose text is always shown.
 
     Raises:
@@ -79,8 +69,8 @@ class Generation:
         self._metrics = service.metrics
         self._params = params
         self._terms = terms.keywords()
-        self._record = record
-        self._ticket = ticket
+        self._record = record  # is notified of what happens
+        self._ticket = ticket  # its slots are released as the prompts end
         self._runs = [
             _Run(
                 index=index,

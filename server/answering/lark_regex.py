@@ -49,7 +49,6 @@ def lark_to_regex(grammar: str) -> str:
 
 
 def _rules(grammar: str) -> dict[str, list[Token]]:
-    """The tokens of each rule's body, by its name."""
     rules: dict[str, list[Token]] = {}
     line: list[Token] = []
     for token in [*grammar_tokens(_TOKEN, grammar), ("line", "\n")]:

@@ -168,19 +168,14 @@ def written(kind: str, fields: Mapping[str, Any]) -> str:
 
 
 class MessageEvents(Events[ChatPiece]):
-    """Typed events.
-
-    Args:
-        frame: the answer without the fields that are only known later.
-        lowered: whether the answer has less room than requested.
-    """
+    """Typed events."""
 
     silence = written("ping", {})
 
     def __init__(self, maker: PieceMaker[ChatPiece], frame: Message, *, lowered: bool):
         super().__init__(maker)
-        self._frame = frame
-        self._lowered = lowered
+        self._frame = frame  # the answer without the fields that are only known later
+        self._lowered = lowered  # whether the answer has less room than requested
         self._blocks = Blocks(self)
         self._written: list[str] = []
 

@@ -193,7 +193,6 @@ class RequestRecord:
         return facts
 
     def _seconds(self, tokens: int) -> dict[str, float]:
-        """The duration of the request and of each complete phase, and the tokens per second."""
         total = time.monotonic() - self.arrival
         phases = self.phases().items()
         seconds = {f"{name}_seconds": end - start for name, (start, end) in phases if end is not None}

@@ -12,9 +12,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from engine import EngineInfo
+from engine import EngineConfig, EngineInfo, read_template
+from engine.process.predict import Prediction
+from server.answering.formats import reading_formats
 from server.answering.infilling import Infilling
 from server.api.ollama_schemas import OllamaDetails
+from server.config.settings import ServerSettings
 from server.context import Service
 
 _WEIGHTS = (".safetensors", ".gguf")
@@ -97,6 +100,40 @@ def model_info(info: EngineInfo) -> dict[str, Any]:
         f"{family}.attention.head_count_kv": config.get("num_key_value_heads"),
     }
     return {name: value for name, value in found.items() if value}
+
+
+def expected_capabilities(config: EngineConfig, settings: ServerSettings, found: Prediction) -> list[str]:
+    """The abilities of a model that has never been loaded, without those that only its tokenizer tells ("insert")."""
+    template = written_template(config.chat_template, found.path)
+    formats = reading_formats(template, settings.tool_call_parser, settings.reasoning_parser, settings.tool_prompt)
+    writes = "generate" in found.tasks
+    able = {
+        "completion": writes,
+        "tools": writes and bool(template) and formats.calls is not None,
+        "thinking": writes and bool(template) and formats.reasoning is not None,
+        "embedding": "embed" in found.tasks and not writes,
+        "vision": found.sees,
+    }
+    return [name for name, has in able.items() if has]
+
+
+def written_template(chosen: str | None, folder: str) -> str:
+    """The chat template of a model that is not loaded; "" if it has none.
+
+    Args:
+        chosen: the setting `chat_template`.
+        folder: the folder with the model's config.json; "" if it is not known.
+    """
+    if chosen is not None:
+        return read_template(chosen)
+    path = Path(folder)
+    own = path / "chat_template.jinja"
+    try:
+        found = own.read_text(encoding="utf-8") if own.is_file() else None
+    except (OSError, ValueError):  # it only describes
+        found = None
+    found = found or _json_object(path / "tokenizer_config.json").get("chat_template")
+    return found if isinstance(found, str) else ""
 
 
 def capabilities(service: Service) -> list[str]:

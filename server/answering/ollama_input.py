@@ -82,6 +82,8 @@ def find_model(service: Service, name: str | None) -> str | None:
     for served in names:
         if tagged(served).casefold() == wanted:
             return served
+    if any(tagged(alias).casefold() == wanted for alias in service.aliases):
+        return None  # it stands for the model
     service.check_model(name)
     return None  # a name that stands for any model
 

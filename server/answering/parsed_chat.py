@@ -75,7 +75,6 @@ class ParsedChatPieces(ChatPieces):
         return parts
 
     def _count(self, read: _Choice, choice: ChoiceText) -> None:
-        """Count the tokens up to the one that ends reasoning."""
         for token in choice.token_ids:
             read.reasoning_tokens += 1
             if token == self.parsing.reasoning_ends_with:

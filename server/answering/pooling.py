@@ -243,7 +243,7 @@ class _Answers(Lane):
             turns.ended(run.num_tokens)
 
     async def all(self) -> list[Pooled]:
-        """One answer for each input, in order, when all are known. Raises InvalidRequestError if an input was refused.
+        """One answer for each input, in order, when all are known. Raises InvalidRequestError if an input was refused;
         RequestFailedError, EngineDeadError: from the engine."""
         self._settle()
         await self._over

@@ -130,7 +130,7 @@ class Truncation:
 
     def encode(self, tokenizer: Tokenizer, text: str, room: Room, *, add_special_tokens: bool) -> list[int]:
         """A text's token ids after cutting, including special tokens. Raises ApiError if the text has far too many
-        characters for so few tokens. InvalidRequestError if the special tokens alone exceed the limit."""
+        characters for so few tokens; InvalidRequestError if the special tokens alone exceed the limit."""
         plain = functools.partial(tokenizer.encode, add_special_tokens=False)
         beyond = count_beyond(plain, text, self.tokens, left=self.side == "left")
         if beyond is not None:  # the rest does not matter and may take minutes

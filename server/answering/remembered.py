@@ -35,7 +35,7 @@ class RememberedTokens:
 
     def encode(self, text: str, room: Room, salt: str | None) -> list[int]:
         """The token ids of a prompt, equal to those of `encode_fitting`. `salt`: prompts with different salts share
-        nothing, not even the time saved by tokenising. Raises ApiError if the text is far too long. InvalidRequestError
+        nothing, not even the time saved by tokenising. Raises ApiError if the text is far too long; InvalidRequestError
         if the text is not valid Unicode."""
         segments = self._segmenter.split(text)
         root = f"{salt or ''}\0".encode()

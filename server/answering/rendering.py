@@ -148,18 +148,15 @@ class ChatRenderer:
         """The rendered conversation and its token ids. The template writes the special tokens itself.
 
         Templates that know the role developer get it; others get system instead. Messages that a template would refuse
-        or lose are rearranged so that it shows them (`engine.text.fitting`).
+        or lose are rearranged so that it shows them (`engine.text.fitting`). Raises ApiError if the template takes too
+        much time or memory or does not support tools or documents, or the conversation is far too long;
+        InvalidRequestError if there is no template.
 
         Args:
             formats: the model's call format, and whether a system message describes the tools.
             terms: the request's terms. Requests with the same salt share remembered tokens; with None nothing is
                 remembered.
             marks: of the images in the messages; None: there are none.
-
-        Raises:
-            ApiError: the template takes too much time or memory or does not support tools or documents, or the
-                conversation is far too long.
-            InvalidRequestError: there is no template.
         """
         rendering, formats = rendering or Rendering(), formats or Formats()
         template = tokenizer.need_chat_template(tools=rendering.tools is not None)

@@ -37,10 +37,7 @@ def usage_of(usage: Usage) -> ResponseUsage:
     details = usage.completion_tokens_details
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {
-            "cached_tokens": usage.prompt_tokens_details.cached_tokens,
-            "cache_write_tokens": 0,
-        },
+        "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": 0 if details is None else details.reasoning_tokens},
         "total_tokens": usage.total_tokens,
@@ -123,18 +120,12 @@ def written(kind: str, number: int, **fields: Any) -> str:
 
 
 class ResponseEvents(Events[ChatPiece]):
-    """Typed, numbered events.
-
-    Args:
-        frame: the answer without the fields that are only known later.
-        name_of: returns the client's name for a function.
-        opened: whether the first events have been sent.
-    """
+    """Typed, numbered events. `opened`: whether the first events have been sent."""
 
     def __init__(self, maker: PieceMaker[ChatPiece], frame: Response, name_of: NameOf, *, opened: bool = False):
         super().__init__(maker)
-        self._name_of = name_of
-        self._frame = frame
+        self._name_of = name_of  # returns the client's name for a function
+        self._frame = frame  # the answer without the fields that are only known later
         self._blocks = Blocks(self)
         self._number = NUM_OPENING if opened else 0
         self._begun = not frame["background"]

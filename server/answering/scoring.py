@@ -8,15 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from engine import Pooled, PoolingParams
-from engine.pooled import (
-    SIDES,
-    Comparer,
-    SideReading,
-    compared_side,
-    is_cross_encoder,
-    prompt_tokens,
-    side_prompt,
-)
+from engine.pooled import SIDES, Comparer, SideReading, compared_side, is_cross_encoder, prompt_tokens, side_prompt
 from engine.text.processor import Encoding
 from server.answering.encoding import Text, compact, compact_input, encode_all, estimate, need_tokenizer
 from server.answering.pooling import PoolingInput, PoolingRun
@@ -114,7 +106,6 @@ class ScoringRun(PoolingRun):
         return self.second.param if param == "input" else param
 
     async def _cut(self, side: Side) -> Side:
-        """The side with its texts cut to the maximum length."""
         if not side.most or side.most >= self.service.client.info.max_model_len:
             return side
         tokenizer = need_tokenizer(self.service, side.param)

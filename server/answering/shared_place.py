@@ -11,22 +11,17 @@ from server.gates import Place
 
 
 class SharedPlace:
-    """Several prompts share each slot. A slot is free once the last of its prompts has ended.
-
-    Args:
-        slots: how many there are.
-        prompts: how many share them.
-    """
+    """Several prompts share each slot. A slot is free once the last of its prompts has ended."""
 
     def __init__(self, place: Place, slots: int, prompts: int) -> None:
         self._place = place
-        self._slots = slots
+        self._slots = slots  # how many there are
         self._tokens = [0] * prompts  # waiting tokens of each prompt, once known
         self._waiting = set(range(prompts))
         self._held = set(range(prompts))
         self._waiting_in = Counter(map(self._slot, range(prompts)))
         self._held_in = Counter(self._waiting_in)
-        self.num_unfinished = prompts
+        self.num_unfinished = prompts  # how many share them
 
     def _slot(self, index: int) -> int:
         return index % self._slots

@@ -28,23 +28,19 @@ class ClientGoneError(Exception):
 
 
 class Wanted:
-    """Whether a request's answer is still wanted.
-
-    Args:
-        drain: reports the end of the service's grace period.
-        interrupted: called with the reason if the work was cancelled: disconnect, stall or shutdown. All of the work
-            has ended by then.
-    """
+    """Whether a request's answer is still wanted."""
 
     def __init__(self, drain: Drain, interrupted: Callable[[str], None]):
-        self._drain = drain
+        self._drain = drain  # reports the end of the service's grace period
+        # called with the reason if the work was cancelled: disconnect, stall or shutdown. All of the work has ended by
+        # then.
         self._interrupted = interrupted
 
     async def run(self, scope: Scope, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         """Run `work`; cancel it and wait for its end as soon as its result is no longer wanted.
 
         The request's body must already be read, because messages from `receive` are discarded. Raises ClientGoneError
-        if the client left first. ApiError if the service is stopping and cannot wait longer.
+        if the client left first; ApiError if the service is stopping and cannot wait longer.
         """
         task = asyncio.ensure_future(work)
         watch = asyncio.create_task(_until_disconnected(receive))
@@ -89,15 +85,11 @@ class KeepAlive:
     """Signals when a stream has been silent for too long; a context.
 
     It uses one timer, which is not reset when something is sent; it checks the time when it fires.
-
-    Args:
-        seconds: maximum seconds of silence; 0 for no limit.
-        wake: called after that time.
     """
 
     def __init__(self, seconds: float, wake: Callable[[], None]):
-        self._seconds = seconds
-        self._wake = wake
+        self._seconds = seconds  # maximum seconds of silence; 0 for no limit
+        self._wake = wake  # called after that time
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -138,10 +130,8 @@ class EventStream(Response):
     the answer is no longer wanted, the generator is cancelled.
 
     Args:
-        wanted: watches whether the answer is still wanted.
         headers: further headers; they may change until the first item.
         held: a context that is left when the answer has ended, even if `events` has not begun.
-        failing: makes the last events for an error.
     """
 
     media_type: str = "text/event-stream"
@@ -160,9 +150,9 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._more = {} if headers is None else headers
         self._events = events
-        self._wanted = wanted
+        self._wanted = wanted  # watches whether the answer is still wanted
         self._held = held or nullcontext()
-        self._failing = failing
+        self._failing = failing  # makes the last events for an error
         self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -137,7 +137,6 @@ def _check_type(function: Mapping[str, Any], name: str, kind: type, wanted: str,
 
 
 def _read_allowed(given: Any, names: Sequence[str]) -> tuple[str, frozenset[str]]:
-    """Whether a call is required, and the names of the allowed functions."""
     where = "tool_choice.allowed_tools"
     if not isinstance(given, dict) or given.get("mode") not in ("auto", "required"):
         _fail(where, f"{where} must be an object with mode (auto or required) and tools, got {shown(given)}.")

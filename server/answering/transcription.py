@@ -322,7 +322,6 @@ class TranscriptionRun:
     # ---------------------------------------------------------------- questions
 
     async def _place(self, features: Any, placing: Placing) -> list[float]:
-        """The encoder positions at which tokens are spoken."""
         self._count += 1
         request_id, source = f"{self.request_id}-{self._count}", AudioInput(features, placing.tokens)
         work = self.service.client.generate(request_id, source, placing.params, **self.terms.keywords())

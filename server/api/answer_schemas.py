@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, Field
 
 from engine.pooled import DEFAULT_ANSWER_LENGTH, DEFAULT_ANSWERS, MAX_ANSWER_LENGTH, MAX_ANSWERS, AnswerTerms
-from server.api.pooling_schemas import NumbersBody, PoolingUsage
+from server.api.pooling_schemas import ListAnswer, NumbersBody
 from server.api.scoring_schemas import Texts
 
 
@@ -57,12 +57,7 @@ class Answers(BaseModel):
     answers: list[FoundAnswer]
 
 
-class AnswerResponse(BaseModel):
+class AnswerResponse(ListAnswer):
     """Answer of POST /v1/answer."""
 
-    id: str
-    object: str = "list"
-    created: int
-    model: str
     data: list[Answers]
-    usage: PoolingUsage

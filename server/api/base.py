@@ -26,11 +26,8 @@ class Body(BaseModel):
         return value
 
     def refuse_unsupported(self) -> None:
-        """Refuse fields that would change the answer and are not supported.
-
-        Raises:
-            ApiError: names the first such field.
-        """
+        """Refuse fields that would change the answer and are not supported. Raises ApiError: names the first such
+        field."""
         refuse_unsupported(self.model_extra or {})
 
     def ignored_fields(self) -> list[str]:

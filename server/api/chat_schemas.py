@@ -106,11 +106,8 @@ class ChatCompletionRequest(TemplateFields, GenerationBody):
     )
 
     def sampling(self) -> dict[str, Any]:
-        """Keyword arguments for `SamplingParams`: the sampling fields that were sent.
-
-        Raises:
-            InvalidRequestError: max_tokens is invalid, even if it is not used.
-        """
+        """Keyword arguments for `SamplingParams`: the sampling fields that were sent. Raises InvalidRequestError:
+        max_tokens is invalid, even if it is not used."""
         fields = super().sampling()
         if self.max_completion_tokens is not None:
             SamplingParams(max_tokens=fields.get("max_tokens"))  # not used, but invalid all the same

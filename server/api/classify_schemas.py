@@ -13,7 +13,7 @@ from server.api.pooling_schemas import (
     TEXT_SCHEMA,
     ActivatedBody,
     BoxedBody,
-    PoolingUsage,
+    ListAnswer,
     check_each,
     either,
     read_image,
@@ -92,11 +92,7 @@ class ClassifyRequest(ActivatedBody, BoxedBody):
     aggregation_strategy: Aggregation | None = Field(None, description="Name of aggregation in transformers.")
 
     def aggregates(self) -> Aggregation | None:
-        """The aggregation, a field with two names.
-
-        Raises:
-            ApiError: the two names have different values.
-        """
+        """The aggregation, a field with two names. Raises ApiError if the two names have different values."""
         value: Aggregation | None = either(self, "aggregation", "aggregation_strategy")
         return value
 
@@ -137,12 +133,7 @@ class TokenClassification(BaseModel):
     entities: list[Entity]
 
 
-class ClassifyResponse(BaseModel):
+class ClassifyResponse(ListAnswer):
     """Answer of POST /v1/classify. The kind of data depends on the model."""
 
-    id: str
-    object: str = "list"
-    created: int
-    model: str
     data: list[Classification] | list[TokenClassification]
-    usage: PoolingUsage

@@ -53,7 +53,6 @@ def _part(part: Any) -> str:
 
 
 def _parts(value: Any) -> str:
-    """A text, or the texts in a list of parts."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -99,9 +98,7 @@ _ITEM_SCHEMA = {
     "properties": {"type": {"const": "message"}, "role": {"enum": [*_ROLES]}, "content": _PARTS_SCHEMA},
     "required": ["role", "content"],
 }
-_INPUT_SCHEMA = {
-    "anyOf": [{"type": "string"}, {"type": "array", "maxItems": MAX_MESSAGES, "items": _ITEM_SCHEMA}],
-}
+_INPUT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "maxItems": MAX_MESSAGES, "items": _ITEM_SCHEMA}]}
 Evidence = Annotated[str, PlainValidator(_check_input), WithJsonSchema(_INPUT_SCHEMA)]
 Instructions = Annotated[str, PlainValidator(_parts), WithJsonSchema(_PARTS_SCHEMA)]
 
@@ -112,7 +109,6 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     def unknown(self, where: str) -> list[str]:
-        """The unknown fields."""
         return [f"{where}.{name}" for name in self.model_extra or ()]
 
 

@@ -10,7 +10,7 @@ from engine import PoolingMode
 from engine.pooled.vectors import EmbedDtype
 from server.api.chat_schemas import Messages
 from server.api.fields import Name
-from server.api.pooling_schemas import BoxedBody, Inputs, PoolingUsage, either
+from server.api.pooling_schemas import BoxedBody, Inputs, ListAnswer, either
 from server.api.template_fields import TemplateFields
 
 EncodingFormat = Literal["float", "base64", "bytes", "bytes_only"]
@@ -64,11 +64,7 @@ class MatrixBody(TemplateFields, BoxedBody):
     )
 
     def normalizes(self) -> bool | None:
-        """The normalisation switch, a field with two names.
-
-        Raises:
-            ApiError: the two names have different values.
-        """
+        """The normalisation switch, a field with two names. Raises ApiError if the two names have different values."""
         value: bool | None = either(self, "normalize", "use_activation")
         return value
 
@@ -100,15 +96,10 @@ class Embedding(BaseModel):
     embedding: list[float] | str
 
 
-class EmbeddingResponse(BaseModel):
+class EmbeddingResponse(ListAnswer):
     """Answer of POST /v1/embeddings."""
 
-    id: str
-    object: str = "list"
     data: list[Embedding]
-    created: int
-    model: str
-    usage: PoolingUsage
 
 
 class SparseValue(BaseModel):
@@ -135,15 +126,10 @@ class PoolingItem(BaseModel):
     data: list[list[float]] | list[float] | list[SparseValue] | PoolingVectors | str
 
 
-class PoolingResponse(BaseModel):
+class PoolingResponse(ListAnswer):
     """Answer of POST /pooling."""
 
-    id: str
-    object: str = "list"
     data: list[PoolingItem]
-    created: int
-    model: str
-    usage: PoolingUsage
 
 
 BYTES: dict[str, Any] = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 from engine.pooled import DEFAULT_THRESHOLD, MAX_LABELS, EntityTerms
 from server.api.fields import at_most
-from server.api.pooling_schemas import NumbersBody, PoolingUsage
+from server.api.pooling_schemas import ListAnswer, NumbersBody
 from server.api.scoring_schemas import Texts
 
 Label = Annotated[str, Field(min_length=1)]
@@ -57,12 +57,7 @@ class Entities(BaseModel):
     entities: list[FoundEntity]
 
 
-class EntitiesResponse(BaseModel):
+class EntitiesResponse(ListAnswer):
     """Answer of POST /v1/entities."""
 
-    id: str
-    object: str = "list"
-    created: int
-    model: str
     data: list[Entities]
-    usage: PoolingUsage

@@ -136,11 +136,7 @@ logger = logging.getLogger("octavo.server")
 
 
 def refuse_unsupported(unknown: Mapping[str, Any]) -> None:
-    """Refuse fields that would change the answer and are not supported.
-
-    Raises:
-        ApiError: names the first such field.
-    """
+    """Refuse fields that would change the answer and are not supported. Raises ApiError: names the first such field."""
     for name, value in unknown.items():
         nothing = UNSUPPORTED.get(name)
         if nothing is None or _asks_for_nothing(name, value):
@@ -197,7 +193,6 @@ def at_most(limit: int, what: str) -> BeforeValidator:
 
 
 def _few_ids(value: Any) -> Any:
-    """Lists of ids with few ids in total."""
     if isinstance(value, list):
         total = sum(len(item) if isinstance(item, list) else 1 for item in value)
         if total > MAX_LISTED_IDS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, Field
 
 from engine import DEFAULT_TOP_K, MAX_TOP_K
-from server.api.pooling_schemas import BoxedBody, Inputs, PoolingUsage
+from server.api.pooling_schemas import BoxedBody, Inputs, ListAnswer
 
 
 class FillMaskRequest(BoxedBody):
@@ -15,10 +15,7 @@ class FillMaskRequest(BoxedBody):
         description="A text, a list of token ids, or a list of these. Each must contain the tokenizer's mask token."
     )
     top_k: int | None = Field(
-        None,
-        ge=1,
-        le=MAX_TOP_K,
-        description=f"Number of most probable tokens to return per mask ({DEFAULT_TOP_K}).",
+        None, ge=1, le=MAX_TOP_K, description=f"Number of most probable tokens to return per mask ({DEFAULT_TOP_K})."
     )
 
 
@@ -38,12 +35,7 @@ class FilledMasks(BaseModel):
     masks: list[list[FilledMask]]
 
 
-class FillMaskResponse(BaseModel):
+class FillMaskResponse(ListAnswer):
     """Answer of POST /v1/fill-mask."""
 
-    id: str
-    object: str = "list"
-    created: int
-    model: str
     data: list[FilledMasks]
-    usage: PoolingUsage

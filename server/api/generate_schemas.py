@@ -32,11 +32,8 @@ class RenderedBudget(Body):
     begun: bool | None = Field(None, description="Whether the prompt opens the reasoning (false).")
 
     def made(self) -> ReasoningBudget:
-        """The limit in the engine's form.
-
-        Raises:
-            InvalidRequestError: a token id is out of range, or there are too many.
-        """
+        """The limit in the engine's form. Raises InvalidRequestError if a token id is out of range, or there are too
+        many."""
         return ReasoningBudget(
             tokens=self.tokens,
             open=tuple(self.open),
@@ -73,8 +70,7 @@ class GenerateRequest(ServedBody):
         description="The prompt."
     )
     sampling_params: GenerateParams = Field(
-        default_factory=lambda: GenerateParams.model_validate({}),
-        description="Sampling fields, as in /v1/completions.",
+        default_factory=lambda: GenerateParams.model_validate({}), description="Sampling fields, as in /v1/completions."
     )
     model: str | None = Field(None, description="Id of the served model, or name of an adapter. Optional.")
     stream: bool | None = Field(None, description="Stream the answer as server-sent events.")

@@ -127,8 +127,7 @@ class MessageRequest(_Conversation, _AnswerBody):
     """Body of POST /v1/messages. All fields but messages and max_tokens may be null, which means the default."""
 
     max_tokens: int = Field(
-        ge=1,
-        description="Maximum tokens of the answer, including thinking; lowered to the space left in the context.",
+        ge=1, description="Maximum tokens of the answer, including thinking; lowered to the space left in the context."
     )
     stop_sequences: Annotated[list[str], Field(fail_fast=True), at_most(MAX_STOP_STRINGS, "strings")] | None = Field(
         None, description="Strings that end the answer."

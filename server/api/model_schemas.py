@@ -32,13 +32,14 @@ class ModelState(BaseModel):
 
 
 class UnloadedCard(ModelState):
-    """A model that has to be loaded before more is known."""
+    """A model that has to be loaded before more is known, or one of its adapters."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: Literal["octavo"] = "octavo"
     root: str
+    parent: str | None = Field(None, description="The base model of an adapter.")
     max_model_len: int | None = None
     tasks: list[str] = Field(description="What the model can do, if that is known.")
     endpoints: list[str] | None = Field(None, description="Endpoints that it supports, if it was loaded before.")

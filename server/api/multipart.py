@@ -34,20 +34,12 @@ class Form:
 
 
 def read_form(content: bytes, content_type: str) -> Form:
-    """Parse a body as a form.
-
-    Args:
-        content_type: the header, which contains the boundary between parts.
-
-    Raises:
-        ApiError: the body is not such a form, or contains too much; says what.
-    """
+    """Parse a body as a form. `content_type`: the header, which contains the boundary between parts. Raises ApiError if
+    the body is not such a form, or contains too much; says what."""
     kind = _headers(b"Content-Type: " + content_type.encode("latin-1", "replace"))
     boundary = kind.get_boundary()
     if kind.get_content_type() != "multipart/form-data" or not boundary:
-        raise _wrong(
-            f"The body must be a form with Content-Type: multipart/form-data, got {shown(content_type)}.",
-        )
+        raise _wrong(f"The body must be a form with Content-Type: multipart/form-data, got {shown(content_type)}.")
     form = Form({}, {})
     separator = b"\r\n--" + boundary.encode("latin-1", "replace")
     at = 0 if content.startswith(separator[2:]) else content.find(separator) + 2

@@ -24,11 +24,8 @@ _FOREVER = float("inf")
 
 
 def seconds_of(value: Any) -> float:
-    """A duration as Ollama's clients send it: seconds, or a text such as "5m" or "1h30m". Below 0 means forever.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """A duration as Ollama's clients send it: seconds, or a text such as "5m" or "1h30m". Below 0 means forever. Raises
+    ValueError if it is neither."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return _FOREVER if value < 0 else float(value)
     if not isinstance(value, str) or not value:
@@ -57,14 +54,14 @@ KeepAlive = Annotated[
     Annotated[float, PlainValidator(_check_duration), WithJsonSchema(_DURATION)] | None,
     Field(
         description="Time that the model stays loaded after the request. It has no effect if the server has one model, "
-        "or the model is pinned.",
+        "or the model is pinned."
     ),
 ]
 Options = Annotated[
     Annotated[dict[str, Any], at_most(_MAX_OPTIONS, "fields")] | None,
     Field(
         description="Sampling options: num_predict, temperature, top_k, top_p, min_p, typical_p, seed, stop, "
-        "repeat_penalty, presence_penalty, frequency_penalty, num_ctx.",
+        "repeat_penalty, presence_penalty, frequency_penalty, num_ctx."
     ),
 ]
 
@@ -77,9 +74,7 @@ def _check_format(value: Any) -> Any:
 
 Format = Annotated[
     Annotated[
-        Any,
-        PlainValidator(_check_format),
-        WithJsonSchema({"anyOf": [{"enum": ["json", ""]}, {"type": "object"}]}),
+        Any, PlainValidator(_check_format), WithJsonSchema({"anyOf": [{"enum": ["json", ""]}, {"type": "object"}]})
     ]
     | None,
     Field(description="Format of the answer: json for any object, or a JSON schema."),
@@ -88,7 +83,7 @@ Think = Annotated[
     bool | Literal["low", "medium", "high", "max"] | None,
     Field(
         description="Whether the model reasons before it answers. Sets enable_thinking for the chat template; a level "
-        "also sets reasoning_effort.",
+        "also sets reasoning_effort."
     ),
 ]
 Images = Annotated[

@@ -17,11 +17,8 @@ _NOT_WITH_BEAMS = {column.name: column.nothing for column in FILTERS}
 
 
 def shape_of(body: GenerationBody, service: Service, *, echo: bool = False) -> Shape:
-    """The body's request to the engine, and the form of the answer.
-
-    Raises:
-        ApiError, InvalidRequestError: fields contradict each other, are out of range or are not supported.
-    """
+    """The body's request to the engine, and the form of the answer. Raises ApiError, InvalidRequestError: fields
+    contradict each other, are out of range or are not supported."""
     body.refuse_unsupported()
     if body.stream_options is not None and not body.stream:
         _fail("stream_options", "stream_options is only allowed when stream is true.")

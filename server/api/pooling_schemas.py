@@ -22,11 +22,8 @@ class NumbersBody(ServedBody):
     model: str | None = Field(None, description="Id of the served model, or name of an adapter. Optional.")
 
     def refuse_unsupported(self) -> None:
-        """Refuse fields that would change the answer and are not supported.
-
-        Raises:
-            ApiError: names the first such field.
-        """
+        """Refuse fields that would change the answer and are not supported. Raises ApiError: names the first such
+        field."""
         extra = self.model_extra or {}
         if extra.get("messages") is not None:
             raise ApiError(400, _MESSAGES, param="messages", code="unsupported_parameter")
@@ -97,21 +94,13 @@ class ActivatedBody(PoolingBody):
     activation: bool | None = Field(None, description="Older name of use_activation.")
 
     def activates(self) -> bool | None:
-        """The activation switch, a field with two names.
-
-        Raises:
-            ApiError: the two names have different values.
-        """
+        """The activation switch, a field with two names. Raises ApiError if the two names have different values."""
         value: bool | None = either(self, "use_activation", "activation")
         return value
 
 
 def either(body: BaseModel, name: str, other: str) -> Any:
-    """The value of a field with two names.
-
-    Raises:
-        ApiError: the two names have different values.
-    """
+    """The value of a field with two names. Raises ApiError if the two names have different values."""
     first, second = getattr(body, name), getattr(body, other)
     if first is not None and second is not None and first != second:
         message = f"{other} is another name of {name}, and the two contradict each other; send one."
@@ -127,15 +116,19 @@ class PoolingUsage(BaseModel):
     completion_tokens: int = 0
 
 
+class ListAnswer(BaseModel):
+    """The fields of an answer beside its list of results."""
+
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    usage: PoolingUsage
+
+
 def check_each(inputs: list[Any], *, alone: bool) -> list[Any]:
-    """Refuse too many inputs and empty inputs.
-
-    Args:
-        alone: the input came by itself, not in a list.
-
-    Raises:
-        PydanticCustomError: names the input.
-    """
+    """Refuse too many inputs and empty inputs. `alone`: the input came by itself, not in a list. Raises
+    PydanticCustomError: names the input."""
     if len(inputs) > MAX_INPUTS:
         raise PydanticCustomError("limit", f"may have at most {MAX_INPUTS} inputs, got {len(inputs)}")
     empty = next((place for place, item in enumerate(inputs) if item in ("", [])), None)
@@ -161,7 +154,6 @@ _OBJECT_SCHEMA = {"type": "object", "properties": {"text": TEXT_SCHEMA}, "requir
 
 
 def read_image(item: dict[Any, Any]) -> Image | None:
-    """The image of an object; None if there is none."""
     image = item.get("image")
     return Image(image) if isinstance(image, str) and set(item) == {"image"} else None
 
@@ -173,7 +165,6 @@ def _read_object(item: dict[Any, Any]) -> Image | str | None:
 
 
 def _check_input(value: Any) -> list[str | Image | list[int]]:
-    """Any of the forms, as a list of inputs."""
     given = [value] if isinstance(value, str | dict) or is_ids(value) else value
     if isinstance(given, list) and given:
         inputs: list[Any] = [_read_object(item) if isinstance(item, dict) else item for item in given]

@@ -89,15 +89,12 @@ class UntypedJsonRoute(StrictJsonRoute):
 
 
 def read_body(content: bytes, model: type[BaseModel], max_body_size: int) -> BaseModel:
-    """Parse JSON text as a model.
+    """Parse JSON text as a model. Raises ApiError if the text is not JSON, has too much structure, or does not match
+    the model.
 
     Args:
-        content: the text in UTF-8.
         model: the class that validates it.
         max_body_size: maximum bytes of a body (see `check_structure`).
-
-    Raises:
-        ApiError: the text is not JSON, has too much structure, or does not match the model.
     """
     if len(content) > _SMALL:
         check_structure(content, max_body_size)

@@ -165,8 +165,7 @@ class ResponseRequest(OneAnswerBody):
 
     # Checked by `server.answering.response_input`, whose errors name the wrong item.
     input: Annotated[Any, at_most(MAX_MESSAGES, "items"), WithJsonSchema(_INPUT_SCHEMA)] = Field(
-        None,
-        description="The input: a text, or items (messages, function calls and their results, reasoning).",
+        None, description="The input: a text, or items (messages, function calls and their results, reasoning)."
     )
     model: str | None = Field(None, description="Id of the served model, or name of an adapter. Optional.")
     instructions: str | None = Field(None, description="A system message before all others.")
@@ -177,8 +176,7 @@ class ResponseRequest(OneAnswerBody):
         None, description="Continue a stored response: its input and output come before this input."
     )
     conversation: Annotated[Any, WithJsonSchema(_CONVERSATION)] = Field(
-        None,
-        description="Continue a stored conversation: its items come before the input, which is added to it.",
+        None, description="Continue a stored conversation: its items come before the input, which is added to it."
     )
     store: bool | None = Field(None, description="Store the response, if the server has a response store (true).")
     metadata: Metadata = Field(None, description="Key-value pairs that are stored with the response.")
@@ -400,11 +398,7 @@ class ItemList(BaseModel):
 
     @classmethod
     def of(cls, items: list[dict[str, Any]], *, more: bool) -> ItemList:
-        """A page.
-
-        Args:
-            more: whether further items follow.
-        """
+        """A page. `more`: whether further items follow."""
         first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
         return cls(data=items, first_id=first, last_id=last, has_more=more)
 

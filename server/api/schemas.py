@@ -9,13 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import (
-    BaseModel,
-    Field,
-    PlainValidator,
-    WithJsonSchema,
-    create_model,
-)
+from pydantic import BaseModel, Field, PlainValidator, WithJsonSchema, create_model
 from pydantic_core import PydanticCustomError
 
 from engine import MAX_LOGPROBS, SamplingParams
@@ -37,7 +31,6 @@ def is_ids(value: Any) -> bool:
 
 
 def _check_prompt(value: Any) -> list[str | list[int]]:
-    """The prompts in any of the four forms, as a list."""
     prompts = [value] if isinstance(value, str) or is_ids(value) else value
     texts_or_ids = isinstance(prompts, list) and (
         all(isinstance(item, str) for item in prompts) or all(is_ids(item) for item in prompts)
@@ -165,8 +158,7 @@ class CompletionRequest(GenerationBody):
         description="One or several prompts, as text or token ids. For encoder-decoder models, the encoder's input."
     )
     echo: bool | None = Field(
-        None,
-        description="Begin each answer with its prompt. Use it with max_tokens 0 and logprobs to score a text.",
+        None, description="Begin each answer with its prompt. Use it with max_tokens 0 and logprobs to score a text."
     )
     suffix: str | None = Field(None, description="For fill-in-the-middle models: the text after the answer.")
     add_special_tokens: bool | None = Field(None, description="Add the tokenizer's special tokens to each text (true).")

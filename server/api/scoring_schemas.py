@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from server.api.pooling_schemas import TEXT_SCHEMA, ActivatedBody, PoolingUsage, check_each, several
+from server.api.pooling_schemas import TEXT_SCHEMA, ActivatedBody, ListAnswer, check_each, several
 from server.errors import ApiError
 
 # The names for the two sides of the pairs: vLLM's, oldest first.
@@ -15,7 +15,6 @@ SIDES = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), (
 
 
 def _check_texts(value: Any) -> list[str]:
-    """A text or several as a list."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise PydanticCustomError("texts", "must be a string or a non-empty list of strings")
@@ -23,7 +22,6 @@ def _check_texts(value: Any) -> list[str]:
 
 
 def _check_documents(value: Any) -> list[str]:
-    """Documents, which are texts or objects with a text, as a list of texts."""
     texts = [item.get("text") if isinstance(item, dict) else item for item in value] if isinstance(value, list) else []
     if not texts or not all(isinstance(text, str) for text in texts):
         message = 'must be a non-empty list of strings, or of objects such as {"text": "..."}'
@@ -36,9 +34,7 @@ _DOCUMENT_SCHEMA: dict[str, Any] = {"type": "object", "properties": {"text": TEX
 
 Texts = Annotated[Any, PlainValidator(_check_texts), WithJsonSchema({"anyOf": [TEXT_SCHEMA, several(TEXT_SCHEMA)]})]
 Documents = Annotated[
-    Any,
-    PlainValidator(_check_documents),
-    WithJsonSchema(several({"anyOf": [TEXT_SCHEMA, _DOCUMENT_SCHEMA]})),
+    Any, PlainValidator(_check_documents), WithJsonSchema(several({"anyOf": [TEXT_SCHEMA, _DOCUMENT_SCHEMA]}))
 ]
 
 
@@ -66,11 +62,8 @@ class ScoreRequest(ScoringBody):
 
     def sides(self) -> tuple[tuple[str, list[str]], tuple[str, list[str]]]:
         """The first texts (one for all, or as many as second ones) and the second texts of all pairs, with the field
-        names that were used.
-
-        Raises:
-            ApiError: a side is missing, a side was sent under several names, or the numbers do not match.
-        """
+        names that were used. Raises ApiError if a side is missing, a side was sent under several names, or the numbers
+        do not match."""
         given = {name for pair in SIDES for name in pair if getattr(self, name) is not None}
         names = next((pair for pair in SIDES if given == set(pair)), None)
         if names is None:
@@ -110,15 +103,10 @@ class ScoreData(BaseModel):
     score: float
 
 
-class ScoreResponse(BaseModel):
+class ScoreResponse(ListAnswer):
     """Answer of POST /v1/score."""
 
-    id: str
-    object: str = "list"
-    created: int
-    model: str
     data: list[ScoreData]
-    usage: PoolingUsage
 
 
 class RerankDocument(BaseModel):
@@ -135,12 +123,7 @@ class RerankResult(BaseModel):
     relevance_score: float
 
 
-class RerankResponse(BaseModel):
+class RerankResponse(ListAnswer):
     """Answer of POST /v1/rerank: best first, documents with equal scores in the order of the request."""
 
-    id: str
-    object: str = "list"
-    created: int
-    model: str
     results: list[RerankResult]
-    usage: PoolingUsage

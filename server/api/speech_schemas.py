@@ -59,11 +59,8 @@ class SpeechForm(ServedBody):
     stream: bool | None = Field(None, description="Stream finished parts as server-sent events (json and text only).")
 
     def refuse(self) -> None:
-        """Refuse fields that would change the answer and are not supported.
-
-        Raises:
-            ApiError: names the first such field.
-        """
+        """Refuse fields that would change the answer and are not supported. Raises ApiError: names the first such
+        field."""
         self.refuse_unsupported()
         for name, nothing in _UNSUPPORTED.items():
             value = (self.model_extra or {}).get(name)
@@ -112,11 +109,7 @@ class TranslationForm(SpeechForm):
 
 
 def read_fields(form: Form, kind: type[SpeechForm]) -> tuple[SpeechForm, Upload]:
-    """Parse the fields and the file of a form.
-
-    Raises:
-        ApiError: a field is invalid, or there is no file.
-    """
+    """Parse the fields and the file of a form. Raises ApiError if a field is invalid, or there is no file."""
     given: dict[str, Any] = {}
     for sent, values in form.texts.items():
         name, _, member = sent.removesuffix("]").partition("[")  # a list is sent as field[], an object as field[member]

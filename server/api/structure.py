@@ -66,10 +66,7 @@ def _count(block: npt.NDArray[np.uint8], outside: npt.NDArray[np.bool_], sign: s
 
 
 def _drop_escaped(block: npt.NDArray[np.uint8], quote: npt.NDArray[np.bool_], escaped: bool) -> bool:
-    """Unmark quotes that a backslash escapes.
-
-    Args:
-        escaped: whether a backslash before the block escapes its first byte.
+    """Unmark quotes that a backslash escapes. `escaped`: whether a backslash before the block escapes its first byte.
 
     Returns: The same for the next block.
     """
@@ -90,14 +87,12 @@ def _drop_escaped(block: npt.NDArray[np.uint8], quote: npt.NDArray[np.bool_], es
 
 
 def check_structure(content: bytes, max_body_size: int) -> None:
-    """Refuse a body whose structure would take far more memory than its bytes.
+    """Refuse a body whose structure would take far more memory than its bytes. Raises ApiError: 400 with the number
+    that is too large and its limit.
 
     Args:
         content: a JSON text, valid or not.
         max_body_size: maximum bytes of a body; it determines how many elements a body may have.
-
-    Raises:
-        ApiError: 400 with the number that is too large and its limit.
     """
     found = measure(content)
     elements = max(max_body_size // BYTES_PER_ELEMENT, MAX_STRINGS)
@@ -113,16 +108,14 @@ def check_structure(content: bytes, max_body_size: int) -> None:
 
 
 def check_value(value: Any, param: str) -> int:
-    """Refuse a value that is nested too deeply or too large to be passed to a template or a grammar.
+    """Refuse a value that is nested too deeply or too large to be passed to a template or a grammar. Raises ApiError:
+    400 with the number that is too large and its limit.
 
     Args:
         value: a parsed JSON value.
         param: the request's field with the value.
 
     Returns: The number of characters of its strings, including names.
-
-    Raises:
-        ApiError: 400 with the number that is too large and its limit.
     """
     characters = count = 0
     level: list[Any] = [value]

@@ -94,11 +94,8 @@ class StructuredBody(Body):
     )
 
     def structured(self) -> StructuredOutputsParams | None:
-        """The answer's format, for the engine.
-
-        Raises:
-            ApiError, InvalidRequestError: fields contradict each other, or a field is invalid.
-        """
+        """The answer's format, for the engine. Raises ApiError, InvalidRequestError: fields contradict each other, or a
+        field is invalid."""
         asked = self._asked()
         if not asked:
             return None

@@ -55,9 +55,7 @@ def _check_sequences(value: Any) -> tuple[list[str | tuple[str, str]], bool]:
 
 _ROW_SCHEMA: dict[str, Any] = {"type": "array", "minItems": 1, "maxItems": 2, "items": TEXT_SCHEMA}
 Sequences = Annotated[
-    Any,
-    PlainValidator(_check_sequences),
-    WithJsonSchema({"anyOf": [TEXT_SCHEMA, _ROW_SCHEMA, several(_ROW_SCHEMA)]}),
+    Any, PlainValidator(_check_sequences), WithJsonSchema({"anyOf": [TEXT_SCHEMA, _ROW_SCHEMA, several(_ROW_SCHEMA)]})
 ]
 
 

@@ -56,11 +56,8 @@ class _FormRequest(StrictJsonRequest):
 
 
 def read_urlencoded(content: bytes, model: type[BaseModel]) -> BaseModel:
-    """A form as a model; a repeated field becomes a list.
-
-    Raises:
-        ApiError: the body is not such a form, has too many fields, or does not match the model.
-    """
+    """A form as a model; a repeated field becomes a list. Raises ApiError if the body is not such a form, has too many
+    fields, or does not match the model."""
     if content.count(b"&") >= _MOST:
         raise ApiError(400, f"The form has more than {_MOST} fields.", code="invalid_body")
     fields: dict[str, list[str]] = {}

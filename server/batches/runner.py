@@ -8,6 +8,7 @@ import logging
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -16,8 +17,10 @@ from server.api.schemas import MAX_PRIORITY
 from server.batches.backdoor import BackDoor
 from server.batches.lines import Place, Problem, check_file, places, read_line
 from server.batches.store import BatchStore, Row
-from server.context import Service
+from server.context import ANY_MODEL, Service
+from server.door.keys import ApiKey
 from server.errors import ApiError, shown
+from server.models.seen import no_model
 
 logger = logging.getLogger("octavo.server")
 
@@ -113,7 +116,9 @@ class BatchRunner:
         if row["status"] == "validating":
             now = self._store.now
             try:
-                count, problems = await asyncio.to_thread(check_file, path, row["endpoint"], self._unserved)
+                count, problems = await asyncio.to_thread(
+                    check_file, path, row["endpoint"], partial(self._unserved, row.get("models"))
+                )
             except OSError as problem:
                 count, problems = 0, [Problem("file_not_found", f"The input file cannot be read: {problem}.")]
             if problems:
@@ -132,12 +137,19 @@ class BatchRunner:
     def _update(self, row: Row, fields: Row) -> bool:
         return self._store.update(row["id"], row["status"], **fields)
 
-    def _unserved(self, model: Any) -> str | None:
+    def _seen(self, allowed: list[str] | None) -> Service:
+        """The service as the batch's API key sees it."""
+        return self._service.seen_by(None if allowed is None else ApiKey(b"", models=frozenset(allowed)))
+
+    def _unserved(self, allowed: list[str] | None, model: Any) -> str | None:
         if not isinstance(model, str | None):
             return f"body.model must be a string, got {shown(model)}."
-        models = self._service.models
-        if models is not None and model is not None and models.find(model) is not None:
-            return None
+        models = self._seen(allowed).models
+        if models is not None:
+            names = ANY_MODEL if not self._service.settings.strict_model_name else ()
+            if model is None or model in names or models.find(model) is not None:
+                return None
+            return no_model(model, [status.name for status in models.statuses()]).message
         try:
             self._service.check_model(model)
         except ApiError as problem:
@@ -212,19 +224,19 @@ class BatchRunner:
             status, request_id, answer = await self._door.post(
                 self._app, row["endpoint"], body, row["tenant"], row.get("models")
             )
-            if status not in _RETRIED or self._is_hopeless(body.get("model")):
+            if status not in _RETRIED or self._is_hopeless(row.get("models"), body.get("model")):
                 break
             await asyncio.sleep(_RETRY_INTERVAL)
         response = {"status_code": status, "request_id": request_id, "body": answer}
         text = json.dumps(_entry(asked["custom_id"], response, None))
         await self._store.do(self._store.answer, row["number"], place.number, status < 400, text)
 
-    def _is_hopeless(self, name: str | None) -> bool:
+    def _is_hopeless(self, allowed: list[str] | None, name: str | None) -> bool:
         """Whether a model, one of several, has failed for so long that its lines should not keep others waiting."""
-        models, now = self._service.models, asyncio.get_running_loop().time()
+        models, now = self._seen(allowed).models, asyncio.get_running_loop().time()
         if models is None:
             return False
-        found = models.find(name) if name else models.statuses()[0]
+        found = models.find(name) if name else next(iter(models.statuses()), None)
         if found is None or found.state == "loaded":
             self._failing.pop("" if found is None else found.name, None)
             return False

@@ -59,19 +59,14 @@ def open_batches(settings: ServerSettings) -> BatchStore | None:
 
 class BatchStore:
     """Files and batches by id, those of each tenant apart. Raises ConfigError if the folder cannot be used, or
-    something else made its file.
-
-    Args:
-        folder: made if it is not there, for this user alone.
-        max_size: bytes of the files of a tenant.
-        clock: seconds since 1970.
-    """
+    something else made its file. `folder`: made if it is not there, for this user alone."""
 
     def __init__(self, folder: str | Path, max_size: int, clock: Callable[[], float] = time.time):
         self._folder = Path(folder)
-        self._max_size = max_size
-        self._clock = clock
+        self._max_size = max_size  # bytes of the files of a tenant
+        self._clock = clock  # seconds since 1970
         self._lock: int | None = None
+        self._tidy = False  # whether leftovers have been removed
         path = self._folder / "batches.db"
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -119,7 +114,32 @@ class BatchStore:
                 os.close(lock)
                 return False
             self._lock = lock
+        if not self._tidy:
+            self._tidy = self._remove_leftovers()
         return True
+
+    def _remove_leftovers(self) -> bool:
+        """Remove the files that a killed process wrote and did not list. Returns whether it could: another process may
+        receive an upload at the moment."""
+        with self._uploading(fcntl.LOCK_EX | fcntl.LOCK_NB) as alone:
+            listed = {row["id"] for row in self._rows("SELECT id FROM files")} if alone else set()
+            for path in self._folder.glob("file-*") if alone else ():
+                if path.name not in listed:
+                    path.unlink()
+        return alone
+
+    @contextmanager
+    def _uploading(self, how: int) -> Iterator[bool]:
+        """Hold the lock of uploads, which others may share (`LOCK_SH`); False if it is not free (`LOCK_NB`)."""
+        lock = os.open(self._folder / "uploads", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, how)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+        finally:
+            os.close(lock)
 
     def now(self) -> int:
         """Seconds since 1970."""
@@ -141,10 +161,11 @@ class BatchStore:
             )
             raise ApiError(400, message, param="file", code="store_full")
         id_ = f"file-{uuid.uuid4().hex}"
-        with self._written(id_) as write:
-            write(content)
-        with self._transaction():
-            return self._register(id_, tenant or "", "batch", name, len(content))
+        with self._uploading(fcntl.LOCK_SH):
+            with self._written(id_) as write:
+                write(content)
+            with self._transaction():
+                return self._register(id_, tenant or "", "batch", name, len(content))
 
     def file(self, id_: str, tenant: str | None) -> Row | None:
         found = self._rows("SELECT * FROM files WHERE id = ? AND tenant = ?", id_, tenant or "")
@@ -324,10 +345,14 @@ class BatchStore:
     def _written(self, id_: str) -> Iterator[Callable[[bytes], int]]:
         """A new file of that id, which appears when it is complete and on the disk."""
         path = self.path(f"{id_}.part")
-        with open(path, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            yield file.write
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with open(path, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                yield file.write
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
         path.rename(self.path(id_))
 
     @contextmanager

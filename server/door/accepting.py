@@ -22,14 +22,8 @@ _MOMENT = 0.002  # seconds in which another process may accept
 
 
 class Acceptor:
-    """Listens on a socket, with the interface that uvicorn needs of an asyncio server.
-
-    Args:
-        slots: the connection slots; each connection takes one.
-        make_protocol: makes the protocol of a connection.
-        tls: the TLS context, for connections that begin with a handshake.
-        handshake_timeout: maximum seconds of a handshake.
-    """
+    """Listens on a socket, with the interface that uvicorn needs of an asyncio server. `handshake_timeout`: maximum
+    seconds of a handshake."""
 
     def __init__(
         self,
@@ -40,9 +34,9 @@ class Acceptor:
         handshake_timeout: float,
     ):
         self._listener = listener
-        self._slots = slots
-        self._make_protocol = make_protocol
-        self._tls = tls
+        self._slots = slots  # the connection slots; each connection takes one
+        self._make_protocol = make_protocol  # makes the protocol of a connection
+        self._tls = tls  # the TLS context, for connections that begin with a handshake
         self._handshake_timeout = handshake_timeout if tls is not None else None
         self._shares = slots.shares
         self._has_waited = False

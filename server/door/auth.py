@@ -68,12 +68,7 @@ class AuthMiddleware:
     Paths on a list of whole paths, compared with the decoded path that the router sees, need no key. All other paths
     need one, whether or not a route exists. Without keys everything is open. `scope["state"]["tenant"]` then names the
     key of the request; it is not set without a valid key. `scope["state"]["api_key"]` is the `ApiKey` that opened a
-    protected path. A key's name is in every log line of the request.
-
-    Args:
-        keys: read at each request, so that changes apply at once.
-        public_metrics: `METRICS_PATHS` need no key.
-        model: the name of the only model, if there is one: a key for other models may not use it.
+    protected path. A key's name is in every log line of the request. `public_metrics`: `METRICS_PATHS` need no key.
     """
 
     def __init__(
@@ -86,8 +81,8 @@ class AuthMiddleware:
         model: str | None = None,
     ):
         self._app = app
-        self._keys = keys
-        self._model = model
+        self._keys = keys  # read at each request, so that changes apply at once
+        self._model = model  # the name of the only model, if there is one: a key for other models may not use it
         self._open = HEALTH_PATHS | (METRICS_PATHS if public_metrics else frozenset()) | frozenset(also_open)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -76,20 +76,14 @@ class Drain:
 
 
 class DrainGate:
-    """Middleware: refuses requests while the service stops, and counts those that run.
-
-    Args:
-        app: the app behind it.
-        rejected: called for each refused request.
-    """
+    """Middleware: refuses requests while the service stops, and counts those that run."""
 
     def __init__(self, app: ASGIApp, drain: Drain, rejected: Callable[[str], None]):
-        self._app = app
+        self._app = app  # the app behind it
         self._drain = drain
-        self._rejected = rejected
+        self._rejected = rejected  # called for each refused request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse the request or pass it to the app."""
         if scope["type"] != "http" or routed_path(scope) in ALWAYS_ANSWERED:
             await self._app(scope, receive, send)
         elif self._drain.draining:

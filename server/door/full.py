@@ -28,10 +28,6 @@ class FullGate:
 
     Clients that retry without a pause would take processor time from served requests. So beyond `AT_ONCE` per second,
     refusals are delayed.
-
-    Args:
-        clock: monotonic seconds.
-        pause: waits for this many seconds.
     """
 
     def __init__(
@@ -43,8 +39,8 @@ class FullGate:
     ):
         self._app = app
         self._checks = checks
-        self._clock = clock
-        self._pause = pause
+        self._clock = clock  # monotonic seconds
+        self._pause = pause  # waits for this many seconds
         self._due = float("-inf")  # when the next refusal would be answered at an even pace
         self._num_pausing = 0
         self._num_refused = 0

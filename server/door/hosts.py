@@ -63,7 +63,6 @@ class HostGate:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse the request or pass it to the app."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -105,7 +104,6 @@ def answered_names(settings: ServerSettings) -> frozenset[str]:
 
 
 def _foreign_origin(scope: Scope, origins: list[str], hosts: list[str]) -> ApiError | None:
-    """The error for a page of another site that is not allowed."""
     if not origins:
         return None
     # The browser's own statement comes first, because a proxy in front may have replaced Host. No page can forge it.

@@ -21,17 +21,12 @@ _SOON = 1  # seconds, because the end of a running request is unknown
 
 class KeyLimitsMiddleware:
     """Answers 429 to requests beyond the limits of their key, before the body is read. Headers tell the client how many
-    requests the key has left. Requests that do not use the model are not counted.
-
-    Args:
-        counts: counts the running requests of keys, and their requests per minute.
-        rejected: called with the reason for each refused request: key_rate or key_concurrency.
-    """
+    requests the key has left. Requests that do not use the model are not counted."""
 
     def __init__(self, app: ASGIApp, *, counts: CountsKeys, rejected: Callable[[str], None]):
         self._app = app
-        self._counts = counts
-        self._rejected = rejected
+        self._counts = counts  # counts the running requests of keys, and their requests per minute
+        self._rejected = rejected  # called with the reason for each refused request: key_rate or key_concurrency
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         key = scope.get("state", {}).get("api_key")
@@ -74,7 +69,6 @@ class KeyLimitsMiddleware:
 
 
 def _headers(window: Window) -> dict[str, str]:
-    """The limits as headers with OpenAI's names."""
     return {
         "x-ratelimit-limit-requests": str(window.limit),
         "x-ratelimit-remaining-requests": str(window.remaining),

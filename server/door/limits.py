@@ -26,21 +26,16 @@ _CLOSE = {"Connection": "close"}  # the rest of the body is not awaited
 
 class BodyLimitMiddleware:
     """Refuses a body that is too large (413) or takes too long to arrive (408). If the body's length is stated, a large
-    one is refused before it is read, otherwise while it is read.
-
-    Args:
-        max_body_size: bytes.
-        needed: the maximum bytes of a body by path, where that is less.
-        grace: base seconds; see BODY_GRACE.
-    """
+    one is refused before it is read, otherwise while it is read. `needed`: the maximum bytes of a body by path, where
+    that is less."""
 
     def __init__(
         self, app: ASGIApp, *, max_body_size: int, needed: Mapping[str, int] | None = None, grace: float = BODY_GRACE
     ):
         self._app = app
-        self._limit = max_body_size
+        self._limit = max_body_size  # bytes
         self._needed = needed or {}
-        self._grace = grace
+        self._grace = grace  # base seconds; see BODY_GRACE
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

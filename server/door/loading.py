@@ -97,10 +97,7 @@ def _response(model: str, percent: int | None) -> tuple[bytes, bytes]:
 
 
 async def _answer(
-    said: _Said,
-    open_: set[asyncio.StreamWriter],
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
+    said: _Said, open_: set[asyncio.StreamWriter], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
     if len(open_) >= _MOST_CONNECTIONS:
         writer.close()

@@ -65,13 +65,7 @@ class _LingeringTransport:
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """One connection.
-
-    Args:
-        max_header_size: maximum bytes of a request's head: its first line and its headers.
-        head_timeout: maximum seconds; see HEAD_TIMEOUT.
-        slot: the connection's slot; None if connections are not limited.
-    """
+    """One connection. `slot`: the connection's slot; None if connections are not limited."""
 
     def __init__(
         self,
@@ -86,8 +80,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     ):
         super().__init__(config, server_state, app_state, _loop)
         self.lingers = False  # whether the last answer is written; further input is discarded until the client closes
-        self._limit = max_header_size
-        self._head_timeout = head_timeout
+        self._limit = max_header_size  # maximum bytes of a request's head: its first line and its headers
+        self._head_timeout = head_timeout  # maximum seconds; see HEAD_TIMEOUT
         self._slot = slot or Slot(Slots(), is_reserve=False)
         self._served = self.app
         self._in_head = self._in_body = False

@@ -7,16 +7,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 class RootPath:
     """Tells an app about the prefix, whether the proxy strips it or not; links that the app makes (the API's
-    documentation) then begin with it.
-
-    Args:
-        app: the whole app with its middleware, which routes by the path after the prefix.
-        root_path: the prefix, such as "/llm"; "" for none.
-    """
+    documentation) then begin with it."""
 
     def __init__(self, app: ASGIApp, root_path: str):
-        self._app = app
-        self._root = root_path
+        self._app = app  # the whole app with its middleware, which routes by the path after the prefix
+        self._root = root_path  # the prefix, such as "/llm"; "" for none
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._root and scope["type"] in ("http", "websocket"):

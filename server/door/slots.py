@@ -98,14 +98,8 @@ class Slot:
 
 
 class Slots:
-    """All connections of the service.
-
-    Args:
-        root_path: the root path from the settings; `ALWAYS_ANSWERED` is recognised with and without it.
-        refused: called with the reason for each request that gets 503.
-        dropped: called with the kind (idle or reserve) of each connection that is closed for another one.
-        shares: the connections of all processes, if several share the socket.
-    """
+    """All connections of the service. `root_path`: the root path from the settings; `ALWAYS_ANSWERED` is recognised
+    with and without it."""
 
     def __init__(
         self,
@@ -120,9 +114,10 @@ class Slots:
         self._open: set[Slot] = set()
         self._reserve: dict[Slot, None] = {}  # oldest first
         self._always = {(prefix + path).encode() for path in ALWAYS_ANSWERED for prefix in {"", root_path}}
-        self._refused = refused
+        self._refused = refused  # called with the reason for each request that gets 503
+        # called with the kind (idle or reserve) of each connection that is closed for another one
         self._dropped = dropped
-        self.shares = shares
+        self.shares = shares  # the connections of all processes, if several share the socket
         self._said = float("-inf")
 
     @property

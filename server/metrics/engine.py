@@ -20,11 +20,7 @@ _COUNTERS = (
     ("generation_tokens", "Tokens generated.", "generation_tokens"),
     ("computed_tokens", "Tokens that went through the model.", "computed_tokens"),
     ("num_preemptions", "Requests put back to waiting for lack of pages.", "num_preemptions"),
-    (
-        "oom_retries",
-        "Steps that lacked memory and were computed in smaller parts.",
-        "num_oom_retries",
-    ),
+    ("oom_retries", "Steps that lacked memory and were computed in smaller parts.", "num_oom_retries"),
     ("prefix_cache_queries", "Tokens looked up in the prefix cache, also when a request resumes.", "prefix_queries"),
     ("prefix_cache_hits", "Tokens found in the prefix cache, also when a request resumes.", "prefix_hits"),
     ("encoder_runs", "Encoder inputs that went through an encoder.", "num_encoder_runs"),

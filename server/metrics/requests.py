@@ -62,9 +62,7 @@ class RequestMetrics:
             buckets=DURATION,
         )
         self._decode = histogram(
-            "octavo_request_decode_time_seconds",
-            "Seconds from a prompt's first token to its last.",
-            buckets=DURATION,
+            "octavo_request_decode_time_seconds", "Seconds from a prompt's first token to its last.", buckets=DURATION
         )
         self._prompt_tokens = histogram("octavo_request_prompt_tokens", "Tokens of a prompt.", buckets=counts)
         self._generation_tokens = histogram(

@@ -16,21 +16,13 @@ class TooLargeError(OctavoError):
 
 @dataclass(eq=False, slots=True)
 class Promise:
-    """The memory reserved for one engine.
-
-    Attributes:
-        size: bytes.
-    """
+    """The memory reserved for one engine. `size`: bytes."""
 
     size: int
 
 
 class Budget:
-    """Reserves memory.
-
-    Args:
-        limit: bytes; None if not known yet.
-    """
+    """Reserves memory. `limit`: bytes; None if not known yet."""
 
     def __init__(self, limit: int | None):
         self.limit = limit
@@ -42,11 +34,7 @@ class Budget:
         return sum(promise.size for promise in self._promises)
 
     def check(self, name: str, size: int) -> None:
-        """Refuse a model that can never be loaded.
-
-        Raises:
-            TooLargeError: says what to change.
-        """
+        """Refuse a model that can never be loaded. Raises TooLargeError: says what to change."""
         if self.limit is not None and size > self.limit:
             raise TooLargeError(
                 f"{name} needs {size / _MIB:.0f} MiB, but all models together may take {self.limit / _MIB:.0f} MiB "

@@ -35,34 +35,23 @@ _OWN = ("model", "aliases", "pinned", "idle_time")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declared:
-    """One model of several.
+    """One model of several."""
 
-    Attributes:
-        name: its id to clients.
-        engine: its engine's settings.
-        settings: the service's settings for this model.
-        aliases: other names that select it.
-        pinned: whether it is loaded at the start, and stays.
-        idle_time: seconds without a request after which it is unloaded; 0: never.
-    """
-
-    name: str
+    name: str  # its id to clients
     engine: EngineConfig
-    settings: ServerSettings
+    settings: ServerSettings  # the service's settings for this model
     aliases: tuple[str, ...] = ()
-    pinned: bool = False
-    idle_time: float = 300.0
+    pinned: bool = False  # whether it is loaded at the start, and stays
+    idle_time: float = 300.0  # seconds without a request after which it is unloaded; 0: never
 
 
 def declare(base: SettingsBase, named: Sequence[str] = ()) -> tuple[Declared, ...]:
-    """The models of a service with several, the default one first; none if it serves a single model.
+    """The models of a service with several, the default one first; none if it serves a single model. Raises ConfigError
+    if an entry is wrong, or a setting cannot be used with several models.
 
     Args:
         base: all settings, which apply to each model unless its entry overrides them.
         named: the arguments NAME=PATH, if there are any.
-
-    Raises:
-        ConfigError: an entry is wrong, or a setting cannot be used with several models.
     """
     if named and base.models is not None:
         raise ConfigError(f"models names {base.models}, but models are also given as arguments. Remove one of them.")

@@ -4,16 +4,32 @@ door and shared parts."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from engine import CacheMap, EngineDeadError, EngineInfo, EngineStats
 from engine.process.client import EngineClient, Progress
+from engine.process.predict import Prediction
 
 # For no model: it has no tasks, and its sizes limit nothing.
-_NO_MODEL = EngineInfo(
+NO_MODEL = EngineInfo(
     model="", model_path="", dtype="", kv_cache_dtype="", device="", max_model_len=1 << 20, vocab_size=0, block_size=0,
     num_blocks=0, full_requests=0.0, max_num_seqs=1, max_num_beams=1, tasks=(), encoder_only=True,
 )  # fmt: skip
+
+
+def expected_info(source: str, found: Prediction) -> EngineInfo:
+    """A model that has never been loaded, as far as its prediction tells.
+
+    Args:
+        source: the folder, GGUF file or hub id.
+    """
+    file = str(Path(source).expanduser()) if source.endswith(".gguf") else None
+    return replace(
+        NO_MODEL, model=source, model_path=found.path, model_file=file, dtype=found.dtype,
+        quantization=found.quantization, max_model_len=found.max_model_len,
+    )  # fmt: skip
 
 
 class AllEngines(EngineClient):
@@ -25,7 +41,7 @@ class AllEngines(EngineClient):
     """
 
     def __init__(self, clients: Callable[[], Collection[EngineClient]], close: Callable[[], Any]):
-        self.info = _NO_MODEL
+        self.info = NO_MODEL
         self._clients = clients
         self._close = close
 

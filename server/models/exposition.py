@@ -27,12 +27,7 @@ _OF_PROCESS = ("process_", "python_")
 
 
 class ModelMetrics(Collector):
-    """The metrics of all models.
-
-    Args:
-        house: the registry of the service itself.
-        served: the models.
-    """
+    """The metrics of all models. `house`: the registry of the service itself."""
 
     def __init__(self, house: CollectorRegistry, served: Sequence[Served]):
         self._house = house

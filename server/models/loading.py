@@ -18,25 +18,18 @@ from server.models.declared import Declared
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model that can serve.
-
-    Attributes:
-        tokenizer: None if it has none.
-    """
+    """A model that can serve. `tokenizer`: None if it has none."""
 
     client: ProcessEngineClient
     tokenizer: Tokenizer | None
 
 
 def load_model(model: Declared, log_format: LogFormat, tell: Tell) -> Loaded:
-    """Load a model; blocks until it can serve.
+    """Load a model; blocks until it can serve. Raises OctavoError if it cannot be loaded.
 
     Args:
         log_format: the format of the engine's log lines.
         tell: called with the percentage of the weights that are loaded.
-
-    Raises:
-        OctavoError: it cannot be loaded.
     """
     config = replace(model.engine, show_progress=False)  # several progress bars would share a terminal's line
     early: list[EarlyTokenizer | None] = []

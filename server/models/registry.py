@@ -21,6 +21,7 @@ from engine.process.predict import Prediction, predict
 from server.answering.chat_images import ChatImages
 from server.answering.endpoints import served_endpoints
 from server.answering.images import ImageReading
+from server.answering.ollama_facts import capabilities, expected_capabilities
 from server.answering.rendering import ChatRenderer
 from server.answering.terms import DeadlineError, read_terms
 from server.api.multipart import read_form
@@ -30,15 +31,15 @@ from server.api.schemas import ServedBody
 from server.app import make_reader
 from server.commons import own_commons
 from server.config.settings import ServerSettings
-from server.context import ANY_MODEL, Service
+from server.context import ANY_MODEL, Service, key_of
 from server.door.auth import routed_path
-from server.door.keys import ApiKey
-from server.errors import ApiError, shown
+from server.errors import ApiError
 from server.live import LiveFeed
 from server.models.budget import Budget, Promise
 from server.models.declared import Declared, memory_limit
-from server.models.engines import AllEngines
+from server.models.engines import AllEngines, expected_info
 from server.models.loading import Loaded, load_model
+from server.models.seen import SeenModels, no_model, not_allowed
 from server.models.served import Running, Served
 from server.models.status import ModelStatus
 from server.models.using import Use
@@ -52,6 +53,7 @@ _FOREVER = 10.0**9  # seconds
 _RETRY = 5  # seconds after which a client may ask again
 _LATEST = ":latest"  # Ollama's clients add it to names
 _FORMS = "/v1/audio/"
+_OLLAMA = "/api/"  # names in its API may have any case
 # Endpoints whose streams are server-sent events, in which comments may stand.
 _STREAMS = frozenset(
     {
@@ -70,37 +72,38 @@ class Registry:
 
     Args:
         models: at least one; the first is the default.
-        settings: the service's settings.
-        log_format: the format of the engines' log lines.
-
-    Attributes:
-        engines: the loaded models' engines as one client.
     """
 
     def __init__(self, models: Sequence[Declared], settings: ServerSettings, log_format: LogFormat):
-        self._settings = settings
-        self._log_format = log_format
+        self._settings = settings  # the service's settings
+        self._log_format = log_format  # the format of the engines' log lines
         self._served = [Served(model, self._stir) for model in models]
         self._names = {
             name: served
             for served in self._served
             for name in (served.name, *served.model.aliases, *served.model.engine.adapters)
         }
+        self._folded = {name.casefold(): served for name, served in reversed(self._names.items())}
         self._budget = Budget(memory_limit(settings))
         self._turn = asyncio.Lock()  # held by the load that looks for models to unload
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._first_look: asyncio.Task[None] | None = None
         self._house: Service | None = None
-        self.engines = AllEngines(self._clients, self._close)
+        self.engines = AllEngines(self._clients, self._close)  # the loaded models' engines as one client
 
     def attach(self, house: Service) -> None:
         """Take over what all models share from the service without a model."""
         self._house = house
 
+    def fail(self, name: str, reason: str) -> None:
+        """A model cannot be loaded now. A later request tries it again."""
+        served = self._names[name]
+        served.failed(reason)
+        logger.error("The model %s cannot be loaded: %s", served.name, reason)
+
     @property
     def served(self) -> Sequence[Served]:
-        """All models."""
         return self._served
 
     @contextlib.asynccontextmanager
@@ -150,17 +153,16 @@ class Registry:
         return next(iter(form.texts.get("model", ())), None)
 
     def _choose(self, asked: str | None, request: Request) -> Served:
-        key: ApiKey | None = request.scope.get("state", {}).get("api_key")
+        key = key_of(request)
         allowed = [served for served in self._served if key is None or key.may_use(served.name)]
         served = self._default(asked, allowed) or self._named(asked or "")
+        if served is None and routed_path(request.scope).startswith(_OLLAMA):
+            served = self._folded.get((asked or "").casefold().removesuffix(_LATEST))
+        names = [served.name for served in allowed]
         if served is None:
-            names = ", ".join(shown(served.name) for served in allowed) or "no models with this API key"
-            message = f"The model {shown(asked)} does not exist; this server serves {names}."
-            raise ApiError(404, message, param="model", code="model_not_found")
+            raise no_model(asked, names)
         if served not in allowed:
-            names = ", ".join(shown(served.name) for served in allowed) or "none"
-            message = f"This API key may not use the model {shown(served.name)}. Models that it may use: {names}."
-            raise ApiError(403, message, param="model", code="model_not_allowed")
+            raise not_allowed(served.name, names)
         return served
 
     def _default(self, asked: str | None, allowed: Sequence[Served]) -> Served | None:
@@ -214,15 +216,13 @@ class Registry:
             raise ApiError(503, message, code="model_loading", headers={"Retry-After": str(_RETRY)}) from None
 
     def _obstacle(self) -> str:
-        busy = [served.name for served in self._served if served.running is not None and served.uses]
-        return f"requests run on {', '.join(busy)}" if busy else "it is still loading"
+        """Why a model has not loaded in time. It names no other model, which the caller's key may not see."""
+        busy = any(served.running is not None and served.uses for served in self._served)
+        return "other models have running requests and need the memory" if busy else "it is still loading"
 
     async def _until_loaded(self, served: Served) -> None:
-        """Wait until a model is loaded; starts a load if none is under way.
-
-        Raises:
-            ApiError: 503, it cannot be loaded.
-        """
+        """Wait until a model is loaded; starts a load if none is under way. Raises ApiError: 503, it cannot be
+        loaded."""
         while served.running is None:
             if served.bringing is None and served.pause:
                 raise _failed(served)
@@ -234,6 +234,9 @@ class Registry:
 
     def statuses(self) -> list[ModelStatus]:
         return [served.status() for served in self._served]
+
+    def choose(self, request: Request, name: str) -> ModelStatus:
+        return self._choose(name, request).status()
 
     def find(self, name: str) -> ModelStatus | None:
         served = self._named(name)
@@ -273,12 +276,13 @@ class Registry:
         served = self._named(name)
         return None if served is None or served.running is None else served.running.service
 
+    def seen_by(self, allowed: Collection[str]) -> SeenModels:
+        return SeenModels(self, allowed)
+
     def _known(self, name: str) -> Served:
         served = self._named(name)
         if served is None:
-            names = ", ".join(shown(served.name) for served in self._served)
-            message = f"The model {shown(name)} does not exist; this server serves {names}."
-            raise ApiError(404, message, param="model", code="model_not_found")
+            raise no_model(name, [served.name for served in self._served])
         return served
 
     # ---------------------------------------------------------------- memory
@@ -295,24 +299,23 @@ class Registry:
 
         def work() -> None:
             found = predict([config for _, config in models], download=download)
-            for (served, _), prediction in zip(models, found, strict=True):
-                loop.call_soon_threadsafe(self._predicted, served, prediction)
+            for (served, config), prediction in zip(models, found, strict=True):
+                abilities = expected_capabilities(config, served.model.settings, prediction)
+                loop.call_soon_threadsafe(self._predicted, served, prediction, abilities)
 
         await asyncio.to_thread(work)
 
-    def _predicted(self, served: Served, prediction: Prediction) -> None:
+    def _predicted(self, served: Served, prediction: Prediction, abilities: Sequence[str]) -> None:
         served.prediction = prediction
-        if prediction.problem:
-            logger.warning("The model %s cannot be loaded: %s", served.name, prediction.problem)
+        if not served.num_loads and not prediction.problem and not prediction.unknown:
+            served.info, served.abilities = expected_info(served.model.engine.model, prediction), tuple(abilities)
+        if prediction.problem and served.state == "unloaded":
+            self.fail(served.name, prediction.problem)
         if prediction.on_gpu and self._settings.max_memory is None and not self._budget.taken:
             self._budget.limit = int(prediction.free * served.model.engine.gpu_memory_utilization)
 
     async def _size(self, served: Served) -> int:
-        """Bytes that a model needs.
-
-        Raises:
-            OctavoError: it cannot be loaded.
-        """
+        """Bytes that a model needs. Raises OctavoError if it cannot be loaded."""
         assert self._first_look is not None
         while served.prediction is None and not self._first_look.done():
             await asyncio.wait({self._first_look}, timeout=0.05)
@@ -326,12 +329,8 @@ class Registry:
         return found.memory
 
     async def _room(self, served: Served, size: int) -> Promise:
-        """Reserve memory for a model, for which others may be unloaded.
-
-        Raises:
-            TooLargeError: there can never be enough.
-            _UnwantedError: nobody waits for it any more.
-        """
+        """Reserve memory for a model, for which others may be unloaded. Raises TooLargeError if there can never be
+        enough. _UnwantedError: nobody waits for it any more."""
         self._budget.check(served.name, size)
         promise = self._budget.promise(size)
         if promise is not None:
@@ -354,8 +353,7 @@ class Registry:
         pinned = [other for other in self._served if other.model.pinned and other is not served and other.running]
         held = sum(other.running.promise.size for other in pinned if other.running is not None)
         if held:
-            names = ", ".join(other.name for other in pinned)
-            self._budget.check(f"{served.name} with the pinned {names}", held + size)
+            self._budget.check(f"{served.name} with the pinned models", held + size)  # names would tell any key
 
     async def _change(self) -> None:
         """Wait until a model is used less, or is unloaded."""
@@ -402,6 +400,7 @@ class Registry:
     def _running(self, served: Served, loaded: Loaded, promise: Promise) -> Running:
         client, service = loaded.client, self._service(served, loaded)
         served.endpoints = tuple(served_endpoints(client.info, loaded.tokenizer))
+        served.info, served.abilities = client.info, tuple(capabilities(service))
         stuck = restart_when_stuck(client, STUCK * served.model.settings.liveness_timeout)
         watches = (asyncio.create_task(stuck), asyncio.create_task(self._fail_with(served, client)))
         return Running(client, service, promise, watches)
@@ -435,7 +434,6 @@ class Registry:
         )
 
     async def _fail_with(self, served: Served, client: EngineClient) -> None:
-        """If an engine is given up, its model has failed."""
         cause = await client.wait_failed()
         running = served.running
         if running is None or running.client is not client:

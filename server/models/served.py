@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from engine import EngineInfo
 from engine.process.client import ProcessEngineClient
 from engine.process.predict import Prediction
 from server.context import Service
@@ -39,27 +40,25 @@ class Running:
 class Served:
     """One model.
 
-    Args:
-        model: its settings.
-        stir: called when a request has ended.
-
     Attributes:
         running: None while it is not loaded.
         bringing: the task that loads it, if there is one.
         prediction: its predicted memory; None before it is known.
-        endpoints: the endpoints of its last load.
+        endpoints, info, abilities: the facts of its last load, or expected ones.
         uses: number of requests that use it or wait for it.
         waiting: number of those that wait.
         idle_time: seconds without a request after which it is unloaded; None: never.
     """
 
     def __init__(self, model: Declared, stir: Callable[[], None]):
-        self.model = model
-        self._stir = stir
+        self.model = model  # its settings
+        self._stir = stir  # called when a request has ended
         self.running: Running | None = None
         self.bringing: asyncio.Task[None] | None = None
         self.prediction: Prediction | None = None
         self.endpoints: tuple[str, ...] = ()
+        self.info: EngineInfo | None = None
+        self.abilities: tuple[str, ...] = ()
         self.percent: int | None = None
         self.uses = self.waiting = self.num_loads = 0
         self.idle_time: float | None = None
@@ -185,4 +184,8 @@ class Served:
             last_used=None if running is None else time.time() - since,
             expires_at=None if idle is None else time.time() - since + idle,
             running=self.uses,
+            info=self.info,
+            adapters=model.engine.adapters,
+            chat_template=model.engine.chat_template,
+            abilities=self.abilities,
         )

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from fastapi import FastAPI
 
+from engine import OctavoError
 from engine.host.logs import LogFormat
 from server.app import create_app
 from server.commons import own_commons
@@ -15,6 +16,7 @@ from server.door.drain import Drain
 from server.door.keys import KeyRing, read_api_keys
 from server.door.listening import Listener
 from server.door.reload import KeyReload
+from server.facts import check_source
 from server.lone import LoneServer
 from server.memory import MemoryGuard, find_limit
 from server.metrics.exposition import encode_metrics
@@ -29,19 +31,40 @@ from server.tracing.start import start_tracing
 def prepare(
     models: Sequence[Declared], settings: ServerSettings, version: str, listener: Listener, log_format: LogFormat
 ) -> LoneServer:
-    """The server, before its first connection.
+    """The server, before its first connection. A model whose files are missing has failed; the others are served.
 
     Raises:
         ConfigError: a setting is wrong.
+        OctavoError: no model can be found.
     """
+    missing = find_missing(models)
     api_keys = KeyRing()
     reload = KeyReload(settings, api_keys)
     reload.listen()  # before the file is read, so that no change of it is missed
     api_keys.replace(read_api_keys(settings))
     drain = Drain()
     app, registry = make_app(models, settings, version, log_format, drain, api_keys)
+    for name, reason in missing.items():
+        registry.fail(name, reason)
     names = ", ".join(model.name for model in models)
     return LoneServer(app, registry.engines, drain, listener, names, reload, settings)
+
+
+def find_missing(models: Sequence[Declared]) -> dict[str, str]:
+    """The models whose files are missing, with the reasons.
+
+    Raises:
+        OctavoError: there is no other model.
+    """
+    missing: dict[str, str] = {}
+    for model in models:
+        try:
+            check_source(model.engine)
+        except OctavoError as problem:
+            missing[model.name] = str(problem)
+            if len(missing) == len(models):
+                raise
+    return missing
 
 
 def make_app(

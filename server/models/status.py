@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
+
+from engine import EngineInfo
 
 State = Literal["unloaded", "loading", "loaded", "failed"]
 
@@ -29,6 +32,10 @@ class ModelStatus:
         loaded_at, last_used: None while it is not loaded.
         expires_at: when it will be unloaded if no request comes; None if it stays, or is not loaded.
         running: number of requests that use it now.
+        info: its engine's facts, or those of its last engine, or expected ones; None before anything is known.
+        adapters: the folders of the adapters that its settings name.
+        chat_template: the setting of that name.
+        abilities: its abilities in Ollama's words; empty before they are known.
     """
 
     name: str
@@ -47,3 +54,7 @@ class ModelStatus:
     last_used: float | None = None
     expires_at: float | None = None
     running: int = 0
+    info: EngineInfo | None = None
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    chat_template: str | None = None
+    abilities: tuple[str, ...] = ()

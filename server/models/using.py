@@ -63,7 +63,6 @@ class Use:
 
     @staticmethod
     def of(request: Request) -> Use:
-        """The use that belongs to a request."""
         use = request.scope[_KEY]
         assert isinstance(use, Use)
         return use
@@ -83,15 +82,13 @@ class Use:
     async def wait(
         self, work: Coroutine[Any, Any, None], drain: Drain, keepalive: float, interrupted: Callable[[str], None]
     ) -> None:
-        """Wait for the model, while the client does.
+        """Wait for the model, while the client does. Raises ApiError if the error of `work`; or the client has left, or
+        the service stops.
 
         Args:
             work: ends when the model serves.
             keepalive: seconds after which a stream gets a comment, again and again; 0: it gets none.
             interrupted: returns the reason if nobody waits any more.
-
-        Raises:
-            ApiError: the error of `work`; or the client has left, or the service stops.
         """
         wanted = Wanted(drain, interrupted)
         try:

@@ -17,16 +17,11 @@ Answerer = Callable[[Body], Body | Awaitable[Body] | None]
 
 
 class Line(asyncio.Protocol):
-    """One side of a connection. Use it from one event loop.
-
-    Args:
-        answer: called with each message that is not an answer, in order. It must not raise.
-        lost: called when the connection is closed.
-    """
+    """One side of a connection. Use it from one event loop."""
 
     def __init__(self, answer: Answerer, lost: Callable[[], None]):
-        self._answer = answer
-        self._lost = lost
+        self._answer = answer  # called with each message that is not an answer, in order. It must not raise.
+        self._lost = lost  # called when the connection is closed
         self._unread = bytearray()
         self._asked: dict[int, asyncio.Future[Body]] = {}
         self._number = 0

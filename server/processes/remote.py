@@ -42,17 +42,12 @@ _numbers = count(1)
 
 
 class RemoteGate:
-    """A gate whose counts the desk keeps.
-
-    Args:
-        name: the gate's name.
-        rejected: called with the reason for each refused request.
-    """
+    """A gate whose counts the desk keeps."""
 
     def __init__(self, line: Line, name: GateName, rejected: Callable[[str], None]):
         self._line = line
-        self._name = name
-        self._rejected = rejected
+        self._name = name  # the gate's name
+        self._rejected = rejected  # called with the reason for each refused request
 
     async def look(self, tenant: str | None = None) -> None:
         """Raises ApiError: 503 if there is no room."""

@@ -139,12 +139,7 @@ class _Front:
 
 
 class _Service:
-    """The fronts and their shared work.
-
-    Args:
-        begin: a front's first message, except for its name.
-        folder: the folder of the fronts' metrics; a front's metrics remain when it ends.
-    """
+    """The fronts and their shared work."""
 
     def __init__(
         self, client: ProcessEngineClient, settings: ServerSettings, listener: Listener, begin: Begin, folder: Path
@@ -152,8 +147,8 @@ class _Service:
         self._client = client
         self._settings = settings
         self._listener = listener
-        self._begin = begin
-        self._folder = folder
+        self._begin = begin  # a front's first message, except for its name
+        self._folder = folder  # the folder of the fronts' metrics; a front's metrics remain when it ends
         Shares.make(Path(begin.shares), begin.num_fronts)
         self._rates = RequestRates(settings.rate_limit_storage)
         self._counts = Counts(lambda refuse: Admissions.of(client, settings, refuse), KeyCounts(self._rates))

@@ -20,7 +20,6 @@ class CarriedByServe:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request to the app."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

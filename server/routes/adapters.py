@@ -21,8 +21,7 @@ _EXAMPLE = {"sql": {"value": {"lora_name": "sql", "lora_path": "sql"}}}
 
 @router.post("/v1/load_lora_adapter", response_class=Response, responses=ERROR_RESPONSES, summary="Load a LoRA adapter")
 async def load_adapter(
-    body: Annotated[LoadAdapterRequest, Body(openapi_examples=_EXAMPLE)],
-    service: ServiceDep,
+    body: Annotated[LoadAdapterRequest, Body(openapi_examples=_EXAMPLE)], service: ServiceDep
 ) -> Response:
     """Load an adapter from the folder of --enable-lora-loading. Running requests continue."""
     if not ADAPTER_NAME.fullmatch(body.lora_name) or body.lora_name == service.model_id:

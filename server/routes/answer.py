@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -15,7 +14,7 @@ from engine.pooled import MAX_WINDOWS, AnswerTerms, answers_of, read_question, w
 from engine.text.processor import Encoding
 from server.admission import estimate_tokens
 from server.answering.encoding import compact_input, need_tokenizer
-from server.answering.endpoints import require
+from server.answering.endpoints import begin
 from server.answering.packing import packed, unpacked
 from server.answering.pooling import PoolingInput, PoolingRun, listed
 from server.api import examples
@@ -36,10 +35,7 @@ async def create_answer(
 ) -> Response:
     """Find the parts of a context that answer a question. Long contexts are read in overlapping windows. Also at
     /answer."""
-    arrival = time.monotonic()
-    service.check_model(body.model)
-    require(service, "/v1/answer")
-    body.refuse_unsupported()
+    arrival = begin(service, body, "/v1/answer")
     terms = body.terms()
     window = terms.window(service.client.info)
     return await _AnswerRun(service, body, arrival, asked=_paired(body), answer_terms=terms, window=window).respond(
@@ -96,7 +92,6 @@ class _AnswerRun(PoolingRun):
         return inputs
 
     def _cut(self, index: int) -> list[PoolingInput]:
-        """The windows of a question and its context as inputs."""
         tokenizer = need_tokenizer(self.service, "context")
         try:
             encoding = read_question(tokenizer, *self.asked[index])

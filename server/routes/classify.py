@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
@@ -12,24 +11,12 @@ from fastapi import APIRouter, Body, Request, Response
 from engine import Pooled, PoolingParams
 from engine.pooled import Aggregation, labels_of, longest, spans_of
 from engine.text.processor import Encoding
-from server.answering.encoding import (
-    Text,
-    check_boxes,
-    compact_input,
-    encode_all,
-    estimate,
-    read_images,
-    read_inputs,
-)
-from server.answering.endpoints import require
+from server.answering.encoding import Text, check_boxes, compact_input, encode_all, estimate, read_images, read_inputs
+from server.answering.endpoints import begin
 from server.answering.packing import packed, unpacked
 from server.answering.pooling import PoolingInput, PoolingRun, image_input, listed
 from server.api import examples
-from server.api.classify_schemas import (
-    ClassifyRequest,
-    ClassifyResponse,
-    Pair,
-)
+from server.api.classify_schemas import ClassifyRequest, ClassifyResponse, Pair
 from server.api.reading import StrictJsonRoute
 from server.context import ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
@@ -47,10 +34,7 @@ async def create_classification(
     body: Annotated[ClassifyRequest, Body(openapi_examples=examples.CLASSIFY)], request: Request, service: ServiceDep
 ) -> Response:
     """Return the classes of each input, or its entities if the model classifies tokens. Also at /classify."""
-    arrival = time.monotonic()
-    service.check_model(body.model)
-    require(service, "/v1/classify")
-    body.refuse_unsupported()
+    arrival = begin(service, body, "/v1/classify")
     check_boxes(service, body.bbox, body.input)
     run = _TokenRun if "token_classify" in service.client.info.tasks else _TextRun
     truncate = longest(body.truncate_prompt_tokens, service.client.info)

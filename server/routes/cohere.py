@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +13,7 @@ from fastapi import APIRouter, Body, Request, Response
 from engine import EngineInfo, Pooled, PoolingParams
 from engine.pooled import find_prompt, longest
 from engine.pooled.vectors import json_base64, json_matrix, json_signs, json_steps, packed
-from server.answering.endpoints import require
+from server.answering.endpoints import begin
 from server.answering.matrices import MatrixRun
 from server.answering.pooling import PoolingInput
 from server.api.cohere_schemas import CohereEmbedRequest, EmbeddingType
@@ -33,10 +32,7 @@ _PROMPTS = {"search_query": "query", "search_document": "document"}  # the other
 @router.post("/v2/embed", include_in_schema=False)
 async def embed(body: Annotated[CohereEmbedRequest, Body()], request: Request, service: ServiceDep) -> Response:
     """Return vectors of texts or images in the requested formats."""
-    arrival = time.monotonic()
-    service.check_model(body.model)
-    require(service, "/v1/embeddings")
-    body.refuse_unsupported()
+    arrival = begin(service, body, "/v1/embeddings")
     info = service.client.info
     kinds: list[EmbeddingType] = list(dict.fromkeys(body.embedding_types or ("float",)))
     params = PoolingParams(task="embed", dimensions=body.output_dimension)
@@ -82,7 +78,7 @@ def _prompt_name(body: CohereEmbedRequest, info: EngineInfo) -> str | None:
 
 def _cut(body: CohereEmbedRequest, service: Service) -> int | None:
     """The number of tokens to cut texts to; as at Cohere, they are cut unless truncate is NONE. Raises ApiError: texts
-    are to be cut at a side where the tokenizer does not cut. InvalidRequestError: max_tokens exceeds the model's
+    are to be cut at a side where the tokenizer does not cut; InvalidRequestError: max_tokens exceeds the model's
     limit."""
     if body.truncate == "NONE":
         return None

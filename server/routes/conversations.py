@@ -110,8 +110,7 @@ async def list_items(
     tenant = tenant_of(request)
     try:
         page = await asked(
-            service,
-            conversations.page(conversation_id, tenant, after=after, limit=limit, ascending=order == "asc"),
+            service, conversations.page(conversation_id, tenant, after=after, limit=limit, ascending=order == "asc")
         )
     except KeyError:
         fail("after", f"after must be the id of one of the conversation's items, got {shown(after)}.")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import string
-import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NoReturn
 
 from fastapi import APIRouter, Body, Request, Response
 
 from server.answering.decisions import LETTERS, DecisionRun, Question, Reading, described
-from server.answering.endpoints import require
+from server.answering.endpoints import begin
 from server.answering.rendering import check_variables
 from server.api import examples
 from server.api.decision_schemas import (
@@ -46,20 +45,12 @@ _TYPES = ("choice", "noul", "score")
 router = APIRouter(route_class=StrictJsonRoute)
 
 
-@router.post(
-    "/v1/decisions",
-    response_model=DecisionResponse,
-    responses=ERROR_RESPONSES,
-    summary="Create decisions",
-)
+@router.post("/v1/decisions", response_model=DecisionResponse, responses=ERROR_RESPONSES, summary="Create decisions")
 async def create_decision(
     body: Annotated[DecisionRequest, Body(openapi_examples=examples.DECISIONS)], request: Request, service: ServiceDep
 ) -> Response:
     """Answer up to 400 questions (predicates, choices, scores) about one input with probabilities, in one batch."""
-    arrival = time.monotonic()
-    service.check_model(body.model)
-    require(service, "/v1/decisions")
-    body.refuse_unsupported()
+    arrival = begin(service, body, "/v1/decisions")
     questions = [_question(f"questions.{place}", question) for place, question in enumerate(body.questions)]
 
     def respond(readings: Sequence[Reading], usage: Usage, run: DecisionRun) -> DecisionResponse:
@@ -138,10 +129,7 @@ async def create_structured_decision(
     body: Annotated[SystemOneRequest, Body(openapi_examples=examples.SYSTEM_ONE)], request: Request, service: ServiceDep
 ) -> Response:
     """Answer choices, yes-or-no questions and scores about a state, which is text or JSON."""
-    arrival = time.monotonic()
-    service.check_model(body.model)
-    require(service, "/v1/systemone")
-    body.refuse_unsupported()
+    arrival = begin(service, body, "/v1/systemone")
     variables = body.chat_template_kwargs or {}
     check_variables(variables)
     if variables.get("enable_thinking"):
@@ -221,12 +209,7 @@ def _named(spec: QuestionSpec, reading: Reading) -> dict[str, Any]:
     if spec.type == "choice":
         options = list(spec.criteria)
         found: Mapping[str, float] = dict(zip(options, shares, strict=True))
-        return {
-            "type": "choice",
-            "choice": options[reading.best],
-            "probabilities": found,
-            "confidence": confidence,
-        }
+        return {"type": "choice", "choice": options[reading.best], "probabilities": found, "confidence": confidence}
     return {
         "type": "score",
         "score": _expected(shares),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
@@ -12,7 +11,7 @@ from fastapi import APIRouter, Body, Request, Response
 from engine import EngineInfo, Pooled, PoolingParams, Task, resolve_pooling
 from engine.pooled import find_prompt, longest
 from engine.pooled.vectors import json_matrix
-from server.answering.endpoints import MATRIX_TASKS, require
+from server.answering.endpoints import MATRIX_TASKS, begin
 from server.answering.matrices import MatrixRun, read_conversation
 from server.answering.pooling import PoolingInput, joined
 from server.api import examples
@@ -37,15 +36,10 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {200: {"content": BYTES}, **ERROR_
 @router.post("/embeddings", include_in_schema=False)
 @router.post("/v1/embeddings", response_model=EmbeddingResponse, responses=_RESPONSES, summary="Create embeddings")
 async def create_embeddings(
-    body: Annotated[EmbeddingRequest, Body(openapi_examples=examples.EMBEDDINGS)],
-    request: Request,
-    service: ServiceDep,
+    body: Annotated[EmbeddingRequest, Body(openapi_examples=examples.EMBEDDINGS)], request: Request, service: ServiceDep
 ) -> Response:
     """Return a vector for each input. The model must have the task embed (`tasks` in /v1/models)."""
-    arrival = time.monotonic()
-    service.check_model(body.model)
-    require(service, "/v1/embeddings")
-    body.refuse_unsupported()
+    arrival = begin(service, body, "/v1/embeddings")
     info = service.client.info
     params = PoolingParams(task="embed", pooling=body.pooling, normalize=body.normalizes(), dimensions=body.dimensions)
     resolve_pooling(params, info, prompt_len=1)  # report impossible fields before any work
@@ -76,10 +70,7 @@ async def create_pooling(
 ) -> Response:
     """Return the output of the model's head for each input, as in vLLM: a vector, class scores, class scores per token,
     a vector per token, or token weights. A list of tasks returns each kind by its name."""
-    arrival = time.monotonic()
-    service.check_model(body.model)
-    require(service, "/pooling")
-    body.refuse_unsupported()
+    arrival = begin(service, body, "/pooling")
     info = service.client.info
     asked = body.task if isinstance(body.task, list) else [body.task]
     tasks = [_params(body, info, task) for task in asked]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
@@ -14,7 +13,7 @@ from engine import InvalidRequestError, Pooled
 from engine.pooled import MAX_WINDOWS, EntityReading, EntityTerms, entities_of, read_entities
 from server.admission import estimate_tokens
 from server.answering.encoding import compact_input, need_tokenizer
-from server.answering.endpoints import require
+from server.answering.endpoints import begin
 from server.answering.packing import packed, unpacked
 from server.answering.pooling import PoolingInput, PoolingRun, listed
 from server.api import examples
@@ -37,10 +36,7 @@ async def create_entities(
 ) -> Response:
     """Find the parts of each text that match one of the labels. Long texts are read in overlapping windows. Also at
     /entities."""
-    arrival = time.monotonic()
-    service.check_model(body.model)
-    require(service, "/v1/entities")
-    body.refuse_unsupported()
+    arrival = begin(service, body, "/v1/entities")
     if (longest := max(map(len, body.input))) > MAX_CHARACTERS:
         message = f"a text may have at most {MAX_CHARACTERS} characters, but one has {longest}. Split it."
         raise ApiError(400, message, param="input", code="context_length_exceeded")

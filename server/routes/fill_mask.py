@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
@@ -14,7 +13,7 @@ from engine import DEFAULT_TOP_K, InvalidRequestError, Pooled, PoolingParams, To
 from engine.pooled import longest, mask_positions, masks_of
 from engine.text.processor import Encoding
 from server.answering.encoding import check_boxes, estimate, need_tokenizer, read_images, read_inputs
-from server.answering.endpoints import require
+from server.answering.endpoints import begin
 from server.answering.pooling import PoolingInput, PoolingRun, listed
 from server.api import examples
 from server.api.fill_mask_schemas import FillMaskRequest, FillMaskResponse
@@ -35,10 +34,7 @@ async def create_filled_masks(
     body: Annotated[FillMaskRequest, Body(openapi_examples=examples.FILL_MASK)], request: Request, service: ServiceDep
 ) -> Response:
     """Return the most probable tokens for each mask of each input. Also at /fill-mask."""
-    arrival = time.monotonic()
-    service.check_model(body.model)
-    require(service, "/v1/fill-mask")
-    body.refuse_unsupported()
+    arrival = begin(service, body, "/v1/fill-mask")
     check_boxes(service, body.bbox, body.input)
     truncate = longest(body.truncate_prompt_tokens, service.client.info)
     return await _FillMaskRun(service, body, arrival, truncate=truncate).respond(request)

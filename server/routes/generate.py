@@ -16,7 +16,7 @@ from engine import DEFAULT_MAX_TOKENS, SamplingParams, chat_max_tokens
 from server.answering import message_input
 from server.answering.answer import encode_prompts, estimate_size
 from server.answering.completion import TextRun
-from server.answering.endpoints import require
+from server.answering.endpoints import begin, require
 from server.answering.events import Chunks, Extra
 from server.answering.message_events import MessageRun
 from server.answering.pieces import PieceMaker
@@ -193,10 +193,7 @@ async def generate(
     body: Annotated[GenerateRequest, Body(openapi_examples=examples.GENERATE)], request: Request, service: ServiceDep
 ) -> Response:
     """Generate from token ids that another server made, as in vLLM. The answer comes as a whole or as a stream."""
-    arrival = time.monotonic()
-    service.check_model(body.model)
-    require(service, "/inference/v1/generate")
-    body.refuse_unsupported()
+    arrival = begin(service, body, "/inference/v1/generate")
     asked = body.asked()
     shape = replace(shape_of(asked, service), return_token_ids=True, tokens_as_ids=True)
     return await _GenerateRun(service, asked, shape, arrival, given=body).respond(request)
@@ -266,8 +263,7 @@ def _logprobs(piece: CompletionChoice) -> TokenLogprobs | None:
     return TokenLogprobs(
         content=[
             TokenLogprobContent(
-                **_token(name, value or 0.0).model_dump(),
-                top_logprobs=[_token(*pair) for pair in (top or {}).items()],
+                **_token(name, value or 0.0).model_dump(), top_logprobs=[_token(*pair) for pair in (top or {}).items()]
             )
             for name, value, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True)
         ]

@@ -102,11 +102,7 @@ def _run_of(
 
 
 def _numbers(arrival: float, tokens: int) -> Mapping[str, Any]:
-    return {
-        "total_duration": int((time.monotonic() - arrival) * 1e9),
-        "load_duration": 0,
-        "prompt_eval_count": tokens,
-    }
+    return {"total_duration": int((time.monotonic() - arrival) * 1e9), "load_duration": 0, "prompt_eval_count": tokens}
 
 
 @dataclass(slots=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
 
 from fastapi import APIRouter, Body, Response
 
-from engine import AdapterInfo
+from engine import AdapterInfo, EngineInfo
 from server.answering.ollama_events import NDJSON, written
 from server.answering.ollama_facts import capabilities, details_of, files_of, model_info
 from server.answering.ollama_input import find_model, served_names, tagged
@@ -30,7 +31,7 @@ from server.routes.ollama import ERRORS
 router = APIRouter()
 listing = APIRouter()  # of the only model and its adapters
 home = APIRouter()  # if no page is at /
-bodies = APIRouter(route_class=UntypedJsonRoute)
+serving = APIRouter(route_class=UntypedJsonRoute)  # likewise
 
 OLLAMA = "0.13.0"
 """The version of the API: clients refuse servers that are older than they need."""
@@ -73,28 +74,15 @@ async def ps(service: ServiceDep) -> OllamaProcesses:
     )
 
 
-@bodies.post("/api/show", responses=ERRORS, summary="Ollama's description of a model")
+@serving.post("/api/show", responses=ERRORS, summary="Ollama's description of a model")
 async def show(
     body: Annotated[OllamaNameRequest, Body(openapi_examples=examples.OLLAMA_NAME)], service: ServiceDep
 ) -> OllamaShown:
     """Describe a served model, as in Ollama's API: its files, template, decoding parameters and abilities."""
-    name = find_model(service, _named(body)) or service.model_id
-    facts = await asyncio.to_thread(facts_of, service, name)
-    info, tokenizer = service.client.info, service.tokenizer
-    template = (tokenizer.chat_template or "") if tokenizer is not None else ""
-    parameters = "\n".join(f"{field:<30} {value}" for field, value in info.decoding.items())
-    return OllamaShown(
-        modelfile=f"# The model is served by Octavo, whose chat template is Jinja.\nFROM {name}\n",
-        parameters=parameters,
-        template=template,
-        details=facts["details"],
-        model_info=await asyncio.to_thread(model_info, info),
-        capabilities=capabilities(service),
-        modified_at=facts["modified_at"],
-    )
+    return await asyncio.to_thread(shown_of, service, find_model(service, name_in(body)) or service.model_id)
 
 
-@bodies.post(
+@serving.post(
     "/api/pull",
     response_model=OllamaStatus,
     responses={200: {"content": examples.LINES}, **ERRORS},
@@ -104,13 +92,27 @@ async def pull(
     body: Annotated[OllamaNameRequest, Body(openapi_examples=examples.OLLAMA_NAME)], service: ServiceDep
 ) -> Response:
     """Report success for a model that is served, because clients pull before they ask. Others are refused."""
-    name = _named(body)
+    name = name_in(body)
     try:
         find_model(service, name)
     except ApiError:
-        names = ", ".join(map(shown, served_names(service)))
-        message = f"The model {shown(name)} is not served, and this server does not download models. It serves {names}."
-        raise ApiError(404, message, param="model", code="model_not_found") from None
+        raise not_pulled(name, served_names(service)) from None
+    return pulled(body)
+
+
+def not_pulled(name: str, served: Sequence[str]) -> ApiError:
+    """The error for a model that is not served.
+
+    Args:
+        served: names of the models that the caller may use.
+    """
+    names = ", ".join(map(shown, served))
+    message = f"The model {shown(name)} is not served, and this server does not download models. It serves {names}."
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+def pulled(body: OllamaNameRequest) -> Response:
+    """The answer for a model that is served."""
     if body.stream is False:
         return Response('{"status":"success"}', media_type="application/json")
     lines = (written({"status": status}) for status in ("pulling manifest", "success"))
@@ -163,7 +165,7 @@ async def running() -> Response:
     return Response("Ollama is running", media_type="text/plain; charset=utf-8")
 
 
-def _named(body: OllamaNameRequest) -> str | None:
+def name_in(body: OllamaNameRequest) -> str:
     """The name of the model that a request is about. Raises ApiError if there is none."""
     name = body.model or body.name
     if not name:
@@ -171,10 +173,40 @@ def _named(body: OllamaNameRequest) -> str | None:
     return name
 
 
+def shown_of(service: Service, name: str) -> OllamaShown:
+    """The description of a loaded model, or of one of its adapters. It reads files."""
+    facts = facts_of(service, name)
+    template = (service.tokenizer.chat_template or "") if service.tokenizer is not None else ""
+    return description(name, service.client.info, facts, template, capabilities(service))
+
+
+def description(
+    name: str, info: EngineInfo, facts: dict[str, Any], template: str, abilities: Sequence[str]
+) -> OllamaShown:
+    """A model in the form of /api/show.
+
+    Args:
+        facts: as `facts_of` returns them.
+    """
+    return OllamaShown(
+        modelfile=f"# The model is served by Octavo, whose chat template is Jinja.\nFROM {name}\n",
+        parameters="\n".join(f"{field:<30} {value}" for field, value in info.decoding.items()),
+        template=template,
+        details=facts["details"],
+        model_info=model_info(info),
+        capabilities=list(abilities),
+        modified_at=facts["modified_at"],
+    )
+
+
 def facts_of(service: Service, name: str) -> dict[str, Any]:
     """The fields that all lists of models share. The facts of an adapter are those of its base model."""
-    info = service.client.info
     adapter: AdapterInfo | None = service.client.adapters.get(name)
+    return facts_of_files(service.client.info, name, "" if adapter is None else service.model_id)
+
+
+def facts_of_files(info: EngineInfo, name: str, parent: str = "") -> dict[str, Any]:
+    """The same from the files of a model, loaded or not; for an adapter, `parent` is its base model's name."""
     files = files_of(info)
     return {
         "name": tagged(name),
@@ -182,5 +214,5 @@ def facts_of(service: Service, name: str) -> dict[str, Any]:
         "modified_at": files.modified,
         "size": files.size,
         "digest": files.digest,
-        "details": details_of(info, name, "" if adapter is None else service.model_id),
+        "details": details_of(info, name, parent),
     }

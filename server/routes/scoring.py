@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -12,17 +11,12 @@ from fastapi import APIRouter, Body, Request, Response
 
 from engine import Pooled
 from engine.pooled import longest
-from server.answering.endpoints import require
+from server.answering.endpoints import begin
 from server.answering.pooling import listed
 from server.answering.scoring import ScoringRun, Side
 from server.api import examples
 from server.api.reading import StrictJsonRoute
-from server.api.scoring_schemas import (
-    RerankRequest,
-    RerankResponse,
-    ScoreRequest,
-    ScoreResponse,
-)
+from server.api.scoring_schemas import RerankRequest, RerankResponse, ScoreRequest, ScoreResponse
 from server.api.text_embeddings_schemas import EitherRerankRequest
 from server.context import ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
@@ -38,10 +32,7 @@ async def create_score(
 ) -> Response:
     """Score how well texts match: one text against many, or pair by pair. A cross-encoder reads both texts together;
     with other models, the score is the cosine of the two vectors. Also at /score."""
-    arrival = time.monotonic()
-    service.check_model(body.model)
-    require(service, "/v1/score")
-    body.refuse_unsupported()
+    arrival = begin(service, body, "/v1/score")
     (name, firsts), (other, seconds) = body.sides()
     first = Side(name, firsts, body.max_tokens_per_query)
     second = Side(other, seconds, body.max_tokens_per_doc)
@@ -62,10 +53,7 @@ async def create_either_rerank(
             message = "documents or texts is required."
             raise ApiError(400, message, param="documents", code="missing_required_parameter")
         return await create_rerank(RerankRequest.model_validate(known), request, service)
-    arrival = time.monotonic()
-    service.check_model(body.model)
-    require(service, "/v1/rerank")
-    body.refuse_unsupported()
+    arrival = begin(service, body, "/v1/rerank")
     if body.documents is not None:
         message = "documents and texts are two names of the same field. Send only one of them."
         raise ApiError(400, message, param="documents", code="invalid_value")
@@ -90,10 +78,7 @@ async def create_rerank(
 ) -> Response:
     """Sort documents by how well they match a query, best first. The scores are the same as for /v1/score. Also at
     /rerank and /v2/rerank."""
-    arrival = time.monotonic()
-    service.check_model(body.model)
-    require(service, "/v1/rerank")
-    body.refuse_unsupported()
+    arrival = begin(service, body, "/v1/rerank")
     first = Side("query", [body.query], body.max_tokens_per_query)
     second = Side("documents", body.documents, body.max_tokens_per_doc)
     truncate, activates = longest(body.truncate_prompt_tokens, service.client.info), body.activates()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Request, Response
+from fastapi import APIRouter, Body, Response
 
 from server.api.message_schemas import MessageModelList
 from server.api.model_schemas import LoadedCard, LoadModelRequest, ModelStates, UnloadedCard
 from server.api.reading import StrictJsonRoute
 from server.context import HouseDep, Models, Service
-from server.door.keys import ApiKey
-from server.errors import ERROR_RESPONSES, ApiError, shown
+from server.errors import ERROR_RESPONSES
+from server.models.seen import no_model
 from server.models.status import ModelStatus
 from server.routes.models import Version, card_of, message_model, whole
 
@@ -25,20 +25,6 @@ _Card = LoadedCard | UnloadedCard
 def models_of_house(house: Service) -> Models:
     assert house.models is not None
     return house.models
-
-
-def may_see(request: Request, status: ModelStatus) -> bool:
-    """Whether the request's API key may use a model."""
-    key: ApiKey | None = getattr(request.state, "api_key", None)
-    return key is None or key.may_use(status.name)
-
-
-def _check_allowed(house: Service, request: Request, name: str) -> None:
-    """Refuse a model that the request's API key may not use. Raises ApiError: 403."""
-    status = models_of_house(house).find(name)
-    if status is not None and not may_see(request, status):
-        message = f"This API key may not use the model {shown(status.name)}."
-        raise ApiError(403, message, param="model", code="model_not_allowed")
 
 
 def _state(status: ModelStatus) -> dict[str, Any]:
@@ -60,16 +46,19 @@ def _state(status: ModelStatus) -> dict[str, Any]:
 def _cards(house: Service, status: ModelStatus) -> list[_Card]:
     service = models_of_house(house).service_of(status.name)
     if service is None:
-        unloaded = UnloadedCard(
-            id=status.name,
-            created=house.created,
-            root=status.name,
-            max_model_len=status.max_model_len,
-            tasks=list(status.tasks),
-            endpoints=list(status.endpoints) or None,
-            **_state(status),
-        )
-        return [unloaded]
+        return [
+            UnloadedCard(
+                id=name,
+                created=house.created,
+                root=root,
+                parent=None if name == status.name else status.name,
+                max_model_len=status.max_model_len,
+                tasks=list(status.tasks),
+                endpoints=list(status.endpoints) or None,
+                **_state(status),
+            )
+            for name, root in {status.name: status.name, **status.adapters}.items()
+        ]
     adapters = [None, *service.client.adapters.values()]
     return [LoadedCard(**dict(card_of(service, adapter)), **_state(status)) for adapter in adapters]
 
@@ -82,9 +71,9 @@ def _cards(house: Service, status: ModelStatus) -> list[_Card]:
     response_model_exclude_none=True,
     summary="List the served models",
 )
-async def list_models(request: Request, house: HouseDep, version: Version = None) -> ModelStates | Response:
+async def list_models(house: HouseDep, version: Version = None) -> ModelStates | Response:
     """List all models that the API key may use, with their states."""
-    statuses = [status for status in models_of_house(house).statuses() if may_see(request, status)]
+    statuses = models_of_house(house).statuses()
     if version is not None:
         services = [(status, models_of_house(house).service_of(status.name)) for status in statuses]
         shown_models = [message_model(service or house, status.name) for status, service in services]
@@ -101,13 +90,11 @@ async def list_models(request: Request, house: HouseDep, version: Version = None
     response_model_exclude_none=True,
     summary="Describe a served model",
 )
-async def get_model(model_id: str, request: Request, house: HouseDep, version: Version = None) -> _Card | Response:
+async def get_model(model_id: str, house: HouseDep, version: Version = None) -> _Card | Response:
     """Return a model with its state, or one of its adapters. Other ids get 404."""
     status = models_of_house(house).find(model_id)
-    if status is None or not may_see(request, status):
-        names = ", ".join(status.name for status in models_of_house(house).statuses() if may_see(request, status))
-        message = f"The model {shown(model_id)} does not exist; this server serves {names}."
-        raise ApiError(404, message, param="model", code="model_not_found")
+    if status is None:
+        raise no_model(model_id, [status.name for status in models_of_house(house).statuses()])
     if version is not None:
         return whole(message_model(models_of_house(house).service_of(status.name) or house, status.name))
     cards = _cards(house, status)
@@ -121,11 +108,8 @@ async def get_model(model_id: str, request: Request, house: HouseDep, version: V
     response_model_exclude_none=True,
     summary="Load a model",
 )
-async def load_model(
-    body: Annotated[LoadModelRequest, Body(openapi_examples=_EXAMPLE)], request: Request, house: HouseDep
-) -> _Card:
+async def load_model(body: Annotated[LoadModelRequest, Body(openapi_examples=_EXAMPLE)], house: HouseDep) -> _Card:
     """Load a model, and answer when it serves. The least recently used models may be unloaded for it."""
-    _check_allowed(house, request, body.model)
     return _cards(house, await models_of_house(house).load(body.model))[0]
 
 
@@ -136,11 +120,8 @@ async def load_model(
     response_model_exclude_none=True,
     summary="Unload a model",
 )
-async def unload_model(
-    body: Annotated[LoadModelRequest, Body(openapi_examples=_EXAMPLE)], request: Request, house: HouseDep
-) -> _Card:
+async def unload_model(body: Annotated[LoadModelRequest, Body(openapi_examples=_EXAMPLE)], house: HouseDep) -> _Card:
     """Unload a model that no request uses. The next request to it loads it again."""
-    _check_allowed(house, request, body.model)
     return _cards(house, await models_of_house(house).unload(body.model))[0]
 
 

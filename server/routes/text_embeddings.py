@@ -15,7 +15,7 @@ from engine import EngineInfo, Pooled, PoolingParams, resolve_pooling
 from engine.pooled import find_prompt, is_cross_encoder, labels_of
 from engine.pooled.vectors import json_matrix
 from server.answering.encoding import compact_input, encode_all, estimate
-from server.answering.endpoints import require
+from server.answering.endpoints import begin, require
 from server.answering.matrices import MatrixRun
 from server.answering.pooling import PoolingInput, PoolingRun
 from server.answering.scoring import ScoringRun, Side
@@ -170,10 +170,7 @@ class _PredictRun(PoolingRun):
 @router.post("/similarity", include_in_schema=False)
 async def similarity(body: Annotated[SimilarityRequest, Body()], request: Request, service: ServiceDep) -> Response:
     """Score how similar each sentence is to the first one: a list of the scores of /v1/score."""
-    arrival = time.monotonic()
-    service.check_model(body.model)
-    require(service, "/v1/score")
-    body.refuse_unsupported()
+    arrival = begin(service, body, "/v1/score")
     how = body.parameters or SimilarityParameters()
     if how.prompt_name is not None:
         message = "parameters.prompt_name is not supported: scores are made with the model's default prompt."

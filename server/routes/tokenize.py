@@ -22,12 +22,7 @@ from server.api.fields import ignored_header, refuse_unsupported
 from server.api.infill_schemas import ApplyTemplateRequest, ApplyTemplateResponse
 from server.api.pooling_schemas import either
 from server.api.reading import StrictJsonRoute
-from server.api.schemas import (
-    DetokenizeRequest,
-    DetokenizeResponse,
-    TokenizeRequest,
-    TokenizeResponse,
-)
+from server.api.schemas import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from server.context import Service, ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
 
@@ -52,9 +47,7 @@ class _Countable(Room):
 
 @router.post("/tokenize", responses=ERROR_RESPONSES, summary="Tokenize text or messages")
 async def tokenize(
-    body: Annotated[TokenizeRequest, Body(openapi_examples=examples.TOKENIZE)],
-    response: Response,
-    service: ServiceDep,
+    body: Annotated[TokenizeRequest, Body(openapi_examples=examples.TOKENIZE)], response: Response, service: ServiceDep
 ) -> TokenizeResponse:
     """Return the token ids of a prompt for /v1/completions, or of messages for /v1/chat/completions."""
     _check(body, response, service)

@@ -4,12 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import httpx
 from fastapi import FastAPI
 
+from server.context import Service
 from support.service import PATIENCE
+
+
+def request(app: FastAPI, method: str, path: str, **options: Any) -> httpx.Response:
+    """The answer to one request, in an event loop of its own."""
+
+    async def call() -> httpx.Response:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            return await http.request(method, path, **options)
+
+    return asyncio.run(asyncio.wait_for(call(), PATIENCE))
+
+
+async def until(what: Callable[[], object]) -> None:
+    """Wait until it is so."""
+    async with asyncio.timeout(PATIENCE):
+        while not what():
+            await asyncio.sleep(0.002)
+
+
+def counts(service: Service, name: str) -> dict[str, float]:
+    """A counter's values by label, without zeros."""
+    samples = [one for metric in service.metrics.registry.collect() for one in metric.samples]
+    found = [one for one in samples if one.name == name and one.value]
+    return {next(iter(one.labels.values()), ""): one.value for one in found}
 
 
 class Call:

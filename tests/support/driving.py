@@ -117,6 +117,17 @@ def preempt_all(engine: Engine) -> int:
     return len(running)
 
 
+class Strikes:
+    """Preempts all running requests after every so many steps; `count` sums them."""
+
+    def __init__(self, engine: Engine, every: int, at: int):
+        self.engine, self.every, self.at, self.count = engine, every, at, 0
+
+    def __call__(self, step: int) -> None:
+        if step % self.every == self.at:
+            self.count += preempt_all(self.engine)
+
+
 @contextmanager
 def watching(engine: Engine) -> Iterator[list[StepPlan]]:
     """Collects the plans that are launched."""

@@ -27,6 +27,7 @@ def recorded(name: str, capability: int) -> Iterator[list[Variant]]:
     def record(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
         options = {key: kwargs.pop(key) for key in ("num_warps", "num_stages") if key in kwargs}
         kwargs.pop("launch_pdl", None)  # of the launch alone, not of the code
+        kwargs.pop("enable_fp_fusion", None)  # changes neither shared memory nor what is asked for
         bound = inspect.signature(kernel.fn).bind(*args, **kwargs).arguments
         signature, constants, multiples = {}, {}, []
         for parameter in kernel.params:

@@ -11,7 +11,7 @@ from engine import EngineConfig
 from engine.text.processor import Tokenizer
 from server.app import create_app
 from server.config.settings import ServerSettings
-from support.asgi import Call
+from support.asgi import Call, request
 from support.entities import GlinerFolder
 from support.local_client import LocalClient
 from support.text_encoders import TextEncoder
@@ -46,12 +46,7 @@ class PoolingApi:
         return self.send("POST", path, json=body)
 
     def send(self, method: str, path: str, **options: Any) -> httpx.Response:
-        async def call() -> httpx.Response:
-            transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-                return await http.request(method, path, **options)
-
-        return asyncio.run(asyncio.wait_for(call(), 20))
+        return request(self.app, method, path, **options)
 
     def ask(self, path: str, **body: Any) -> dict[str, Any]:
         """The body of an answer."""

@@ -15,6 +15,7 @@ import PIL.Image
 import tokenizers
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 from engine import TokenInput
@@ -65,6 +66,14 @@ class SeeingShape:
 _CLIP_PIXELS = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
 _SQUARES = {"size": {"longest_edge": 70}, "max_image_size": {"longest_edge": SIDE}}
 _SQUARE = {"size": {"height": SIDE, "width": SIDE}}
+_OWN_SIZE = {"size": {"shortest_edge": 300, "longest_edge": 4000}, "patch_size": 4}
+_AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+_TURNS = _AXES | {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+_QWEN3 = {
+    "depth": 3, "hidden_size": 24, "intermediate_size": 40, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32,
+    "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2],
+}  # fmt: skip
+_QWEN = {"vision_start_token_id": 279, "vision_end_token_id": 280, "video_token_id": 4}
 SHAPES = {
     "llava": SeeingShape(
         "LlavaForConditionalGeneration", {"model_type": "llama"}, CLIP, {}, ("CLIPImageProcessorPil", _CLIP_PIXELS)
@@ -109,7 +118,50 @@ SHAPES = {
             "pan_and_scan_min_ratio_to_activate": 1.2,
         }), "Gemma3Processor",
     ),
+    "qwen2-vl": SeeingShape(
+        "Qwen2VLForConditionalGeneration", {"model_type": "qwen2_vl_text", "rope_parameters": _AXES},
+        {"depth": 2, "embed_dim": 24, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2}, _QWEN,
+        ("Qwen2VLImageProcessorPil", _OWN_SIZE), "Qwen2VLProcessor",
+    ),
+    "qwen2.5-vl": SeeingShape(
+        "Qwen2_5_VLForConditionalGeneration", {"model_type": "qwen2_5_vl_text", "rope_parameters": _AXES},
+        {"depth": 3, "hidden_size": 24, "intermediate_size": 40, "num_heads": 2, "patch_size": 4, "window_size": 24,
+         "fullatt_block_indexes": [1], "out_hidden_size": 32}, _QWEN,
+        ("Qwen2VLImageProcessorPil", _OWN_SIZE), "Qwen2VLProcessor",
+    ),
+    "qwen3-vl": SeeingShape(
+        "Qwen3VLForConditionalGeneration", {"model_type": "qwen3_vl_text", "head_dim": 8, "rope_parameters": _TURNS},
+        _QWEN3, _QWEN, ("Qwen2VLImageProcessorPil", _OWN_SIZE), "Qwen2VLProcessor",
+    ),
+    "qwen3-vl-moe": SeeingShape(
+        "Qwen3VLMoeForConditionalGeneration",
+        {"model_type": "qwen3_vl_moe_text", "head_dim": 8, "rope_parameters": _TURNS, "num_experts": 4,
+         "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        _QWEN3 | {"deepstack_visual_indexes": [1]}, _QWEN, ("Qwen2VLImageProcessorPil", _OWN_SIZE), "Qwen2VLProcessor",
+    ),
+    "qwen3.5": SeeingShape(
+        "Qwen3_5ForConditionalGeneration",
+        {"model_type": "qwen3_5_text", "head_dim": 16, "rope_parameters": _TURNS | {"partial_rotary_factor": 0.5},
+         "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+         "linear_key_head_dim": 8, "linear_value_head_dim": 12},
+        {name: value for name, value in _QWEN3.items() if name != "deepstack_visual_indexes"}, _QWEN,
+        ("Qwen2VLImageProcessorPil", _OWN_SIZE), "Qwen2VLProcessor",
+    ),
+    "internvl": SeeingShape(
+        "InternVLForConditionalGeneration", {"model_type": "qwen2"},
+        VISION | {"image_size": [SIDE, SIDE], "patch_size": [PATCH, PATCH]}, {},
+        ("GotOcr2ImageProcessorPil", _SQUARE | {"crop_to_patches": True, "max_patches": 6}), "InternVLProcessor",
+    ),
+    "internvl-norms": SeeingShape(  # RMS norms, also of queries and keys, biases
+        "InternVLForConditionalGeneration", {"model_type": "qwen3", "head_dim": 10},
+        VISION | {"image_size": [SIDE, SIDE], "patch_size": [PATCH, PATCH], "norm_type": "rms_norm",
+                  "use_qk_norm": True, "attention_bias": True}, {},
+        ("GotOcr2ImageProcessorPil", _SQUARE | {"crop_to_patches": True, "max_patches": 1}), "InternVLProcessor",
+    ),
 }  # fmt: skip
+
+
+_FRAME = "<start_of_image>{}<end_of_image>"
 
 
 def make_tokenizer() -> Any:
@@ -117,7 +169,7 @@ def make_tokenizer() -> Any:
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     special = ["<pad>", "<s>", "</s>", "<image>", "<video>", "<fake_token_around_image>", "<global-img>"]
     special += [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
-    frame = ["<start_of_image>", "<end_of_image>"]
+    frame = ["<start_of_image>", "<end_of_image>", "<img>", "</img>"]
     vocabulary = {token: number for number, token in enumerate([*special, *alphabet, *frame])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -149,6 +201,11 @@ class SeeingModel:
         """Stands for an image in a prompt's text."""
         return "<start_of_image>" if self.shape.whole == "Gemma3Processor" else "<image>"
 
+    @property
+    def framed(self) -> bool:
+        """Whether tokens stand around each image of a prompt."""
+        return self.shape.whole == "Qwen2VLProcessor"
+
     @cached_property
     def processor(self) -> Any:
         """The reference's processor of images."""
@@ -173,6 +230,12 @@ class SeeingModel:
             own = {name: value for name, value in self.shape.processor[1].items() if "pan_and_scan" in name}
             made = processor(text=text.replace("<image>", self.mark), images=image, **own)
             return list(made["input_ids"][0])
+        if self.framed:
+            count = int(self.processor([image])["image_grid_thw"].prod()) // self.processor.merge_size**2
+            return list(make_tokenizer().encode(text.replace("<image>", _FRAME.format("<image>" * count))))
+        if self.shape.whole == "InternVLProcessor":
+            count = int(self.processor([image])["num_patches"][0]) * (SIDE // PATCH // 2) ** 2
+            return list(make_tokenizer().encode(text.replace("<image>", f"<img>{'<image>' * count}</img>")))
         if self.shape.whole not in ("LlavaOnevisionProcessor", "Idefics3Processor"):
             found = self.whole_processor(text=text, images=image)["input_ids"]
             return list(found[0] if isinstance(found[0], list) else found)
@@ -194,16 +257,21 @@ class SeeingModel:
 
     def pixels(self, images: Sequence[PIL.Image.Image]) -> dict[str, Any]:
         """What the reference model is given of a prompt's images."""
-        nested = not self.shape.architecture.startswith(("LlavaFor", "LlavaNext", "Gemma3"))
+        nested = not self.shape.architecture.startswith(("LlavaFor", "LlavaNext", "Gemma3", "Qwen", "Intern"))
         given: Any = [list(images)] if nested else list(images)
         made = dict(self.processor(given, return_tensors="pt"))
-        made.pop("num_crops", None)
+        for name in ("num_crops", "num_patches"):
+            made.pop(name, None)
         return {name: torch.as_tensor(value) for name, value in made.items()}
 
     def seen(self, images: Sequence[PIL.Image.Image], ids: Sequence[int]) -> dict[str, Any]:
         """What the reference model is given beside a prompt's tokens."""
-        found = self.pixels(images)
-        if self.shape.whole == "Gemma3Processor":
+        found = self.pixels(images) if images else {}
+        if self.framed:
+            self.model.model.rope_deltas = None  # those of an earlier prompt
+            if images:
+                found["mm_token_type_ids"] = (torch.tensor([list(ids)]) == IMAGE).long()
+        if images and self.shape.whole == "Gemma3Processor":
             found["token_type_ids"] = (torch.tensor([list(ids)]) == IMAGE).long()
         return found
 
@@ -219,9 +287,23 @@ class SeeingModel:
                 given.append(part)
             else:
                 tiles = next(left).tiles
-                given += [IMAGE] if info.texts is None else encode(info.texts.text("<image>", tiles))
+                mark = "<image>" if info.texts is None else info.texts.text("<image>", tiles)
+                given += encode(_FRAME.format(mark) if self.framed else mark)
         ids, placed = place(given, crops, info)
         return TokenInput(ids, images=tuple(placed))
+
+
+def as_published(folder: Path) -> None:
+    """Store the experts of Qwen3-VL-MoE as its publisher does: [in, out]. `transformers` turns them when it reads them,
+    and saves a new model as it is in memory."""
+    file = folder / "model.safetensors"
+    stored = load_file(file)
+    turned = {
+        name: tensor.transpose(1, 2).contiguous()
+        for name, tensor in stored.items()
+        if name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"))
+    }
+    save_file(stored | turned, file, {"format": "pt"})
 
 
 def make_seeing_model(name: str, folder: Path, *, seed: int = 0, length: int = 512) -> SeeingModel:
@@ -243,9 +325,11 @@ def make_seeing_model(name: str, folder: Path, *, seed: int = 0, length: int = 5
         model.get_output_embeddings().weight[EOS] *= 2.2
     model.generation_config = transformers.GenerationConfig(eos_token_id=EOS, pad_token_id=0)
     model.eval().save_pretrained(folder)
+    if "VLMoe" in shape.architecture:
+        as_published(folder)
     made = SeeingModel(shape, folder, model)
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = TEMPLATE.replace("<image>", made.mark)
+    tokenizer.chat_template = TEMPLATE.replace("<image>", _FRAME.format("<image>") if made.framed else made.mark)
     tokenizer.save_pretrained(folder)
     stored = made.processor.to_dict()
     (folder / "preprocessor_config.json").write_text(json.dumps(stored))

@@ -30,8 +30,16 @@ def _delta(name: str, format: str, key: int, value: int, multiples: tuple[str, .
         kernel=delta_kernel,
         signature=pointers
         | {"memory": "*fp32", "slots": "*i32", "query_start": "*i32", "rows": "i32", **dict.fromkeys(_STRIDES, "i32")}
-        | {"scale": "fp32", "eps": "fp32"},
-        constants={"HEADS": 16, "EACH": 2, "KEY": key, "VALUE": value, "KEYS": keys, "VALUES": values},
+        | {"scale": "fp32", "eps": "fp32", "most": "fp32"},
+        constants={
+            "HEADS": 16,
+            "EACH": 2,
+            "KEY": key,
+            "VALUE": value,
+            "KEYS": keys,
+            "VALUES": values,
+            "ALTERNATE": name == "odd",
+        },
         multiples=multiples,
         num_warps=8 if keys * values > 4096 else 4,
         capabilities=_EVERY,

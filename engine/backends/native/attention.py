@@ -123,7 +123,7 @@ class NativeAttention(AttentionBackend):
 
         Scores are scale * q k, then softcap * tanh(. / softcap), then + bias: transformers' order. If causal, queries
         are at the last positions of their row, otherwise at the first ones. Tokens past the sum of the query lengths,
-        and queries that see no key, get zeros. Raises ValueError if shapes, formats or lengths contradict each other.
+        and queries that see no key, get zeros. Raises ValueError if shapes, formats or lengths contradict each other;
         IndexError if a row's pages or tokens are outside the keys.
         """
         content = isinstance(bias, ContentBias)

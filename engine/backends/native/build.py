@@ -71,7 +71,7 @@ _INSTRUCTION_SETS = {
         "avx512-vnni": _AVX512_VNNI,  # Cascade Lake, Ice Lake, and virtual machines that hide bfloat16
         "avx2": _AVX2,
         "portable": InstructionSet((), frozenset()),
-    },
+    }
 }
 _PORTABLE = {"portable": InstructionSet((), frozenset())}
 EMULATED_TILES = "avx512-emulated-tiles"

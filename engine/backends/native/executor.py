@@ -67,6 +67,7 @@ class _Call:
     window: Sight | None
     cross: bool
     content: bool
+    in_parts: bool
 
 
 def unsupported(operation: Operation, dtype: torch.dtype) -> str | None:
@@ -200,8 +201,8 @@ class NativeExecutor:
         if self._sorts and inputs.metadata.query_lens != sorted(inputs.metadata.query_lens):
             by_length, places = _by_length(inputs)
             out = self._run(by_length)
-            for number, kept in enumerate(inputs.kept or ()):
-                inputs.kept[number] = torch.empty_like(kept).index_copy_(0, places, kept)  # type: ignore[index]
+            for number, kept in enumerate(inputs.kept):
+                inputs.kept[number] = torch.empty_like(kept).index_copy_(0, places, kept)
             return torch.empty_like(out).index_copy_(0, places, out)
         return self._run(inputs)
 
@@ -261,6 +262,9 @@ class NativeExecutor:
         assert self._backend is not None
         rows = inputs.metadata
         kv: Paged | Ragged
+        if call.in_parts:
+            assert inputs.parts is not None
+            rows = inputs.parts
         if call.layer is None:
             keys = torch.empty((), dtype=x.dtype).expand(inputs.tokens, call.kv_heads, call.head_dim)
             kv = Ragged(keys, keys, rows.query_start[:-1])
@@ -386,6 +390,7 @@ class NativeExecutor:
             operation.window,
             operation.is_cross,
             isinstance(bias, ContentBias),
+            part.in_parts,
         )
         same = next((i for i, other in enumerate(self._calls) if _alike(other, call)), None)
         if same is None:

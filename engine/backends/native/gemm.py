@@ -374,10 +374,7 @@ def pack_int4(
 
 
 def pack_parts(
-    parts: Iterator[Any],
-    outputs: int,
-    bias: Tensor | None,
-    pack: Callable[[Any, Tensor | None], Packed],
+    parts: Iterator[Any], outputs: int, bias: Tensor | None, pack: Callable[[Any, Tensor | None], Packed]
 ) -> Packed:
     """Pack a weight that arrives some rows at a time, so that only its packed form takes memory.
 

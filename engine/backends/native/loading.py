@@ -177,7 +177,7 @@ def _load() -> Library | None:
 
 def load(isa: str) -> Library:
     """The library for an instruction set of this CPU, built if necessary. Raises BuildError if there is none, and it
-    cannot be built. OSError if it cannot be loaded."""
+    cannot be built; OSError if it cannot be loaded."""
     if sys.platform == "win32":
         raise BuildError("kernels are not compiled on Windows")
     _promote_threads()

@@ -23,7 +23,8 @@ _ALIGNED = 64
 
 def huge(size: int, small: int = 0) -> Tensor:
     """uint8 [size], zeros that the system provides on first access, in large pages if possible. `small`: this many of
-    the first bytes are in small pages. Raises MemoryError if there is not enough memory."""
+    the first bytes are in small pages, a multiple of 4096; the first large page follows. Raises MemoryError if there is
+    not enough memory."""
     if sys.platform == "win32":
         return torch.zeros(size, dtype=torch.uint8)
     try:
@@ -31,11 +32,11 @@ def huge(size: int, small: int = 0) -> Tensor:
     except (OSError, OverflowError) as error:
         raise MemoryError(f"not enough memory for {size} bytes") from error
     whole = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -whole.data_ptr() % HUGE
+    start = -(whole.data_ptr() + small) % HUGE
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a system without large pages
             if small:
-                memory.madvise(mmap.MADV_NOHUGEPAGE, start, small)
+                memory.madvise(mmap.MADV_NOHUGEPAGE, start, min(small, size))
             if small < size:
                 memory.madvise(mmap.MADV_HUGEPAGE, start + small, size - small)
     return whole[start : start + size]
@@ -55,14 +56,23 @@ def forget(tensor: Tensor) -> None:
         tensor.view(-1).view(torch.uint8)[whole:].zero_()
 
 
-def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Zeros on a CPU, in `huge` memory if there are many. The first 2 MiB are in small pages: each layer has two such
+def zeros(*shape: int, dtype: torch.dtype, small: int = HUGE) -> Tensor:
+    """Zeros on a CPU, in `huge` memory if there are many. The first bytes are in small pages: each layer has two such
     tensors for keys and values, and a few requests use only the beginning. Raises MemoryError, RuntimeError if there is
     not enough memory."""
     size = math.prod(shape) * dtype.itemsize
     if size < HUGE:
         return torch.zeros(*shape, dtype=dtype)
-    return huge(size, HUGE).view(dtype).view(*shape)
+    return huge(size, small).view(dtype).view(*shape)
+
+
+def staggered(count: int) -> list[int]:
+    """`small` for each of several tensors that are filled together from their beginnings: 2 MiB on average.
+
+    The system takes milliseconds to provide a large page. With the same value for all tensors, one step would need a
+    new one in each of them and take hundreds of milliseconds longer than usual.
+    """
+    return [HUGE // 2 + HUGE * index // count // 4096 * 4096 for index in range(count)]
 
 
 class Arena:

@@ -297,12 +297,8 @@ class Program:
         interleaved: bool = False,
     ) -> None:
         """Rotate queries in place, and store rotated keys and values in pages; without pages, keys are rotated in place
-        too.
-
-        Args:
-            angles: cosines [length, head_dim] and sines [length, dim / 2] by position, in the format of the rotation:
-                float32, or the program's.
-        """
+        too. `angles`: cosines [length, head_dim] and sines [length, dim / 2] by position, in the format of the
+        rotation: float32, or the program's."""
         if head_dim > LONGEST_HEAD:
             raise ValueError(f"a head may have at most {LONGEST_HEAD} features, got {head_dim}")
         cosines, sines = angles or (None, None)

@@ -97,7 +97,6 @@ def plan(metadata: AttentionMetadata, kv: Paged | Ragged, shape: Shape) -> tuple
 
 
 def _widths(lens: Ints, causal: bool) -> Ints:
-    """Queries per tile for rows of these lengths."""
     sizes = np.array((TILE,) if causal else WIDTHS)
     width: Ints = sizes[np.searchsorted(sizes, np.minimum(lens, TILE))]
     return np.where(lens == 1, 1, width)
@@ -212,14 +211,7 @@ def _group(tiles: _Tiles, keys: int, kv: Paged | Ragged, shape: Shape) -> Group:
 
 
 def _rows(
-    key: Tensor,
-    tile: Tensor,
-    row: Tensor,
-    low: Tensor,
-    high: Tensor,
-    keys: int,
-    kv: Paged | Ragged,
-    shape: Shape,
+    key: Tensor, tile: Tensor, row: Tensor, low: Tensor, high: Tensor, keys: int, kv: Paged | Ragged, shape: Shape
 ) -> Tensor:
     """[entries * kv_heads * keys] rows of the keys viewed as [slots * kv_heads, head_dim]."""
     position = key[:, None] + torch.arange(keys, device=key.device)

@@ -37,12 +37,14 @@ from engine.model.attention_operations import (
 )
 from engine.model.block_sums import BlockSumAttention
 from engine.model.convolution import gather_neighbours, mix_taps, weigh_taps
+from engine.model.embedding import add_images
 from engine.model.global_stream import feed
 from engine.model.global_tokens import find_global
 from engine.model.inputs import Inputs
 from engine.model.latent import LatentAttention
 from engine.model.layer_operations import (
     ActivateSparsely,
+    AddImages,
     AddToVersions,
     CorrectVersions,
     EmbedLayers,
@@ -298,6 +300,9 @@ def _store_encoded(operation: StoreEncoded, state: Pass) -> None:
 def _attend(operation: Attend, state: Pass) -> None:
     part, inputs, metadata = operation.part, state.inputs, state.inputs.metadata
     kv: Paged | Ragged
+    if part.in_parts:
+        assert inputs.parts is not None
+        metadata = inputs.parts
     if operation.kv is not None:
         keys, values = (_heads(state.values[rows], part.head_dim)[: inputs.tokens] for rows in operation.kv)
         kv = Ragged(keys, values, metadata.query_start[:-1])
@@ -330,13 +335,18 @@ def _embed_layers(operation: EmbedLayers, state: Pass) -> None:
         state.values[rows] = vectors[:, layer]
 
 
-def _keep(operation: Keep, state: Pass) -> None:
-    if state.inputs.kept is not None:
-        state.inputs.kept.append(state.values[operation.x].clone())
-
-
 def _multiply_all(operation: MultiplyAll, state: Pass) -> None:
     state.values[operation.x] = state.values[operation.x] * operation.factor
+
+
+def _keep(operation: Keep, state: Pass) -> None:
+    state.inputs.kept.append(state.values[operation.x].clone())
+
+
+def _add_images(operation: AddImages, state: Pass) -> None:
+    inputs = state.inputs
+    if inputs.images is not None:
+        state.values[operation.x] = add_images(state.values[operation.x], inputs.images, inputs.sides, operation.number)
 
 
 def _activate_sparsely(operation: ActivateSparsely, state: Pass) -> None:
@@ -654,6 +664,7 @@ HANDLERS: dict[type, Handler] = {
     EmbedLayers: _embed_layers,
     Keep: _keep,
     MultiplyAll: _multiply_all,
+    AddImages: _add_images,
     ActivateSparsely: _activate_sparsely,
     ExpandVersions: _expand_versions,
     PredictVersions: _predict_versions,

@@ -121,7 +121,7 @@ def obstacle(
 
 def attend(q: Tensor, kv: Paged, metadata: AttentionMetadata, scale: float, out: Tensor) -> None:
     """Causal attention of rows whose whole contexts are queries. `q`: [T, heads, head_dim]; out: the same shape,
-    overwritten. Raises ValueError if contexts do not match the block tables. RuntimeError: torch has no such kernel."""
+    overwritten. Raises ValueError if contexts do not match the block tables; RuntimeError: torch has no such kernel."""
     slots, one = _slots(metadata, kv), operator()
     q = q if q.stride(2) == 1 else q.contiguous()
     keys, values = (pages.view(-1, *pages.shape[2:]).index_select(0, slots) for pages in (kv.keys, kv.values))

@@ -199,7 +199,6 @@ def _launch(
 
 
 def _strides(x: Tensor) -> tuple[int, int]:
-    """Strides between outer rows, and between inner rows."""
     strides = x.stride()[:-1]
     return (strides[0] if strides else 0, strides[1] if len(strides) > 1 else 0)
 

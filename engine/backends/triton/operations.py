@@ -122,7 +122,7 @@ def _apply_delta(operation: ApplyDelta, state: Pass) -> None:
         (module.decay, module.offset, module.norm),
         (part.key_heads, part.value_heads, part.key_dim, part.value_dim),
         part.eps, _memory(state, operation.layer), (part.kernel - 1) * part.convolved,
-        states.slots_of(inputs.metadata, inputs.states), inputs.metadata.query_start,
+        states.slots_of(inputs.metadata, inputs.states), inputs.metadata.query_start, part.alternate, part.most,
     )  # fmt: skip
 
 

@@ -141,9 +141,9 @@ def _length(x):
 @triton.jit(do_not_specialize=["rows"])
 def delta_kernel(
     x, rates, opening, out, memory, slots, query_start, decay, offset, norm,
-    rows, x_stride, rates_stride, opening_stride, size, begin, scale, eps,
+    rows, x_stride, rates_stride, opening_stride, size, begin, scale, eps, most,
     HEADS: tl.constexpr, EACH: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
+    VALUES: tl.constexpr, ALTERNATE: tl.constexpr,
 ):  # fmt: skip
     """Arguments as of `apply_delta`; HEADS: of values; EACH: heads of values for each head of keys; KEY, VALUE:
     features of a head; KEYS, VALUES: the same, rounded up."""
@@ -157,6 +157,7 @@ def delta_kernel(
     place = head * KEY * VALUE + key[:, None] * VALUE + value[None, :]
     inside = has_key[:, None] & has_value[None, :]
     state = tl.load(memory + source.to(tl.int64) * size + begin + place, mask=inside, other=0.0)
+    key_head = head % (HEADS // EACH) if ALTERNATE else head // EACH
     strength = tl.exp(tl.load(decay + head).to(tl.float32))
     shift = tl.load(offset + head).to(tl.float32)
     weights = tl.load(norm + value, mask=has_value, other=0.0)
@@ -165,7 +166,7 @@ def delta_kernel(
         if (token == after) & (snapshot > 0):
             _keep(memory, snapshot, size, begin, place, state, inside)
         at = (start + token).to(tl.int64)
-        queries = x + at * x_stride + (head // EACH) * KEY
+        queries = x + at * x_stride + key_head * KEY
         keys = queries + (HEADS // EACH) * KEY
         values = x + at * x_stride + 2 * (HEADS // EACH) * KEY + head * VALUE
         q = tl.load(queries + key, mask=has_key, other=0.0).to(tl.float32)
@@ -173,7 +174,7 @@ def delta_kernel(
         v = tl.load(values + value, mask=has_value, other=0.0).to(tl.float32)
         q, k = q * _length(q) * scale, k * _length(k)
         share = tl.load(rates + at * rates_stride + head).to(tl.float32)
-        share = 1.0 / (1.0 + tl.exp(-share))
+        share = most / (1.0 + tl.exp(-share))
         speed = tl.load(rates + at * rates_stride + HEADS + head).to(tl.float32) + shift
         speed = tl.where(speed > 20.0, speed, tl.log(1.0 + tl.exp(tl.minimum(speed, 20.0))))
         state *= tl.exp(-strength * speed)
@@ -200,6 +201,8 @@ def apply_delta(
     begin: int,
     slots: Tensor,
     query_start: Tensor,
+    alternate: bool = False,
+    most: float = 1.0,
 ) -> Tensor:
     """[T, value heads * value_dim]: silu(opening) * norm of what each head's matrix gives for its query.
 
@@ -209,6 +212,7 @@ def apply_delta(
         sizes: heads of keys and of values, key_dim, value_dim.
         memory: [slots + 1, numbers] float32; the matrices [value heads, key_dim, value_dim] lie from `begin` on.
         slots: as of `slots_of`; query_start: [rows + 1] int32.
+        alternate, most: as of `engine.model.spec.DeltaRule`.
     """
     key_heads, heads, key_dim, value_dim = sizes
     if memory is None:
@@ -220,8 +224,8 @@ def apply_delta(
     keys, values = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
     delta_kernel[(rows, heads)](
         x, rates, opening, out, memory, slots, query_start, decay, offset, norm, rows, x.stride(0), rates.stride(0),
-        opening.stride(0), memory.shape[1], begin, key_dim**-0.5, eps, HEADS=heads, EACH=heads // key_heads,
-        KEY=key_dim, VALUE=value_dim, KEYS=keys, VALUES=values, num_warps=8 if keys * values > 4096 else 4,
-        enable_fp_fusion=False,
+        opening.stride(0), memory.shape[1], begin, key_dim**-0.5, eps, most, HEADS=heads, EACH=heads // key_heads,
+        KEY=key_dim, VALUE=value_dim, KEYS=keys, VALUES=values, ALTERNATE=alternate,
+        num_warps=8 if keys * values > 4096 else 4, enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -153,11 +153,7 @@ def is_known(values: Mapping[str, Any]) -> bool:
 
 
 def find(config: Any) -> Family:
-    """The family of a config.
-
-    Raises:
-        UnsupportedModelError: no family has this architecture.
-    """
+    """The family of a config. Raises UnsupportedModelError if no family has this architecture."""
     name = architecture(config)
     if not name:
         raise UnsupportedModelError(f'config.json has no "architectures". Add the name of its architecture. {_LIST}')
@@ -168,11 +164,8 @@ def find(config: Any) -> Family:
 
 
 def stored_scheme(config: Any) -> Scheme | None:
-    """The scheme in which a checkpoint stores quantised weights; None for plain weights.
-
-    Raises:
-        UnsupportedModelError: the scheme is not supported, or the family does not support it.
-    """
+    """The scheme in which a checkpoint stores quantised weights; None for plain weights. Raises UnsupportedModelError
+    if the scheme is not supported, or the family does not support it."""
     family = _BY_ARCHITECTURE.get(architecture(config))
     return find_scheme(config, reads_mxfp4=family is not None and family.reads_mxfp4)
 
@@ -217,11 +210,8 @@ _LIST = "`octavo models` lists what is supported."
 
 
 def describe(config: Any) -> ModelSpec:
-    """The parts of a config's model, implemented or not.
-
-    Raises:
-        UnsupportedModelError: the architecture is unknown, or has a setting that no part expresses.
-    """
+    """The parts of a config's model, implemented or not. Raises UnsupportedModelError if the architecture is unknown,
+    or has a setting that no part expresses."""
     family, name = find(config), architecture(config)
     _refuse_overrides(config)
     try:
@@ -278,11 +268,7 @@ def context_length(config: Any, model: ModelSpec) -> int | None:
 
 
 def build_spec(config: Any) -> ModelSpec:
-    """The parts of a config's model, all of them implemented.
-
-    Raises:
-        UnsupportedModelError: names the missing part.
-    """
+    """The parts of a config's model, all of them implemented. Raises UnsupportedModelError: names the missing part."""
     model = describe(config)
     name = architecture(config)
     if missing := unsupported(model):
@@ -298,11 +284,8 @@ def build_spec(config: Any) -> ModelSpec:
 
 
 def weight_table(config: Any, model: ModelSpec) -> WeightTable:
-    """The names of the weights of a config's model.
-
-    Raises:
-        UnsupportedModelError: the family is described but not implemented.
-    """
+    """The names of the weights of a config's model. Raises UnsupportedModelError if the family is described but not
+    implemented."""
     family = find(config)
     if family.weights is None:
         raise UnsupportedModelError(f"{family.name} cannot be served yet.")
@@ -312,8 +295,8 @@ def weight_table(config: Any, model: ModelSpec) -> WeightTable:
     if model.repeats is not None:
         return with_joint_head(family.weights(replace(stored, head=family.spec(config).head)))
     table = family.weights(stored)
-    if whole_of(config) is not None:
-        table = without_vision(table)
+    if (whole := whole_of(config)) is not None:
+        table = without_vision(table, whole)
         if model.vision is not None:
             table = with_sight(table, model.vision)
     if stored.decoder is not None:

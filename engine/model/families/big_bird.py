@@ -33,11 +33,8 @@ def _stack(config: Any) -> Stack:
 
 
 def blocks_of(config: Any) -> SparseBlocks | None:
-    """The blocks that the encoder's tokens see; None for all.
-
-    Raises:
-        UnsupportedModelError: attention_type names an unknown selection.
-    """
+    """The blocks that the encoder's tokens see; None for all. Raises UnsupportedModelError: attention_type names an
+    unknown selection."""
     if config.attention_type not in (_FULL, _SPARSE):
         raise UnsupportedModelError(
             f"attention_type of the config must be {_SPARSE} or {_FULL}, got {config.attention_type!r}."

@@ -49,11 +49,8 @@ def joint_classifier(config: Any) -> Classifier:
 
 
 def repeats_after_start(config: Any) -> RepeatedInput:
-    """The decoder reads the input after its start token.
-
-    Raises:
-        UnsupportedModelError: the config does not name that token.
-    """
+    """The decoder reads the input after its start token. Raises UnsupportedModelError if the config does not name that
+    token."""
     start = getattr(config, "decoder_start_token_id", None)
     if not isinstance(start, int):
         raise UnsupportedModelError(

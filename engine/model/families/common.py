@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.backends.attention.base import Window
 from engine.errors import UnsupportedModelError
-from engine.model.families.rope_settings import rotated, scaling_of, settings_of, theta_of
+from engine.model.families.rope_settings import pairs_of, rotated, scaling_of, settings_of, theta_of
 from engine.model.normalisation import Norm
 from engine.model.positions import Rotary, Temperature
 from engine.model.spec import (
@@ -47,11 +47,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation(name: str) -> Activation:
-    """The activation of that name in a config.
-
-    Raises:
-        UnsupportedModelError: the activation is not implemented.
-    """
+    """The activation of that name in a config. Raises UnsupportedModelError if the activation is not implemented."""
     if name not in _ACTIVATIONS:
         raise UnsupportedModelError(
             f"The checkpoint's config asks for the activation {name!r}, which is not implemented. "
@@ -61,11 +57,8 @@ def activation(name: str) -> Activation:
 
 
 def even_head_dim(hidden_size: int, heads: int) -> int:
-    """Features per head, if the heads share the residual stream's features evenly.
-
-    Raises:
-        UnsupportedModelError: they cannot.
-    """
+    """Features per head, if the heads share the residual stream's features evenly. Raises UnsupportedModelError if they
+    cannot."""
     if hidden_size % heads:
         raise UnsupportedModelError(
             f"The checkpoint's config has {hidden_size} hidden features, which {heads} attention heads cannot share "
@@ -82,15 +75,13 @@ def head_dim_of(config: Any) -> int:
 
 
 def attention(config: Any, *, heads: int | None = None, bias: bool = False, **parts: Any) -> Attention:
-    """Attention with a config's heads, KV heads and head_dim; scores are scaled by the root of head_dim.
+    """Attention with a config's heads, KV heads and head_dim; scores are scaled by the root of head_dim. Raises
+    UnsupportedModelError if the heads cannot share the KV heads evenly.
 
     Args:
         heads: None for num_attention_heads.
         bias: whether all projections have biases.
         parts: further fields of `Attention`, and fields that differ.
-
-    Raises:
-        UnsupportedModelError: the heads cannot share the KV heads evenly.
     """
     heads = config.num_attention_heads if heads is None else heads
     head_dim = parts.get("head_dim") or head_dim_of(config)
@@ -118,10 +109,7 @@ def windowed(config: Any, windows: Iterable[Window | None], **parts: Any) -> lis
 
 def multi_head(config: Any, *, heads: int | None = None, bias: bool = True, **parts: Any) -> Attention:
     """Attention whose heads share hidden_size evenly and have separate keys and values; arguments as in `attention`.
-
-    Raises:
-        UnsupportedModelError: the heads cannot share it.
-    """
+    Raises UnsupportedModelError if the heads cannot share it."""
     heads = config.num_attention_heads if heads is None else heads
     usual = {"kv_heads": heads, "head_dim": even_head_dim(config.hidden_size, heads)}
     return attention(config, heads=heads, bias=bias, **(usual | parts))
@@ -168,7 +156,8 @@ def rotary(
     in_float32: bool = False,
     shares: bool = False,
 ) -> Rotary:
-    """The rotary part of a config whose `rope_parameters` are flat, or nested by layer type.
+    """The rotary part of a config whose `rope_parameters` are flat, or nested by layer type. Raises
+    UnsupportedModelError if a scaling is not implemented, or its settings are invalid.
 
     Args:
         head_dim: features per head; None: see `head_dim_of`.
@@ -177,9 +166,6 @@ def rotary(
         interleaved: whether the family rotates pairs of adjacent features.
         in_float32: whether the family rotates in float32, whatever the format of queries and keys.
         shares: the family knows rope_type "proportional", which rotates some pairs of a head's features.
-
-    Raises:
-        UnsupportedModelError: a scaling is not implemented, or its settings are invalid.
     """
     settings = settings_of(config, layer_type)
     shares = shares and settings.get("rope_type") == "proportional"
@@ -190,15 +176,13 @@ def rotary(
         interleaved=interleaved,
         scaling=scaling_of(config, settings, dim, shares=shares),
         in_float32=in_float32,
+        pairs=pairs_of(settings, dim),
     )
 
 
 def tempered(config: Any) -> Temperature:
     """The growth of queries with their position in a Mistral config: `llama_4_scaling_beta` of `rope_parameters`.
-
-    Raises:
-        UnsupportedModelError: it is absent or not a number.
-    """
+    Raises UnsupportedModelError if it is absent or not a number."""
     settings = settings_of(config, None)
     growth, every = (settings.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings"))
     if not isinstance(growth, int | float) or not isinstance(every, int | float) or every <= 0:
@@ -210,11 +194,8 @@ def tempered(config: Any) -> Temperature:
 
 
 def sliding_window(size: int | None, *, causal: bool = True) -> Window | None:
-    """The window from a config's `sliding_window`, which includes the token itself; None for none.
-
-    Raises:
-        UnsupportedModelError: it is less than 1.
-    """
+    """The window from a config's `sliding_window`, which includes the token itself; None for none. Raises
+    UnsupportedModelError if it is less than 1."""
     if size is None:
         return None
     if not isinstance(size, int) or size < 1:
@@ -223,11 +204,8 @@ def sliding_window(size: int | None, *, causal: bool = True) -> Window | None:
 
 
 def layer_window(config: Any, layer_type: str, *, causal: bool = True) -> Window | None:
-    """The window of a layer of this type, named in a config's `layer_types`.
-
-    Raises:
-        UnsupportedModelError: the type is unknown, or the window has no size.
-    """
+    """The window of a layer of this type, named in a config's `layer_types`. Raises UnsupportedModelError if the type
+    is unknown, or the window has no size."""
     if layer_type == "full_attention":
         return None
     if layer_type != "sliding_attention":
@@ -242,11 +220,8 @@ def layer_window(config: Any, layer_type: str, *, causal: bool = True) -> Window
 
 
 def layer_windows(config: Any) -> list[Window | None]:
-    """The window of each layer from `layer_types`; none without types.
-
-    Raises:
-        UnsupportedModelError: a layer has another type, the number of layers differs, or a window has no size.
-    """
+    """The window of each layer from `layer_types`; none without types. Raises UnsupportedModelError if a layer has
+    another type, the number of layers differs, or a window has no size."""
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     if len(types) != config.num_hidden_layers:
         raise UnsupportedModelError(
@@ -265,11 +240,8 @@ def routed(
     routing: Routing | None = None,
     router_bias: bool = False,
 ) -> Experts:
-    """Experts with `active` experts per token, `num_experts_per_tok` in configs.
-
-    Raises:
-        UnsupportedModelError: there are fewer experts.
-    """
+    """Experts with `active` experts per token, `num_experts_per_tok` in configs. Raises UnsupportedModelError if there
+    are fewer experts."""
     if not 1 <= active <= count:
         raise UnsupportedModelError(
             f"num_experts_per_tok of the config must be from 1 to the number of experts, {count}; got {active}."
@@ -278,11 +250,8 @@ def routed(
 
 
 def network_counts(config: Any) -> tuple[int, int]:
-    """`n_routed_experts` and `n_shared_experts`, for layers with experts beside a network for all tokens.
-
-    Raises:
-        UnsupportedModelError: one of them is missing.
-    """
+    """`n_routed_experts` and `n_shared_experts`, for layers with experts beside a network for all tokens. Raises
+    UnsupportedModelError if one of them is missing."""
     count, shared = config.n_routed_experts, config.n_shared_experts
     if not count or not shared:
         raise UnsupportedModelError(
@@ -293,24 +262,16 @@ def network_counts(config: Any) -> tuple[int, int]:
 
 
 def corrected(config: Any, count: int) -> Corrected:
-    """Routing by corrected sigmoid scores, in groups: `n_group`, `topk_group`, `routed_scaling_factor`.
-
-    Raises:
-        UnsupportedModelError: the groups do not match the experts.
-    """
+    """Routing by corrected sigmoid scores, in groups: `n_group`, `topk_group`, `routed_scaling_factor`. Raises
+    UnsupportedModelError if the groups do not match the experts."""
     groups, kept = groups_of(config, count, leaders=2)
     return Corrected(groups=groups, open_groups=kept, least=1e-20, scale=config.routed_scaling_factor)
 
 
 def groups_of(config: Any, count: int, *, leaders: int) -> tuple[int, int]:
-    """`n_group` and `topk_group`: the number of groups of experts, and the number of groups per token.
-
-    Args:
-        leaders: the number of experts whose scores represent a group.
-
-    Raises:
-        UnsupportedModelError: the groups do not match the experts.
-    """
+    """`n_group` and `topk_group`: the number of groups of experts, and the number of groups per token. `leaders`: the
+    number of experts whose scores represent a group. Raises UnsupportedModelError if the groups do not match the
+    experts."""
     groups, kept = config.n_group, config.topk_group
     if not (isinstance(groups, int) and groups >= 1 and count % groups == 0):
         raise UnsupportedModelError(f"n_group of the config must divide the number of experts, {count}; got {groups}.")
@@ -326,11 +287,8 @@ def groups_of(config: Any, count: int, *, leaders: int) -> tuple[int, int]:
 
 
 def qkv(target: str, sources: tuple[str, str, str], part: Attention, form: Transform | None = None) -> list[Entry]:
-    """Separate query, key and value projections (names without .weight) in one fused matrix.
-
-    Args:
-        form: how they are stored; None: like our matrix.
-    """
+    """Separate query, key and value projections (names without .weight) in one fused matrix. `form`: how they are
+    stored; None: like our matrix."""
     lengths = (part.heads * part.head_dim, part.kv_heads * part.head_dim, part.kv_heads * part.head_dim)
     how = form or Joined(lengths)
     kinds = ("weight", "bias") if part.qkv_bias else ("weight",)
@@ -365,11 +323,8 @@ def token_tables(model: ModelSpec, shared: str, encoder: str, decoder: str) -> l
 def linear(
     target: str, source: str, bias: bool, shard_axis: int | None, transform: Transform | None = None
 ) -> list[Entry]:
-    """A matrix and its bias; the bias is divided only if the outputs are.
-
-    Args:
-        transform: the transform of the matrix, and of the bias unless the matrix is only transposed.
-    """
+    """A matrix and its bias; the bias is divided only if the outputs are. `transform`: the transform of the matrix, and
+    of the bias unless the matrix is only transposed."""
     how = transform or Same()
     entries = [Entry(f"{target}.weight", (f"{source}.weight",), how, shard_axis=shard_axis)]
     if bias:
@@ -405,12 +360,8 @@ def gated(target: str, source: str, part: Gated, names: tuple[str, str, str] = P
 
 
 def experts(target: str, source: str, part: Experts, names: tuple[str, str, str], router: str) -> list[Entry]:
-    """Gated experts, each with its own matrices under `source`.N, and their router.
-
-    Args:
-        names: names of each expert's gate, up and down projection.
-        router: the router's name.
-    """
+    """Gated experts, each with its own matrices under `source`.N, and their router. `names`: names of each expert's
+    gate, up and down projection."""
     gate, up, down = names
     each = range(part.count)
     lengths = (part.expert.width, part.expert.width)
@@ -458,11 +409,8 @@ def dense(
 
 
 def residual_scaled(entries: Iterable[Entry], factor: float, *, normed: bool = False) -> list[Entry]:
-    """A layer's entries; its contributions to the residual stream are scaled.
-
-    Args:
-        normed: whether it is normed before it is added.
-    """
+    """A layer's entries; its contributions to the residual stream are scaled. `normed`: whether it is normed before it
+    is added."""
     if factor == 1.0:
         return list(entries)
     last = re.compile(r"\.(attention|ffn)\.after\.weight$" if normed else r"\.(out|down)\.(weight|bias)$")

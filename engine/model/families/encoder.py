@@ -44,23 +44,15 @@ OLD_NORMS = ((r"\.gamma$", ".weight"), (r"\.beta$", ".bias"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadNames:
-    """Names of the weights of an encoder's heads.
+    """Names of the weights of an encoder's heads."""
 
-    Attributes:
-        masked: the dense layer, the norm and the output matrix of a masked-language-model head.
-        masked_bias: another name of that matrix's bias.
-        first: the two layers over the first token, which classify a text.
-        each: the layer over each token.
-        unread: patterns of names that no answer depends on (`WeightTable.ignored`), by the kind of the model's head.
-        always_unread: such patterns for any head.
-    """
-
-    masked: tuple[str, str, str]
-    masked_bias: str | None = None
-    first: tuple[str, str]
-    each: str = "classifier"
+    masked: tuple[str, str, str]  # the dense layer, the norm and the output matrix of a masked-language-model head
+    masked_bias: str | None = None  # another name of that matrix's bias
+    first: tuple[str, str]  # the two layers over the first token, which classify a text
+    each: str = "classifier"  # the layer over each token
+    # patterns of names that no answer depends on (`WeightTable.ignored`), by the kind of the model's head
     unread: Mapping[HeadKind, tuple[str, ...]] = field(default_factory=dict)
-    always_unread: tuple[str, ...] = ()
+    always_unread: tuple[str, ...] = ()  # such patterns for any head
 
 
 def bert_heads(stem: str) -> HeadNames:
@@ -116,27 +108,19 @@ BERT_LAYER = LayerNames(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderNames:
-    """Names of an encoder's weights.
+    """Names of an encoder's weights."""
 
-    Attributes:
-        stem: the prefix of all names except the heads'. Checkpoints of the headless model leave it out.
-        embedding_norm, expansion, final_norm: their names after the stem, if the model has them.
-        layers: their name after the stem, or a function from a layer's index to it.
-        layer: the names in a layer.
-        heads: names of the heads; None for BERT's.
-        unread: patterns of further names that no answer depends on, after the stem and a dot.
-        renamed: older names (`WeightTable.renamed`).
-    """
-
-    stem: str
+    stem: str  # the prefix of all names except the heads'. Checkpoints of the headless model leave it out.
+    # embedding_norm, expansion, final_norm: their names after the stem, if the model has them
     embedding_norm: str = "embeddings.LayerNorm"
     expansion: str = ""
+    # their name after the stem, or a function from a layer's index to it
     layers: str | Callable[[int], str] = "encoder.layer"
     layer: LayerNames = BERT_LAYER
     final_norm: str = ""
-    heads: HeadNames | None = None
-    unread: tuple[str, ...] = (TABLES,)
-    renamed: tuple[tuple[str, str], ...] = OLD_NORMS
+    heads: HeadNames | None = None  # names of the heads; None for BERT's
+    unread: tuple[str, ...] = (TABLES,)  # patterns of further names that no answer depends on, after the stem and a dot
+    renamed: tuple[tuple[str, str], ...] = OLD_NORMS  # older names (`WeightTable.renamed`)
 
 
 def encoder(
@@ -155,7 +139,6 @@ def encoder(
     Args:
         name, architectures, brings, headless: see `Family`.
         stack, head: the encoder and its head, read from a config.
-        names: names of the weights.
         weights: the table of weights, if names are not sufficient.
     """
 

@@ -59,7 +59,6 @@ def encoder_decoder(
         vocabularies: sizes of the encoder's and the decoder's own vocabulary; None if both stacks share one table.
         reads, writes: the encoder and the decoder, derived from BART's.
         refuse: raises UnsupportedModelError for further settings that no part expresses.
-        output: the name of the output matrix.
         more: entries for parts that BART does not have.
         renamed: older names (`WeightTable.renamed`).
     """
@@ -144,11 +143,8 @@ def learned(config: Any) -> Learned:
 
 
 def fixed_after_padding(config: Any) -> SpannedSinusoidal:
-    """Fixed positions that are counted from the row after the padding's.
-
-    Raises:
-        UnsupportedModelError: the padding is not a token.
-    """
+    """Fixed positions that are counted from the row after the padding's. Raises UnsupportedModelError if the padding is
+    not a token."""
     padding = config.pad_token_id
     if not isinstance(padding, int) or not 0 <= padding < config.vocab_size:
         raise UnsupportedModelError(
@@ -160,11 +156,7 @@ def fixed_after_padding(config: Any) -> SpannedSinusoidal:
 
 
 def weights(model: ModelSpec, output: str = "lm_head") -> WeightTable:
-    """Names of all tensors, which all relatives share.
-
-    Args:
-        output: the name of the output matrix.
-    """
+    """Names of all tensors, which all relatives share."""
     assert model.decoder is not None
     assert model.encoder is not None
     assert isinstance(model.head, Lm)

@@ -41,7 +41,6 @@ def _marian_vocabularies(config: Any) -> tuple[int, int] | None:
 
 
 def _fsmt_vocabularies(config: Any) -> tuple[int, int] | None:
-    """One for each language of a pair."""
     read, written = config.src_vocab_size, config.tgt_vocab_size
     if not config.tie_word_embeddings:
         return read, written

@@ -30,14 +30,9 @@ from engine.model.table import Entry
 
 
 def check_settings(config: Any, positions: str = "absolute") -> None:
-    """Refuse settings that would make another kind of model.
-
-    Args:
-        positions: the position_embedding_type that the family supports.
-
-    Raises:
-        UnsupportedModelError: the config describes a decoder, positions in attention, or a model without heads.
-    """
+    """Refuse settings that would make another kind of model. `positions`: the position_embedding_type that the family
+    supports. Raises UnsupportedModelError if the config describes a decoder, positions in attention, or a model without
+    heads."""
     for name in ("is_decoder", "add_cross_attention"):
         if getattr(config, name, False):
             raise UnsupportedModelError(
@@ -58,11 +53,8 @@ def check_settings(config: Any, positions: str = "absolute") -> None:
 
 
 def positions_after_padding(config: Any, padding: int | None) -> Learned:
-    """Learned positions that begin after the padding's row and do not count tokens with its id (fairseq).
-
-    Raises:
-        UnsupportedModelError: the id is not a token, or the table has no row after its own.
-    """
+    """Learned positions that begin after the padding's row and do not count tokens with its id (fairseq). Raises
+    UnsupportedModelError if the id is not a token, or the table has no row after its own."""
     size = config.max_position_embeddings
     if not isinstance(padding, int) or not 0 <= padding < size - 1:
         raise UnsupportedModelError(
@@ -80,14 +72,8 @@ def post_norm_encoder(
     ffn: Dense | None = None,
     shared_bias: RelativeBuckets | None = None,
 ) -> Stack:
-    """BERT's encoder: norms after the residual, biases everywhere (arXiv:1810.04805).
-
-    Args:
-        ffn: None for a network with intermediate_size and hidden_act.
-
-    Raises:
-        UnsupportedModelError: the heads cannot share hidden_size evenly.
-    """
+    """BERT's encoder: norms after the residual, biases everywhere (arXiv:1810.04805). `ffn`: None for a network with
+    intermediate_size and hidden_act. Raises UnsupportedModelError if the heads cannot share hidden_size evenly."""
     block = Block(
         placement=Post(layer_norm, layer_norm),
         attention=multi_head(config, causal=False),
@@ -109,11 +95,8 @@ def pre_norm(encoder: Stack, layer_norm: Norm) -> Stack:
 
 
 def turned(encoder: Stack, theta: float, *, interleaved: bool = False, in_float32: bool = False) -> Stack:
-    """An encoder whose positions rotate all features of its heads.
-
-    Raises:
-        UnsupportedModelError: a head has an odd number of features.
-    """
+    """An encoder whose positions rotate all features of its heads. Raises UnsupportedModelError if a head has an odd
+    number of features."""
     head_dim = encoder.blocks[0].attention.head_dim
     if head_dim % 2:
         raise UnsupportedModelError(
@@ -135,14 +118,8 @@ def first_token_classifier(config: Any, activation: Activation) -> Classifier:
 
 
 def answer_span(config: Any, **parts: Any) -> AnswerSpan:
-    """The head of a model that finds answers.
-
-    Args:
-        parts: its dense layer, if it has one.
-
-    Raises:
-        UnsupportedModelError: it has a number of outputs per token other than two.
-    """
+    """The head of a model that finds answers. `parts`: its dense layer, if it has one. Raises UnsupportedModelError if
+    it has a number of outputs per token other than two."""
     if config.num_labels != 2:
         raise UnsupportedModelError(
             f"num_labels of the config is {config.num_labels}, but a model that finds answers has 2 scores per "
@@ -152,11 +129,8 @@ def answer_span(config: Any, **parts: Any) -> AnswerSpan:
 
 
 def question_end(config: Any) -> int:
-    """The id of the token that ends the question before a text.
-
-    Raises:
-        UnsupportedModelError: the config does not contain it.
-    """
+    """The id of the token that ends the question before a text. Raises UnsupportedModelError if the config does not
+    contain it."""
     if not isinstance(config.sep_token_id, int):
         raise UnsupportedModelError(
             f"sep_token_id of the config must be the id of the token that ends a question, got {config.sep_token_id!r}."
@@ -200,14 +174,8 @@ def roberta_head(config: Any) -> Head:
 
 
 def bert_stack(config: Any, positions: Learned | None, width: int | None = None) -> Stack:
-    """The encoder of a config like BERT's.
-
-    Args:
-        width: features of the embeddings, hidden_size by default.
-
-    Raises:
-        UnsupportedModelError: a setting that no part expresses.
-    """
+    """The encoder of a config like BERT's. `width`: features of the embeddings, hidden_size by default. Raises
+    UnsupportedModelError if a setting that no part expresses."""
     check_settings(config)
     layer_norm = Norm("layer", config.layer_norm_eps, bias=True)
     width = width or config.hidden_size

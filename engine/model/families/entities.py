@@ -60,16 +60,9 @@ _TOKENS_PER_WORD = 4
 
 
 def encoder_config(path: Path, values: Mapping[str, Any]) -> Any:
-    """The encoder's config, which keeps the file's settings of the head.
-
-    Args:
-        path: the checkpoint's folder.
-        values: the content of its file.
-
-    Raises:
-        ModelLoadError: the file has another form.
-        UnsupportedModelError: another kind of GLiNER, or an unknown encoder.
-    """
+    """The encoder's config, which keeps the file's settings of the head. `path`: the checkpoint's folder. Raises
+    ModelLoadError if the file has another form. UnsupportedModelError if another kind of GLiNER, or an unknown
+    encoder."""
     file = path / FILE
     _refuse_others(file, values)
     inner = values.get("encoder_config")
@@ -121,11 +114,8 @@ def _refuse_others(file: Path, values: Mapping[str, Any]) -> None:
 
 
 def entity_head(config: Any) -> LabelledSpans | None:
-    """The head for an encoder's config from a GLiNER checkpoint; None for other configs.
-
-    Raises:
-        UnsupportedModelError: its settings contradict each other.
-    """
+    """The head for an encoder's config from a GLiNER checkpoint; None for other configs. Raises UnsupportedModelError
+    if its settings contradict each other."""
     values = getattr(config, _SETTINGS, None)
     if values is None:
         return None
@@ -153,11 +143,7 @@ def entity_head(config: Any) -> LabelledSpans | None:
 
 
 def with_entities(model: ModelSpec, head: LabelledSpans, trained: int | None) -> ModelSpec:
-    """An encoder with that head. If positions have no limit, its length is the one that the head was made for.
-
-    Args:
-        trained: context length that the encoder was made for.
-    """
+    """An encoder with that head. If positions have no limit, its length is the one that the head was made for."""
     if model.max_positions is None:
         trained = max(trained or 0, _TOKENS_PER_WORD * head.reading.max_words)
     return replace(model, head=head, context_length=trained)

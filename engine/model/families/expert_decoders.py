@@ -111,7 +111,6 @@ def _granite_attention(c: Any) -> list[Attention]:
 
 
 def _granite(c: Any) -> FeedForward:
-    """One network, experts, or both."""
     ffn: FeedForward = gated_network(c, bias=getattr(c, "mlp_bias", False))
     if c.model_type in ("granitemoe", "granitemoeshared", "granitemoe_swa"):
         ffn = routed(gated_network(c), count=c.num_local_experts, active=c.num_experts_per_tok)
@@ -170,7 +169,6 @@ def _hunyuan_position(c: Any) -> Rotary:
 
 
 def _hunyuan(c: Any) -> FeedForward | list[FeedForward]:
-    """One network, or experts beside it."""
     network, layers = gated_network(c), c.num_hidden_layers
     if c.model_type != "hunyuan_v1_moe":
         return network

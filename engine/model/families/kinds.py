@@ -33,7 +33,6 @@ def keeps_state(config: Any) -> bool:
 
 
 def own_settings(config: Any) -> dict[str, Any]:
-    """The settings of a config that not every config has."""
     return {name: value for name, value in vars(config).items() if name not in _of_any()}
 
 

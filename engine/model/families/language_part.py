@@ -9,7 +9,7 @@ from typing import Any
 from engine.errors import UnsupportedModelError
 from engine.model.families.sight import sight
 from engine.model.spec import Vision
-from engine.model.table import WeightTable
+from engine.model.table import Turned, WeightTable
 
 logger = logging.getLogger("octavo.model")
 
@@ -31,6 +31,7 @@ ARCHITECTURES = frozenset(
         "Qwen2VLForConditionalGeneration",
         "Qwen2_5_VLForConditionalGeneration",
         "Qwen3VLForConditionalGeneration",
+        "Qwen3VLMoeForConditionalGeneration",
         "Qwen3_5ForConditionalGeneration",
         "Qwen3_5MoeForConditionalGeneration",
         "SmolVLMForConditionalGeneration",
@@ -63,19 +64,19 @@ _FAMILIES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
+# Models that store the matrices of experts [in, out].
+_TURNED = frozenset({"Qwen3VLMoeForConditionalGeneration"})
 _WHOLE = "config_of_the_whole"
 _MARK = "language_part_of"  # in the config of a language part: the architecture of the whole model
 
 
 def language_part(config: Any) -> Any:
-    """The config of a vision-language model's language part; for other models, the config itself.
-
-    Raises:
-        UnsupportedModelError: the language part is not supported.
-    """
+    """The config of a vision-language model's language part; for other models, the config itself. Raises
+    UnsupportedModelError if the language part is not supported."""
     name = next(iter(getattr(config, "architectures", None) or ()), "")
     if name not in ARCHITECTURES:
         return config
@@ -92,6 +93,8 @@ def language_part(config: Any) -> Any:
     for setting in ("dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id"):
         if getattr(text, setting, None) is None:
             setattr(text, setting, getattr(config, setting, None))
+    if name in _TURNED:
+        text.norm_topk_prob = True  # of any config
     setattr(text, _MARK, name)
     setattr(text, _WHOLE, config)
     return text
@@ -116,10 +119,16 @@ def vision_of(config: Any) -> Vision | None:
         return None
 
 
-def without_vision(table: WeightTable) -> WeightTable:
-    """A family's weights in a checkpoint that also contains a vision encoder."""
+def without_vision(table: WeightTable, name: str) -> WeightTable:
+    """A family's weights in a checkpoint that also contains a vision encoder; `name`: the architecture of the whole."""
+    entries = table.entries
+    if name in _TURNED:
+        entries = tuple(
+            replace(entry, transform=Turned()) if entry.sources[0].endswith(_FUSED) else entry for entry in entries
+        )
     return replace(
         table,
+        entries=entries,
         renamed=(
             (r"^language_model\.(model|lm_head)\.", r"\1."),
             (r"^model\.(language_model|text_model)\.", "model."),
@@ -129,6 +138,7 @@ def without_vision(table: WeightTable) -> WeightTable:
     )
 
 
+_FUSED = (".experts.gate_up_proj", ".experts.down_proj")
 _UNUSED = (
     r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|connector)\..*",
     r"(model\.)?image_newline",

@@ -27,11 +27,8 @@ def _norm(c: Any) -> Norm:
 
 
 def _attends(c: Any) -> list[bool]:
-    """Whether each layer is attention.
-
-    Raises:
-        UnsupportedModelError: a layer has another type, or there are too few or too many.
-    """
+    """Whether each layer is attention. Raises UnsupportedModelError if a layer has another type, or there are too few
+    or too many."""
     types = c.layer_types or ["full_attention"] * c.num_hidden_layers
     if len(types) != c.num_hidden_layers:
         raise UnsupportedModelError(

@@ -25,11 +25,8 @@ def _stack(config: Any) -> Stack:
 
 
 def windows(config: Any, layers: int) -> list[Window]:
-    """The window of each layer: half of `attention_window` on either side.
-
-    Raises:
-        UnsupportedModelError: the setting does not cover each layer.
-    """
+    """The window of each layer: half of `attention_window` on either side. Raises UnsupportedModelError if the setting
+    does not cover each layer."""
     sizes = config.attention_window
     sizes = [sizes] * layers if isinstance(sizes, int) else list(sizes)
     if len(sizes) != layers or any(size < 2 or size % 2 for size in sizes):

@@ -77,11 +77,7 @@ def spec(config: Any) -> ModelSpec:
 
 
 def _check(config: Any) -> None:
-    """Refuse settings that no published model has.
-
-    Raises:
-        UnsupportedModelError: names the setting.
-    """
+    """Refuse settings that no published model has. Raises UnsupportedModelError: names the setting."""
     if not config.use_bottleneck:
         raise UnsupportedModelError(
             "use_bottleneck of the config must be true: layers without a bottleneck are not implemented."

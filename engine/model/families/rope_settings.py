@@ -23,11 +23,8 @@ from engine.model.positions import (
 
 
 def settings_of(config: Any, layer_type: str | None) -> Mapping[str, Any]:
-    """The settings for layers of this type, which may be the same for all.
-
-    Raises:
-        UnsupportedModelError: there are settings by layer type, but none for this one.
-    """
+    """The settings for layers of this type, which may be the same for all. Raises UnsupportedModelError if there are
+    settings by layer type, but none for this one."""
     settings: Mapping[str, Any] = config.rope_parameters or {}
     nested = sorted(n for n, value in settings.items() if isinstance(value, Mapping) or n.endswith("_attention"))
     if not nested:
@@ -70,15 +67,24 @@ def rotated(settings: Mapping[str, Any], head_dim: int, *, partial: bool, shares
     return dim
 
 
+def pairs_of(settings: Mapping[str, Any], dim: int) -> tuple[tuple[int, int], ...]:
+    """Which of three axes turns each pair of `dim` rotated features (`mrope_section`): runs of pairs, or in turns
+    (`mrope_interleaved`). (): the settings name no axes, or do not fit; then positions have one."""
+    sections = settings.get("mrope_section")
+    counted = isinstance(sections, list | tuple) and all(isinstance(n, int) and n >= 0 for n in sections)
+    if not counted or len(sections or ()) % 3 or sum(sections or ()) != dim // 2:
+        return ()
+    assert sections is not None
+    axes = [place % 3 for place, count in enumerate(sections) for _ in range(count)]
+    if settings.get("mrope_interleaved"):
+        axes = [pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(dim // 2)]
+    return tuple((axis, pair) for pair, axis in enumerate(axes))
+
+
 def scaling_of(config: Any, settings: Mapping[str, Any], dim: int, *, shares: bool = False) -> Scaling | None:
-    """The scaling of the frequencies of `dim` rotated features.
-
-    Args:
-        shares: the family knows rotations of some pairs (`ShareScaling`).
-
-    Raises:
-        UnsupportedModelError: a scaling is not implemented, or its settings are missing or invalid.
-    """
+    """The scaling of the frequencies of `dim` rotated features. `shares`: the family knows rotations of some pairs
+    (`ShareScaling`). Raises UnsupportedModelError if a scaling is not implemented, or its settings are missing or
+    invalid."""
     match settings.get("rope_type", settings.get("type", "default")):
         case "default":
             return None

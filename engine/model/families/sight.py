@@ -13,7 +13,9 @@ import torch
 from engine.errors import UnsupportedModelError
 from engine.interface.vision import Framed, Surrounds, Tiling
 from engine.model.families.common import linear, norm
+from engine.model.families.internvl_vision import internvl, internvl_entries
 from engine.model.families.names import norm_weights
+from engine.model.families.qwen_vision import qwen2_5_vl, qwen2_vl, qwen3_vl, square_entries
 from engine.model.families.vision import kernel, layers_weights, patches, pre_norm_encoder
 from engine.model.normalisation import Norm
 from engine.model.spec import Patches, Pooled, Projector, Shuffled, Stack, Vision
@@ -23,27 +25,19 @@ _MOST_TILES = 64
 
 
 def sight(name: str, config: Any) -> Vision | None:
-    """The part of a vision-language model's config that sees; None: images are not served for this architecture.
-
-    Args:
-        name: of the architecture.
-
-    Raises:
-        UnsupportedModelError: a setting of the config that is not implemented.
-    """
+    """The part of a vision-language model's config that sees; None: images are not served for this architecture. Raises
+    UnsupportedModelError if a setting of the config that is not implemented."""
     read = _READERS.get(name)
     return None if read is None else read(config)
 
 
 def _tower(config: Any, layer: int) -> Stack:
-    """The layers of CLIP's or SigLIP's tower up to the one whose hidden states are read.
+    """The layers of CLIP's or SigLIP's tower up to the one whose hidden states are read. Raises UnsupportedModelError
+    if another tower, or no such layer.
 
     Args:
         layer: counted from the end if negative, as of the hidden states of `transformers`: the first are those before
             any layer. None of them has gone through the tower's last norm.
-
-    Raises:
-        UnsupportedModelError: another tower, or no such layer.
     """
     kind = config.model_type
     if kind == "clip_vision_model":
@@ -176,6 +170,13 @@ _READERS: dict[str, Callable[[Any], Vision]] = {
     "Gemma3ForConditionalGeneration": _gemma3,
     "Idefics3ForConditionalGeneration": _idefics3,
     "SmolVLMForConditionalGeneration": _idefics3,
+    "InternVLForConditionalGeneration": internvl,
+    "Qwen2VLForConditionalGeneration": qwen2_vl,
+    "Qwen2_5_VLForConditionalGeneration": qwen2_5_vl,
+    "Qwen3VLForConditionalGeneration": qwen3_vl,
+    "Qwen3VLMoeForConditionalGeneration": qwen3_vl,
+    "Qwen3_5ForConditionalGeneration": qwen3_vl,
+    "Qwen3_5MoeForConditionalGeneration": qwen3_vl,
 }
 SEEING = frozenset(_READERS)
 """Architectures whose images are served."""
@@ -183,6 +184,12 @@ SEEING = frozenset(_READERS)
 
 def with_sight(table: WeightTable, vision: Vision) -> WeightTable:
     """A language part's table with the weights of the part that sees."""
+    if vision.squares:
+        renamed = ((r"^(model\.)?visual\.", "visual."), *table.renamed)
+        return replace(table, entries=(*table.entries, *square_entries(vision)), renamed=renamed)
+    if vision.enclosed is not None:
+        renamed = ((r"^(model\.)?(vision_tower|multi_modal_projector)\.", r"\2."), *table.renamed)
+        return replace(table, entries=(*table.entries, *internvl_entries(vision)), renamed=renamed)
     stack, tower, ours = vision.tower, "vision_tower", "tower.encoder"
     embedding = stack.embedding
     assert isinstance(embedding, Patches)

@@ -35,7 +35,6 @@ def spec(config: Any) -> ModelSpec:
 
 
 def encoder(config: Any) -> Stack:
-    """The encoder of a config."""
     return stack(config, [feed_forward(config)] * config.num_layers, decoder=False)
 
 
@@ -100,11 +99,8 @@ def dense_or_gated(target: str, source: str, part: FeedForward) -> list[Entry]:
 
 
 def weights(model: ModelSpec, network: Callable[[str, str, FeedForward], list[Entry]] = dense_or_gated) -> WeightTable:
-    """Names of all tensors.
-
-    Args:
-        network: the entries of a feed-forward network, from its name here and its layer's prefix.
-    """
+    """Names of all tensors. `network`: the entries of a feed-forward network, from its name here and its layer's
+    prefix."""
     assert model.decoder is not None
     assert model.encoder is not None
     assert isinstance(model.head, Lm)

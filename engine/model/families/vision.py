@@ -18,11 +18,8 @@ _MOST_PIXELS = 1 << 14  # maximum patches of a side
 
 
 def pair(name: str, size: Any) -> tuple[int, int]:
-    """Height and width from a setting that is one number for both, or two.
-
-    Raises:
-        UnsupportedModelError: it is neither.
-    """
+    """Height and width from a setting that is one number for both, or two. Raises UnsupportedModelError if it is
+    neither."""
     both = (size, size) if isinstance(size, int) else tuple(size) if isinstance(size, list | tuple) else ()
     if len(both) != 2 or not all(isinstance(n, int) and 1 <= n <= _MOST_PIXELS for n in both):
         raise UnsupportedModelError(
@@ -33,15 +30,8 @@ def pair(name: str, size: Any) -> tuple[int, int]:
 
 
 def patches(config: Any, *, bias: bool, first: int, layer_norm: Norm | None = None) -> Patches:
-    """Patches from `image_size` and `patch_size`, with a learned position for each vector.
-
-    Args:
-        first: learned vectors before them.
-        layer_norm: a norm of the sum.
-
-    Raises:
-        UnsupportedModelError: no patch fits into an image.
-    """
+    """Patches from `image_size` and `patch_size`, with a learned position for each vector. Raises UnsupportedModelError
+    if no patch fits into an image."""
     image, patch = pair("image_size", config.image_size), pair("patch_size", config.patch_size)
     if image[0] < patch[0] or image[1] < patch[1]:
         raise UnsupportedModelError(
@@ -61,11 +51,8 @@ def patches(config: Any, *, bias: bool, first: int, layer_norm: Norm | None = No
 
 
 def pre_norm_encoder(config: Any, embedding: Tokens | Patches, *, qkv_bias: bool = True, causal: bool = False) -> Stack:
-    """Blocks with a norm before each sublayer, and one at the end (arXiv:2010.11929).
-
-    Raises:
-        UnsupportedModelError: the heads cannot share hidden_size evenly, or an activation is not implemented.
-    """
+    """Blocks with a norm before each sublayer, and one at the end (arXiv:2010.11929). Raises UnsupportedModelError if
+    the heads cannot share hidden_size evenly, or an activation is not implemented."""
     layer_norm = Norm("layer", config.layer_norm_eps, bias=True)
     block = Block(
         placement=Pre(layer_norm, layer_norm),
@@ -82,7 +69,8 @@ def pre_norm_encoder(config: Any, embedding: Tokens | Patches, *, qkv_bias: bool
 
 def kernel(target: str, source: str, part: Patches) -> list[Entry]:
     """The matrix of patches, stored as a convolution's kernel and bias."""
-    stored = (part.width, part.channels, *part.patch)
+    frames = () if part.frames == 1 else (part.frames,)
+    stored = (part.width, part.channels, *frames, *part.patch)
     entries = [Entry(f"{target}.weight", (f"{source}.weight",), Reshaped((stored,)), shard_axis=0)]
     return entries + ([Entry(f"{target}.bias", (f"{source}.bias",), shard_axis=0)] if part.bias else [])
 
@@ -144,7 +132,6 @@ def two_towers(
     """A model with an encoder of texts, an encoder of images, or both, the second as the `twin` of the first.
 
     Args:
-        texts: the head of the encoder of texts.
         images: the head of the encoder of images, from the prefix of its parameters' names.
         unread: a pattern of further names that are not read.
     """

@@ -64,11 +64,8 @@ def _head(config: Any) -> Head:
 
 
 def _classifier(config: Any) -> Classifier:
-    """One matrix over a summary of the text.
-
-    Raises:
-        UnsupportedModelError: the summary is made in another way, or an activation follows the matrix.
-    """
+    """One matrix over a summary of the text. Raises UnsupportedModelError if the summary is made in another way, or an
+    activation follows the matrix."""
     for name in ("summary_use_proj", "summary_proj_to_labels"):
         if not getattr(config, name):
             raise UnsupportedModelError(

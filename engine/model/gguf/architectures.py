@@ -61,7 +61,7 @@ class Placed:
 
 def describe(file: Gguf) -> tuple[Architecture, Config]:
     """The architecture of a file, and its config. Raises UnsupportedModelError if the architecture, or one of its
-    settings, is not supported. ModelLoadError if a setting is missing or invalid."""
+    settings, is not supported; ModelLoadError if a setting is missing or invalid."""
     metadata = Metadata(file)
     kind = file.metadata.get("general.type", "model")
     parts = file.metadata.get("split.count", 0)
@@ -808,18 +808,13 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "phi3": Architecture(_phi_3, _PROJECTIONS | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
     "qwen2": Architecture(_qwen2, _PROJECTIONS),
     "qwen2moe": Architecture(
-        _qwen2_moe,
-        _PROJECTIONS | _EXPERTS | _SHARED_EXPERT,
-        arranged={"ffn_gate_inp_shexp": lambda config: OneRow()},
+        _qwen2_moe, _PROJECTIONS | _EXPERTS | _SHARED_EXPERT, arranged={"ffn_gate_inp_shexp": lambda config: OneRow()}
     ),
     "qwen3": Architecture(_qwen3, _PROJECTIONS | _HEAD_NORMS),
     "qwen3moe": Architecture(_qwen3_moe, _PROJECTIONS | _HEAD_NORMS | _EXPERTS),
     "stablelm": Architecture(
         _stablelm,
         _PROJECTIONS
-        | {
-            "attn_q_norm": "self_attn.q_layernorm.norms.{}",
-            "attn_k_norm": "self_attn.k_layernorm.norms.{}",
-        },
+        | {"attn_q_norm": "self_attn.q_layernorm.norms.{}", "attn_k_norm": "self_attn.k_layernorm.norms.{}"},
     ),
 }

@@ -60,13 +60,9 @@ class Gguf:
 
 
 def read_gguf(path: Path) -> Gguf:
-    """Read the header of a file; no tensor is read.
-
-    Raises:
-        ModelLoadError: it is not a GGUF file, or it is damaged or incomplete.
-        UnsupportedModelError: its version, or a format in it, is unknown.
-        PermissionError: the file is not readable.
-    """
+    """Read the header of a file; no tensor is read. Raises ModelLoadError if it is not a GGUF file, or it is damaged or
+    incomplete; UnsupportedModelError if its version, or a format in it, is unknown. PermissionError if the file is not
+    readable."""
     try:
         with path.open("rb") as file:
             if (magic := file.read(4)) != MAGIC:

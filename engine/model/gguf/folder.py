@@ -41,7 +41,7 @@ def lacks_tokenizer(folder: Path) -> str:
 
 def stand_in(path: Path) -> Path:
     """The folder that represents a GGUF file; made if it does not exist. Raises ModelLoadError if the file cannot be
-    read, or the folder cannot be made. UnsupportedModelError if this kind of model is not supported."""
+    read, or the folder cannot be made; UnsupportedModelError if this kind of model is not supported."""
     whole, name = _identified(path)
     problem: OSError | RuntimeError | None = None
     for place in (_usual, _spare):

@@ -28,7 +28,7 @@ class Metadata:
 
     def count(self, name: str, default: int | None = None) -> int:
         """An integer; for a list with one value per layer, the common value. Raises ModelLoadError if it is missing, or
-        has another type. UnsupportedModelError: layers differ in it."""
+        has another type; UnsupportedModelError: layers differ in it."""
         value = self._value(name, default)
         if isinstance(value, list) and value:
             if any(other != value[0] for other in value):

@@ -21,7 +21,7 @@ _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
 
 class GgufWeights:
     """The tensors of a file. Quantised tensors are expanded. Raises ModelLoadError if the file is damaged or
-    incomplete. UnsupportedModelError if it contains something unsupported."""
+    incomplete; UnsupportedModelError if it contains something unsupported."""
 
     def __init__(self, path: Path):
         self._placed, _ = _contents(path.resolve(), _identity(path))

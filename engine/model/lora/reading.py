@@ -87,7 +87,7 @@ def read_adapter(name: str, path: str | Path, model: Transformer, max_rank: int)
 
 def largest_rank(paths: Iterable[str]) -> int:
     """The largest rank that the adapters at these paths state; `USUAL_RANK` if there are none. Raises AdapterError if
-    an adapter cannot be read. ModelLoadError if a GGUF file is damaged."""
+    an adapter cannot be read; ModelLoadError if a GGUF file is damaged."""
     ranks = []
     for path in map(Path, paths):
         if path.suffix == SUFFIX:
@@ -162,7 +162,6 @@ def _gguf(path: Path) -> Path:
 
 
 def _folder(path: Path) -> tuple[LoraSettings, Path]:
-    """The settings of a PEFT folder, and its file with the weights."""
     if not path.is_dir():
         raise AdapterError(
             f"{path} is not a folder. Give the folder that contains {FILE} and {WEIGHTS}, or a {SUFFIX} file."

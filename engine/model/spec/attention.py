@@ -126,6 +126,7 @@ class Attention:
             sides.
         blocks: the blocks that tokens see, in an encoder; None for all.
         stream: how tokens of an encoder see vectors that pass through its layers beside them.
+        in_parts: whether tokens of an encoder see only those of their own part of the input (`Inputs.parts`).
     """
 
     heads: int
@@ -152,6 +153,7 @@ class Attention:
     block_sums: BlockSums | None = None
     blocks: SparseBlocks | None = None
     stream: GlobalStream | None = None
+    in_parts: bool = False
 
     @property
     def turned(self) -> int:

@@ -88,8 +88,10 @@ class Patches:
     (arXiv:2010.11929). Pixels at the right and the bottom that do not fill a patch are left out.
 
     Attributes:
-        image, patch: height and width, in pixels.
+        image, patch: height and width, in pixels. An `image` of (0, 0) may have any size; it comes as the pixels of its
+            patches (`engine.model.grids`), whose positions are blends of those of a square.
         channels: channels of the image.
+        frames: so many images, all the same, make up an input of the matrix.
         bias: whether the matrix has a bias.
         first: learned vectors before those of the patches, such as a class token.
         positions: positions added to all of them.
@@ -101,6 +103,7 @@ class Patches:
     patch: tuple[int, int]
     channels: int
     width: int
+    frames: int = 1
     bias: bool = True
     first: int = 0
     positions: Positions | None = None

@@ -15,29 +15,22 @@ from engine.model.spec.vision import Vision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A whole model: decoder-only, encoder-only or encoder-decoder.
-
-    Attributes:
-        encoder, decoder, head: its parts.
-        context_length: context length that the model was made for; None if its config does not say.
-        shared_tokens: whether encoder and decoder share one token table.
-        repeats: how the decoder reads the encoder's input, if both read it in order to classify it.
-        twin: an encoder of signals whose vectors are in the same space as this model's, which reads token ids
-            (arXiv:2103.00020).
-        filler: the token that pads texts to the maximum length: the model was trained only on texts of that length, and
-            treats these tokens like others. None: texts are not padded.
-        vision: computes vectors of images, which replace some of the decoder's tokens.
-    """
+    """A whole model: decoder-only, encoder-only or encoder-decoder."""
 
     encoder: Stack | None
     decoder: Stack | None
     head: Head
-    context_length: int | None = None
-    shared_tokens: bool = True
+    context_length: int | None = None  # context length that the model was made for; None if its config does not say
+    shared_tokens: bool = True  # whether encoder and decoder share one token table
+    # how the decoder reads the encoder's input, if both read it in order to classify it
     repeats: RepeatedInput | None = None
+    # an encoder of signals whose vectors are in the same space as this model's, which reads token ids
+    # (arXiv:2103.00020)
     twin: ModelSpec | None = None
+    # the token that pads texts to the maximum length: the model was trained only on texts of that length, and treats
+    # these tokens like others. None: texts are not padded.
     filler: int | None = None
-    vision: Vision | None = None
+    vision: Vision | None = None  # computes vectors of images, which replace some of the decoder's tokens
 
     @property
     def trunk(self) -> Stack:

@@ -12,11 +12,8 @@ Activation = Literal["relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "silu",
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """down(activation(up(x))) with `width` hidden features.
-
-    Attributes:
-        groups: outputs of both matrices only see the inputs of their own group; zeros are loaded for the others.
-    """
+    """down(activation(up(x))) with `width` hidden features. `groups`: outputs of both matrices only see the inputs of
+    their own group; zeros are loaded for the others."""
 
     width: int
     activation: Activation
@@ -80,51 +77,36 @@ class Rescaled:
 @dataclass(frozen=True, slots=True)
 class Corrected:
     """The experts with the largest sums of score and a learned correction, weighted by the scores alone: this balances
-    load without a loss term (arXiv:2408.15664). Everything is computed in float32.
+    load without a loss term (arXiv:2408.15664). Everything is computed in float32."""
 
-    Attributes:
-        score: the function of the router's logits.
-        groups, open_groups: the number of groups of experts, and of groups per token. A token uses the groups with the
-            best pairs of experts.
-        least: minimum of the sum that divides the weights.
-        added: a number that is added to that sum.
-        scale: factor of the weights.
-    """
-
-    score: Literal["sigmoid", "softmax"] = "sigmoid"
+    score: Literal["sigmoid", "softmax"] = "sigmoid"  # the function of the router's logits
+    # groups, open_groups: the number of groups of experts, and of groups per token. A token uses the groups with the
+    # best pairs of experts.
     groups: int = 1
     open_groups: int = 1
-    least: float = 0.0
+    least: float = 0.0  # minimum of the sum that divides the weights
     added: float = 0.0
-    scale: float = 1.0
+    scale: float = 1.0  # factor of the weights
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLimited:
     """The experts with the largest probabilities (softmax) within the groups that contain the largest ones; the weight
-    is the probability times a constant (arXiv:2405.04434, 2.1.2). Everything is computed in float32.
+    is the probability times a constant (arXiv:2405.04434, 2.1.2). Everything is computed in float32."""
 
-    Attributes:
-        groups, open_groups: the number of groups of experts, and of groups per token. A token uses the groups with the
-            best experts.
-        scale: factor of the weights.
-        leaders: how many experts represent a group, by the sum of their probabilities.
-    """
-
+    # groups, open_groups: the number of groups of experts, and of groups per token. A token uses the groups with the
+    # best experts.
     groups: int = 1
     open_groups: int = 1
-    scale: float = 1.0
-    leaders: int = 1
+    scale: float = 1.0  # factor of the weights
+    leaders: int = 1  # how many experts represent a group, by the sum of their probabilities
 
 
 @dataclass(frozen=True, slots=True)
 class SparseMixer:
     """One expert after the other: the best of the remaining ones, weighted by its probability among similar ones
-    (arXiv:2409.12136).
-
-    Attributes:
-        tolerance: an expert is similar if its logit is less than the best by at most this share of the logit's size.
-    """
+    (arXiv:2409.12136). `tolerance`: an expert is similar if its logit is less than the best by at most this share of
+    the logit's size."""
 
     tolerance: float
 
@@ -140,24 +122,17 @@ Routing = Likeliest | Rescaled | Corrected | GroupLimited | SparseMixer | Scaled
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A router sends each token to `active` of `count` feed-forward experts (arXiv:1701.06538).
-
-    Attributes:
-        expert: the network of each expert.
-        count, active: the number of experts, and of experts per token.
-        normalize: whether the weights of a token's experts are scaled to sum to 1.
-        routing: how experts are chosen and weighted.
-        router_bias: whether the router has a bias.
-        capacity: an expert processes at most this many tokens of an input, the first ones; it adds nothing to later
-            ones (arXiv:2101.03961, 2.2). None: no limit.
-    """
+    """A router sends each token to `active` of `count` feed-forward experts (arXiv:1701.06538)."""
 
     expert: Dense | Gated | Clamped
+    # count, active: the number of experts, and of experts per token
     count: int
     active: int
-    normalize: bool = True
-    routing: Routing = Likeliest()
+    normalize: bool = True  # whether the weights of a token's experts are scaled to sum to 1
+    routing: Routing = Likeliest()  # how experts are chosen and weighted
     router_bias: bool = False
+    # an expert processes at most this many tokens of an input, the first ones; it adds nothing to later ones
+    # (arXiv:2101.03961, 2.2). None: no limit.
     capacity: int | None = None
 
 
@@ -179,11 +154,8 @@ class Shared:
 @dataclass(frozen=True, slots=True)
 class NormedSum:
     """first(always(x)) + second(routed(before(stream))), where the router reads judged(stream) and x is the normed
-    stream: experts beside a network, each with norms of its own (Gemma 4).
-
-    Attributes:
-        norm: the norm of all four; the router's has no other weights.
-    """
+    stream: experts beside a network, each with norms of its own (Gemma 4). `norm`: the norm of all four; the router's
+    has no other weights."""
 
     always: Gated
     routed: Experts

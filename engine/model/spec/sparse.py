@@ -22,11 +22,7 @@ class BeforeToken:
 @dataclass(frozen=True, slots=True)
 class GlobalTokens:
     """Some tokens see all others and are seen by all, whatever the window. They use separate projections of queries,
-    keys and values (Longformer, arXiv:2004.05150, 3.1).
-
-    Attributes:
-        which: the tokens.
-    """
+    keys and values (Longformer, arXiv:2004.05150, 3.1)."""
 
     which: FirstToken | BeforeToken
 
@@ -35,12 +31,7 @@ class GlobalTokens:
 class BlockSums:
     """Further keys and values that every token of an input sees, whatever the window: each is made from the normalised
     sum of a block of tokens (transient global attention, arXiv:2112.07916, 3.1.2). The remaining tokens at the end of
-    an input belong to its last whole block. An input without a whole block has no sums.
-
-    Attributes:
-        size: tokens per block.
-        norm: a norm of the sums.
-    """
+    an input belong to its last whole block. An input without a whole block has no sums. `size`: tokens per block."""
 
     size: int
     norm: Norm
@@ -53,14 +44,10 @@ class SparseBlocks:
 
     In training, tokens also see some random blocks. At inference, transformers uses the first block in place of each,
     so its keys count several times; Octavo does the same.
-
-    Attributes:
-        size: tokens per block.
-        drawn: random blocks per token in training.
     """
 
-    size: int
-    drawn: int
+    size: int  # tokens per block
+    drawn: int  # random blocks per token in training
 
     @property
     def whole(self) -> int:
@@ -72,15 +59,10 @@ class SparseBlocks:
 class GlobalStream:
     """Tokens see those of their own block, and the stack's `global_vectors`. These pass through the layers beside the
     tokens of each input: they see all tokens and each other, with the tokens' projections but a norm of their own, and
-    pass through the feed-forward network as tokens do (PEGASUS-X, arXiv:2208.04347, 3).
+    pass through the feed-forward network as tokens do (PEGASUS-X, arXiv:2208.04347, 3)."""
 
-    Attributes:
-        size: tokens per block.
-        shift: the number of tokens missing from an input's first block; with a shift in every other layer, blocks
-            overlap those of adjacent layers.
-        norm: a norm of the vectors before attention.
-    """
-
-    size: int
+    size: int  # tokens per block
+    # the number of tokens missing from an input's first block; with a shift in every other layer, blocks overlap those
+    # of adjacent layers
     shift: int
-    norm: Norm
+    norm: Norm  # a norm of the vectors before attention

@@ -91,7 +91,7 @@ class Stack:
         projection: features to which a matrix without bias maps the hidden states at the end.
         distances: the vectors that blocks with disentangled attention share.
         repeated: how often blocks run; None: each is one layer.
-        kept: layers whose input a drafter reads (`Inputs.kept`).
+        kept: numbers of the layers whose hidden states are a result, too (`Inputs.kept`).
     """
 
     hidden_size: int

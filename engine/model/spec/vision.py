@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.interface.vision import Framed, Surrounds, Tiling
+from engine.interface.vision import Enclosed, Framed, Surrounds, Tiling
 from engine.model.normalisation import Norm
 from engine.model.spec.networks import Activation
 from engine.model.spec.stack import Stack
@@ -16,10 +16,18 @@ class Projector:
 
     Attributes:
         bias: both matrices have one.
+        merge: the features of this many hidden states, one after the other, are the input.
+        inner: features between the matrices; None: those of the decoder.
+        norm: of the input.
+        shuffles: the hidden states are those of a grid, whose squares of `merge` patches are put together first.
     """
 
     activation: Activation
     bias: bool = True
+    merge: int = 1
+    inner: int | None = None
+    norm: Norm | None = None
+    shuffles: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +63,14 @@ class Vision:
         newline: a learned vector ends rows (`Tiling`), and follows an image of one crop.
         tiling: how an image becomes several crops.
         surrounds: the texts around crops that are images of their own among the tokens.
-        frame: the same, for another family.
+        frame, enclosed: the same, for other families.
         two_way: the tokens of an image see each other in the decoder, the later ones, too.
+        squares: an image keeps its shape, and each square of this many patches a side becomes a vector
+            (`engine.model.grids`); 0: the tower reads crops of one size.
+        window: squares of a window's side, for attention `in_parts`; 0: an image is one window.
+        deep: makes further vectors of each of the tower's `kept` hidden states. The decoder's first layers, one after
+            the other, add them to the tokens' hidden states (arXiv:2406.04334).
+        axes: positions of the decoder's tokens have three axes: in an image time, row and column.
     """
 
     tower: Stack
@@ -67,4 +81,9 @@ class Vision:
     tiling: Tiling | None = None
     surrounds: Surrounds | None = None
     frame: Framed | None = None
+    enclosed: Enclosed | None = None
     two_way: bool = False
+    squares: int = 0
+    window: int = 0
+    deep: Projector | None = None
+    axes: bool = False

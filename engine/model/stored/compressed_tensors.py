@@ -208,7 +208,6 @@ def _as_rows(values: Tensor, scales: Tensor) -> Quantised:
 
 
 def _scales(tensors: Tensors, module: str, outputs: int) -> tuple[str, int]:
-    """The tensor of the scales, and the number of groups of inputs."""
     name = f"{module}.weight_scale"
     groups = count_groups(tensors, name, 1)
     expect(tensors, name, (1,), (1, 1), (outputs,), (outputs, groups), formats=REALS)
@@ -236,13 +235,7 @@ def _by_rows(scales: Tensor, rows: int) -> Tensor:
 
 
 def _decode(
-    words: Tensor,
-    scales: Tensor,
-    *others: Tensor,
-    bits: int,
-    shape: tuple[int, int],
-    has_zeros: bool,
-    has_order: bool,
+    words: Tensor, scales: Tensor, *others: Tensor, bits: int, shape: tuple[int, int], has_zeros: bool, has_order: bool
 ) -> Tensor:
     outputs, inputs = shape
     middle = 1 << bits - 1  # integers are stored with this number added

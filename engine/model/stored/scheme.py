@@ -62,13 +62,12 @@ class Scheme(ABC):
     """The default format of matrices on a CPU; None: plain."""
 
     def __str__(self) -> str:
-        """The scheme with its settings, which determine the resulting numbers."""
         return f"{self.title} {sorted(vars(self).items())}"
 
     @abstractmethod
     def find(self, tensors: Tensors) -> Iterator[Packed]:
         """The matrices that are stored with this scheme. Raises ModelLoadError if the tensors of a matrix do not match
-        each other. UnsupportedModelError if a matrix is stored in another form."""
+        each other; UnsupportedModelError if a matrix is stored in another form."""
 
 
 def matrices(tensors: Tensors, ending: str) -> Iterator[tuple[str, str]]:

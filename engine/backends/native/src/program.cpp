@@ -1,8 +1,6 @@
 // Runs what program.h describes.
 #include "program.h"
 
-#include <time.h>
-
 #include "activations.h"
 #include "experts.h"
 #include "gemm.h"
@@ -303,12 +301,6 @@ struct Runner {
   }
 };
 
-int64_t now() {
-  timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return time.tv_sec * 1000000000 + time.tv_nsec;
-}
-
 // Whether there are angles and pages for all tokens.
 int64_t find_outside(const Step& step, const Operation* operations, int64_t count) {
   uint64_t positions = UINT64_MAX, slots = UINT64_MAX;
@@ -335,18 +327,18 @@ void run_program(Step& step, const Operation* operations, int64_t count) {
   parallel(true, [&](int thread, int threads) {
     const Runner<T> runner{step, others, thread, threads};
     const bool timed = step.times && thread == 0;
-    int64_t begun = timed ? now() : 0;
+    int64_t begun = timed ? monotonic_nanoseconds() : 0;
     for (int64_t i = 0; i < count; ++i) {
       if ((operations[i].kind == SHRINK || operations[i].kind == EXPAND) && !step.num_runs) {
         if (timed) step.times[2 * i] = step.times[2 * i + 1] = 0;
         continue;
       }
       runner.run(operations[i], threads <= step.spare ? tickets + i * step.spare : nullptr);
-      const int64_t done = timed ? now() : 0;
+      const int64_t done = timed ? monotonic_nanoseconds() : 0;
       if (operations[i].barrier) others.wait(threads);
       if (!timed) continue;
       step.times[2 * i] = done - begun;
-      begun = now();
+      begun = monotonic_nanoseconds();
       step.times[2 * i + 1] = begun - done;
     }
   });

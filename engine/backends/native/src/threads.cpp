@@ -11,7 +11,8 @@ OCTAVO_EXPORT(count_threads)(int64_t* count) {
   });
 }
 
-// Adds to takers[piece] 100 and the number of the thread that took it. The thread `late` begins once the others have taken all.
+// Adds to takers[piece] 100 and the number of the thread that took it. The thread `late` begins once the others have
+// taken all.
 OCTAVO_EXPORT(take_pieces)(int64_t* takers, int64_t count, int64_t some, int64_t late) {
   constexpr int MOST = 64;
   Ticket tickets[MOST] = {};
@@ -25,4 +26,26 @@ OCTAVO_EXPORT(take_pieces)(int64_t* takers, int64_t count, int64_t some, int64_t
       __atomic_fetch_sub(&left, 1, __ATOMIC_RELEASE);
     });
   });
+}
+
+// Thread 0 comes to a barrier this many nanoseconds late, on crowded cores. used[thread]: the CPU time of the wait, in
+// nanoseconds.
+OCTAVO_EXPORT(wait_for_late)(int64_t* used, int64_t late) {
+  Barrier others;
+  Barrier::expect_crowd(monotonic_nanoseconds() + 10 * late);
+  const auto clock = [] {
+    timespec time;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    return time.tv_sec * 1000000000 + time.tv_nsec;
+  };
+  parallel(true, [&](int thread, int threads) {
+    if (thread == 0) {
+      const timespec pause = {late / 1000000000, late % 1000000000};
+      nanosleep(&pause, nullptr);
+    }
+    const int64_t begun = clock();
+    others.wait(threads);
+    used[thread] = clock() - begun;
+  });
+  Barrier::expect_crowd(0);
 }
