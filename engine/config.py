@@ -95,9 +95,9 @@ class EngineConfig:
             JSON in vLLM's format, such as {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}.
         speculative_config: draft tokens and check several in one step. Answers do not change. ngram drafts the tokens
             that followed an earlier occurrence of the last tokens; suffix looks at earlier answers of the same API key,
-            too; off drafts nothing. Also JSON in vLLM's format, such
-            as {"method": "ngram", "num_speculative_tokens": 8} (default: ngram on a CPU if max_step_time is not 0; off
-            on a GPU and in `LLM`).
+            too; mtp drafts with the model's layer for multi-token prediction; off drafts nothing. Also JSON in vLLM's
+            format, such as {"method": "ngram", "num_speculative_tokens": 8} (default: ngram on a CPU if max_step_time
+            is not 0; off on a GPU and in `LLM`).
         chat_template: Jinja chat template that replaces the tokenizer's own: a file, or chatml, gemma, llama2, llama3,
             mistral, phi3, vicuna or zephyr.
         generation_config: auto applies the model's generation_config.json, none ignores it.

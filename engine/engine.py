@@ -24,6 +24,7 @@ from engine.execution.executor import Executor, LocalExecutor
 from engine.execution.profiling import warn_if_short
 from engine.execution.runner import ModelRunner
 from engine.execution.starting import start
+from engine.execution.trained_head import TrainedHead
 from engine.host.cpus import choose_threads
 from engine.interface.adapters import AdapterInfo, AdapterRegistry
 from engine.interface.cache_map import CacheMap
@@ -100,9 +101,7 @@ class Engine:
         self._publisher = _open_publisher(config)  # before the model loads, so that a taken port is reported at once
         try:
             self._draft_model = _start_draft_model(config, read)
-            self.executor: Executor = _start(
-                config, read, 0 if self._draft_model is None else self._draft_model.page_bytes
-            )
+            self.executor: Executor = _start(config, read, self._draft_model)
             try:
                 self._prepare(config, read)
             except BaseException:  # a runner in a separate process would keep running
@@ -151,7 +150,8 @@ class Engine:
             if ahead:
                 logger.info("Layers of this model carry a state: no step is planned ahead (--async-scheduling).")
             self.scheduler.drafts_forced_tokens = ahead = False
-        self._stepping = Stepping(self.scheduler, self.executor, self._budget, depth=int(ahead))
+        observe = self._draft_model.observe if isinstance(self._draft_model, TrainedHead) else None
+        self._stepping = Stepping(self.scheduler, self.executor, self._budget, depth=int(ahead), observe=observe)
         self.defaults = GenerationDefaults()
         if info.entities is None:  # GLiNER's folders have neither of the files that may contain defaults
             honour = config.generation_config == "auto"
@@ -504,6 +504,9 @@ class Engine:
         elif self._draft_model is not None:
             info = self.executor.facts.info
             self._draft_model.join(info)
+            if isinstance(self._draft_model, TrainedHead):
+                self.scheduler.drafter, self.scheduler.draft_costs = self._draft_model, DraftCosts()
+                return
             tokenizer = _load_tokenizer(config, info)
             small = _load_tokenizer(dataclasses.replace(config, tokenizer=None), self._draft_model.info)
             if tokenizer is not None and small is not None:
@@ -552,12 +555,16 @@ def _open_publisher(config: EngineConfig) -> KVEventPublisher | None:
 
 def _start_draft_model(config: EngineConfig, read: ConfigReader) -> DraftModel | None:
     settings = None if config.speculative_config is None else parse_speculative(config.speculative_config)
-    return DraftModel(config, settings, read) if settings is not None and settings.method == "draft_model" else None
+    if settings is None or settings.method not in ("draft_model", "mtp", "eagle3"):
+        return None
+    return (DraftModel if settings.method == "draft_model" else TrainedHead)(config, settings, read)
 
 
-def _start(config: EngineConfig, read: ConfigReader, beside: int) -> Executor:
+def _start(config: EngineConfig, read: ConfigReader, drafter: DraftModel | None) -> Executor:
     if config.distributed_executor_backend == "uni":
-        return start(config, read, beside=beside)
+        if isinstance(drafter, TrainedHead):
+            return start(config, read, beside=drafter)
+        return start(config, read, beside=0 if drafter is None else drafter.page_bytes)
     from engine.process.runner import ProcessExecutor  # needs more packages than an engine in one process
 
     return ProcessExecutor(config)

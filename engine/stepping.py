@@ -7,6 +7,7 @@ runs, so that the device has work while the answer is read and applied here.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from engine.execution.executor import Executor
 from engine.execution.recovery import Recovery
@@ -23,14 +24,24 @@ class Stepping:
         scheduler: plans the steps, and keeps those in flight.
         budget: a limit on a step's time, if there is one.
         depth: how many steps are planned before an answer is known: 0 or 1.
+        observe: is called with each step whose answer is known, before it is applied.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, budget: StepBudget | None, *, depth: int):
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        budget: StepBudget | None,
+        *,
+        depth: int,
+        observe: Callable[[InFlightStep], None] | None = None,
+    ):
         self._scheduler = scheduler
         self._executor = executor
         self._budget = budget
         self._recovery = Recovery(scheduler, executor)
         self._depth = depth
+        self._observe = observe
         self._last_end = 0.0
 
     def advance(self) -> list[RequestDelta]:
@@ -95,6 +106,8 @@ class Stepping:
             return self._recovery.recover(error)
         self._recovery.succeeded(partly=self._scheduler.in_flight.continues)
         plan = step.plan
+        if self._observe is not None:
+            self._observe(step)
         deltas = self._scheduler.update(result)
         # The device begins a step when it has finished the one before.
         began, self._last_end = max(step.began, self._last_end), step.ended or time.perf_counter()

@@ -322,7 +322,7 @@ def test_a_wrong_value_is_one_line_and_status_2(
         ("port: true", "port in {path} must be an integer from 0 to 65535, got True"),
         (
             "speculative_config: {method: 2024-01-01}",
-            "must be one of ngram, suffix, draft_model, off, got '2024-01-01'",
+            "must be one of ngram, suffix, draft_model, mtp, eagle3, off, got '2024-01-01'",
         ),
         ("revision: 2024", "revision in {path} must be a text, got 2024"),
         ("block-size: 0", "block_size in {path} must be an integer of at least 1, got 0"),

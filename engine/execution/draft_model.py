@@ -41,7 +41,7 @@ _PRIOR, _COUNT, _MEMORY, _RETURN = 0.7, 4.0, 0.95, 0.002
 
 
 @dataclass(slots=True)
-class _Shadow:
+class Shadow:
     """The small model's view of a sequence."""
 
     group: SequenceGroup  # of the request without an adapter and without log-probabilities
@@ -99,10 +99,13 @@ class DraftModel:
                 f"speculative_config: {settings.model} cannot draft. A draft model must be decoder-only, and no layer "
                 f"may carry a state."
             )
-        self._most = settings.num_speculative_tokens
-        self._texts = TextDrafter(self._most, own=False)
+        self._begin(settings.num_speculative_tokens)
+
+    def _begin(self, most: int) -> None:
+        self._most = most
+        self._texts = TextDrafter(most, own=False)
         self._hasher = PageHasher()
-        self._shadows: dict[Sequence, _Shadow] = {}
+        self._shadows: dict[Sequence, Shadow] = {}
         self._pool = BlockPool(1)
         self._sees_alike = False  # it reads the large model's images
         self._failed = False
@@ -169,11 +172,15 @@ class DraftModel:
         try:
             return self._prepare(wanted, gain)
         except Exception:
-            logger.exception("the draft model failed; requests go on without drafts")
-            self._failed = True
-            for sequence in list(self._shadows):
-                self._drop(sequence)
+            self._give_up()
             return True
+
+    def _give_up(self) -> None:
+        """End all drafts after an error, which is being handled."""
+        logger.exception("the draft model failed; requests go on without drafts")
+        self._failed = True
+        for sequence in list(self._shadows):
+            self._drop(sequence)
 
     def propose(self, request: Request, sequence: Sequence, most: int) -> tuple[Seq[int], float]:
         """The drafts that were prepared; of a request with a prediction, those from that first."""
@@ -204,35 +211,39 @@ class DraftModel:
 
     def _prepare(self, wanted: Seq[Wanted], gain: DraftGain) -> bool:
         left, reads = min(CHUNK, self._config.max_num_batched_tokens), False
-        rows: list[Row] = []
-        drafting: list[tuple[_Shadow, int]] = []  # with the number of drafts
+        rows: list[tuple[Shadow, Row]] = []
+        drafting: list[tuple[Shadow, int]] = []  # with the number of drafts
         for group, sequence, most in wanted:
-            shadow = self._shadow(group.request, sequence)
+            shadow = self._shadow(group, sequence)
             shadow.follow(sequence)
             own, start = shadow.sequence, shadow.sequence.num_computed
             self._publish(shadow)
             most = self._worth(shadow, min(most, self._most, self.info.max_model_len - own.num_tokens), gain)
             missing = own.num_tokens - start
-            if most <= 0 or left <= 0:
+            if most <= 0 or left <= 0 or not missing:
                 continue
             count = min(missing, left)
             if not self._reserve(own, own.num_tokens + most - 1 if count == missing else start + count):
                 continue
             left -= count
             reads |= missing > self._most + 1
-            rows.append(Row(shadow.group, own, start, count, int(count == missing)))
+            rows.append((shadow, Row(shadow.group, own, start, count, int(count == missing))))
             if count == missing:
                 drafting.append((shadow, most))
         while rows:
-            plan = build_plan(rows, (), self._config.block_size)
-            result = self._executor.launch(plan).result()
-            for row in rows:
-                row.sequence.num_computed += row.count
+            result = self._launch(rows)
             drafting = self._take(result, drafting) if drafting else []
-            rows = [Row(s.group, s.sequence, s.sequence.num_computed, 1, 1) for s, _ in drafting]
+            rows = [(s, Row(s.group, s.sequence, s.sequence.num_computed, 1, 1)) for s, _ in drafting]
         return reads
 
-    def _worth(self, shadow: _Shadow, most: int, gain: DraftGain) -> int:
+    def _launch(self, rows: Seq[tuple[Shadow, Row]]) -> StepResult:
+        """Compute these rows of shadows."""
+        result = self._executor.launch(build_plan([row for _, row in rows], (), self._config.block_size)).result()
+        for _, row in rows:
+            row.sequence.num_computed += row.count
+        return result
+
+    def _worth(self, shadow: Shadow, most: int, gain: DraftGain) -> int:
         """The number of drafts that are worth their time. `gain` counts them."""
         right = 1.0
         for count in range(most):
@@ -244,7 +255,7 @@ class DraftModel:
             gain.count(right)
         return most
 
-    def _take(self, result: StepResult, drafting: list[tuple[_Shadow, int]]) -> list[tuple[_Shadow, int]]:
+    def _take(self, result: StepResult, drafting: list[tuple[Shadow, int]]) -> list[tuple[Shadow, int]]:
         """Append the drawn tokens; those shadows that draw another one."""
         going = []
         tokens, scores = result.tokens[:, 0].tolist(), result.logprobs[:, 0].tolist()
@@ -258,30 +269,42 @@ class DraftModel:
                 going.append((shadow, most))
         return going
 
-    def _shadow(self, request: Request, sequence: Sequence) -> _Shadow:
+    def _shadow(self, group: SequenceGroup, sequence: Sequence) -> Shadow:
         found = self._shadows.get(sequence)
         if found is not None:
             return found
+        own_group = self._group_of(group.request)
+        own = own_group.sequences[0]
+        own.index = sequence.index
+        own.follow(sequence)
+        own.num_computed, own.num_published = 0, 0
+        own.hashes = []
+        shadow = Shadow(own_group, own, sequence.num_releases, num_known=sequence.num_tokens)
+        self._adopt(shadow, own.num_tokens - 1)
+        self._shadows[sequence] = shadow
+        return shadow
+
+    def _group_of(self, request: Request) -> SequenceGroup:
+        """The small model's view of a request."""
         plain = replace(request.decoding, logprobs=None, prompt_logprobs=None, logprob_token_ids=())
         images = request.images if self._sees_alike else ()
         request = replace(request, adapter=None, sides={}, decoding=plain, images=images)
         sides = self._executor.facts.needs.sides_of(request)
         group = SequenceGroup(request, 0, sequence_root(request, self._hasher, None, sides), sides=sides)
         group.started = True
-        own = group.sequences[0]
-        own.index = sequence.index
+        return group
+
+    def _adopt(self, shadow: Shadow, most: int) -> None:
+        """Use pages that are known already, of at most so many tokens."""
+        own, size = shadow.sequence, self._config.block_size
         if self._config.enable_prefix_caching:
-            size = self._config.block_size
-            own.follow(sequence)
-            own.hashes, own.num_published = [], 0
-            hashes = own.extend_hashes(self._hasher, group.root, size, (own.num_tokens - 1) // size, group.sides)
+            count = most // size
+            hashes = own.extend_hashes(self._hasher, shadow.group.root, size, count, shadow.group.sides)
             pages = self._pool.adopt(self._pool.match(hashes))
             own.table.extend(pages)
             own.num_published, own.num_computed = len(pages), len(pages) * size
-        shadow = self._shadows[sequence] = _Shadow(group, own, sequence.num_releases, num_known=sequence.num_tokens)
-        return shadow
 
-    def _publish(self, shadow: _Shadow) -> None:
+    def _publish(self, shadow: Shadow) -> None:
         """Let later sequences find the full pages."""
         own, size = shadow.sequence, self._config.block_size
         full = own.num_computed // size

@@ -158,6 +158,7 @@ class Decoder(ModelKind):
     images among the tokens; None: the model reads none."""
 
     images: ImageVectors | None = None
+    kept: Sequence[Tensor] = ()  # of the last step that was not recorded (`Inputs.kept`)
 
     @property
     def needs(self) -> SequenceNeeds:
@@ -181,7 +182,7 @@ class Decoder(ModelKind):
             assert self.images is not None
             images = self.images.of(plan.images)
             sides = place_angles(plan, self.model)
-        return Inputs(
+        inputs = Inputs(
             token_ids=buffers.tokens(plan, padded),
             positions=buffers.positions.fill(plan.positions, padded),
             metadata=metadata,
@@ -194,6 +195,8 @@ class Decoder(ModelKind):
             sides=buffers.sides.fill(sides, padded),
             images=images,
         )
+        self.kept = inputs.kept
+        return inputs
 
     def use_images(self, info: VisionInfo) -> None:
         """Read images among tokens from now on; `info`: of the model's."""
@@ -202,6 +205,20 @@ class Decoder(ModelKind):
     def cross(self, plan: StepPlan, query_lens: list[int]) -> CrossPages | None:
         """The pages of the encoder's output for each row of the plan."""
         return None
+
+
+class Following(Decoder):
+    """Decoders that read another model's hidden states beside their tokens."""
+
+    given: Tensor | None = None  # [T, features] hidden states of the next step; None: zeros
+
+    def prepare(self, plan: StepPlan, cache: KVCache, search: Search | None = None) -> Inputs:
+        inputs = super().prepare(plan, cache, search)
+        if self.given is None:
+            return inputs
+        assert len(self.given) == plan.num_tokens
+        padding = len(inputs.token_ids) - plan.num_tokens
+        return replace(inputs, given=nn.functional.pad(self.given, (0, 0, 0, padding)))
 
 
 class EncoderDecoder(Decoder):
@@ -300,6 +317,8 @@ def kind_of(
     if model.decoder is not None:
         heard = model.spec.signal is not None and model.spec.signal.kind == "audio"
         kind = Decoder if model.encoder is None else Speech if heard else EncoderDecoder
+        if getattr(model.spec.trunk.embedding, "joined", None) is not None:
+            kind = Following
     return kind(model, buffers, _pooler(model, min_rows, activation, parts), min_rows)
 
 

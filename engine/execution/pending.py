@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
+from torch import Tensor
 
 from engine.scheduling.plan import PooledRow, SamplingBatch, StepResult, TokenScores
 
@@ -64,6 +65,7 @@ class PendingStep:
     prompt_logprobs: TokenScores | LateScores | None = None  # as in `StepResult`, or an object that returns them
     pooled: tuple[PooledRow, ...] = ()  # as in `StepResult`
     sampling: SamplingBatch | None = None  # the plan's sampling
+    hidden: Tensor | None = None  # [at least T, features] of the step's tokens on the device, if the runner keeps them
 
     @property
     def ready(self) -> bool:

@@ -45,6 +45,8 @@ class ModelRunner:
         adapters: the model's adapters; None if it does not support them.
     """
 
+    keeps_hidden = False  # whether steps keep their hidden states for a drafter (`PendingStep.hidden`)
+
     def __init__(
         self,
         model: Transformer,
@@ -122,6 +124,9 @@ class ModelRunner:
                 sampling = weighed(logits, plan.sampling.filled())
                 candidates = self._sample(logits, sampling)
         step = PendingStep(candidates=candidates or StepResult.empty(), sampling=sampling or plan.sampling)
+        if self.keeps_hidden:
+            kept = self.kind.kept if isinstance(self.kind, Decoder) else ()
+            step.hidden = torch.cat(list(kept), dim=1) if kept else hidden
         if plan.pooling:
             step.pooled = computed.pool()
         if plan.prompt_logprobs is not None:

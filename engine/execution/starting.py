@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -54,6 +54,7 @@ from engine.model.quantisation import Wanted
 from engine.model.retrieval import read_folder
 from engine.model.sentence import InputWeights, Pipeline
 from engine.model.spec import ModelSpec
+from engine.model.table import WeightTable
 from engine.model.weights import load_model, stored_dtype
 from engine.scheduling.budget import Costs
 
@@ -78,14 +79,25 @@ class Resolved:
     max_encoder_len: int  # longest input of an encoder beside a decoder that reads token ids
     backend: AttentionBackend
     vision: VisionInfo | None  # the images that are read among tokens; None: none are read
+    table: WeightTable | None = None  # the names of the weights; None: the family's
 
 
-def start(config: EngineConfig, read: ConfigReader = read_config, *, beside: int = 0) -> LocalExecutor:
+class Beside(Protocol):
+    """Another model beside the one that is started, which reads its hidden states."""
+
+    def adapt(self, resolved: Resolved) -> Resolved:
+        """The model that is loaded instead, before it is."""
+
+    def load(self, runner: ModelRunner) -> int:
+        """Load this model beside that one. Returns the bytes that it takes for each page."""
+
+
+def start(config: EngineConfig, read: ConfigReader = read_config, *, beside: int | Beside = 0) -> LocalExecutor:
     """Load a model in this process. Raises ModelLoadError, UnsupportedModelError, ConfigError: says what to do about
     it.
 
     Args:
-        beside: bytes that another model takes for each page of this one.
+        beside: bytes that another model takes for each page of this one, or the other model.
         read: the same argument as in `engine.model.checkpoint.read_config`.
     """
     device = choose_device(config.device)
@@ -100,7 +112,11 @@ def start(config: EngineConfig, read: ConfigReader = read_config, *, beside: int
     with explained(config.model), gpu.current(device):
         use_threads(config)
         resolved = resolve(config, device, read)
-        return prepare(resolved, load(resolved), beside=beside)
+        if isinstance(beside, int):
+            return prepare(resolved, load(resolved), beside=beside)
+        resolved = beside.adapt(resolved)
+        runner = load(resolved)
+        return prepare(resolved, runner, beside=beside.load(runner))
 
 
 def resolve(config: EngineConfig, device: torch.device, read: ConfigReader = read_config) -> Resolved:
@@ -193,6 +209,7 @@ def load(resolved: Resolved) -> ModelRunner:
         quantization_cache=config.quantization_cache,
         share_weights=config.share_weights,
         pack=True,
+        table=resolved.table,
     )
     if config.most_loras:
         model.take_adapters(config.most_loras, rank)

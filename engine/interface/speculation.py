@@ -9,8 +9,10 @@ from engine.errors import ConfigError
 from engine.interface.json_settings import decoded
 
 NAME = "speculative_config"
-METHODS = ("ngram", "suffix", "draft_model", "off")
+METHODS = ("ngram", "suffix", "draft_model", "mtp", "eagle3", "off")
+_WITH_MODEL = ("draft_model", "eagle3")
 MOST_DRAFTS = 32
+_DEFAULT_COUNTS = {"mtp": 1, "eagle3": 3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,9 +21,10 @@ class SpeculativeConfig:
 
     # ngram: the tokens that followed the longest earlier occurrence of the last tokens, in the prompt or the answer.
     # suffix: also in earlier answers to requests of the same API key, cache salt and adapter; equally long occurrences
-    # vote on each token. draft_model: the tokens of a small model. off: none.
-    method: Literal["ngram", "suffix", "draft_model", "off"] = "ngram"
-    model: str | None = None  # the folder, file or hub id of the small model
+    # vote on each token. draft_model: the tokens of a small model. mtp: those of the model's own layer for multi-token
+    # prediction. eagle3: those of a head that was trained for the model. off: none.
+    method: Literal["ngram", "suffix", "draft_model", "mtp", "eagle3", "off"] = "ngram"
+    model: str | None = None  # the folder, file or hub id of the small model or the head
     num_speculative_tokens: int = 8  # maximum drafts of a sequence in a step
     # 0: earlier answers are not kept. Otherwise as many are kept as there is room for.
     suffix_decoding_max_cached_requests: int = -1
@@ -34,10 +37,10 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ConfigError(f"{NAME}: method must be one of {', '.join(METHODS)}, got {self.method!r}.")
-        if (self.method == "draft_model") != (self.model is not None):
+        if (self.method in _WITH_MODEL) != (self.model is not None):
             raise ConfigError(
-                f"{NAME}: model names the draft model of the method draft_model, got method {self.method!r} and model "
-                f"{self.model!r}."
+                f"{NAME}: model names the draft model of the methods draft_model and eagle3, got method "
+                f"{self.method!r} and model {self.model!r}."
             )
         if self.model is not None and (not isinstance(self.model, str) or not self.model):
             raise ConfigError(f"{NAME}: model must be a folder, a file or a hub id, got {self.model!r}.")
@@ -62,13 +65,15 @@ def parse_speculative(given: Any) -> SpeculativeConfig:
     """The settings in a mapping, in a JSON object as text, or the method alone. Raises ConfigError if it is none of
     these, or a setting in it is unknown or out of range."""
     if isinstance(given, str) and not given.lstrip().startswith("{"):
-        alone = [method for method in METHODS if method != "draft_model"]
+        alone = [method for method in METHODS if method not in _WITH_MODEL]
         if given not in alone:
             raise ConfigError(f"{NAME} must be {', '.join(alone)} or a JSON object, got {given!r}.")
         given = {"method": given}
     values = {name: value for name, value in decoded(NAME, given).items() if name not in _WITHOUT_EFFECT}
     if "model" in values:
         values.setdefault("method", "draft_model")
+    if count := _DEFAULT_COUNTS.get(str(values.get("method"))):
+        values.setdefault("num_speculative_tokens", count)
     known = [field.name for field in fields(SpeculativeConfig)]
     for name in values:
         if name not in known:

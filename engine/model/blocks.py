@@ -91,6 +91,10 @@ class SequentialBlock(nn.Module):
         mixes = block.attention.heads or block.mixing is not None
         own = build_attention(block, hidden_size, backend, place) if mixes else None
         self.attention = None if own is None else Sublayer(own, **attention_norms)
+        self.reads_tokens = block.reads_tokens
+        if block.reads_tokens:
+            assert isinstance(own, SelfAttention)
+            own.qkv = Linear(2 * hidden_size, own.qkv.outputs, block.attention.qkv_bias, place)
         self.low_rank = None if block.low_rank is None else LowRankPath(block.low_rank, hidden_size, place)
         self.cross = None
         if block.cross is not None:

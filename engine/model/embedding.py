@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from engine.backends.attention.base import AttentionMetadata
 from engine.model import spec
 from engine.model.convolution import gather_neighbours
+from engine.model.joining import Joining
 from engine.model.layers import Linear
 from engine.model.norms import build_norm
 from engine.model.packing import LookUp
@@ -47,6 +48,7 @@ class TokenEmbedding(nn.Module):
         self.token_norm = build_norm(part.token_norm, hidden, place)
         self.norm = build_norm(part.norm, hidden, place)
         self.expansion = None if part.expansion is None else Linear(hidden, part.expansion, True, place)
+        self.joining = None if part.joined is None else Joining(part.joined, hidden, place)
         # Rounded to the weights' format, as in the checkpoint's training.
         self.scale = torch.tensor(part.scale, dtype=place.dtype, device="cpu").item()
 
@@ -64,10 +66,7 @@ class TokenEmbedding(nn.Module):
             metadata: the division of the first `tokens` tokens into inputs; the others are padding.
             sides: see `Inputs`.
         """
-        if self.look_up is None:
-            x = F.embedding(token_ids, self.tokens)
-        else:
-            x = self.look_up(token_ids, self.tokens.dtype)
+        x = self.vectors(token_ids)
         if self.masked_out is not None:
             x = mask_out(x, token_ids, self.masked_out, metadata, tokens)
         if self.neighbours is not None:
@@ -97,6 +96,12 @@ class TokenEmbedding(nn.Module):
             x = self.expansion(x)
         return x
 
+    def vectors(self, token_ids: Tensor) -> Tensor:
+        """Rows of the table."""
+        return (
+            F.embedding(token_ids, self.tokens) if self.look_up is None else self.look_up(token_ids, self.tokens.dtype)
+        )
+
     def give_up_table(self, look_up: LookUp) -> None:
         """Release the table, and read its rows from elsewhere."""
         self.look_up = look_up
@@ -108,6 +113,18 @@ class TokenEmbedding(nn.Module):
         assert self.positions is not None
         x = vector + F.embedding(positions + (self.offset + 1), self.positions)
         return x if self.norm is None else self.norm(x)
+
+
+class TokenVectors:
+    """The norms of tokens' vectors, as the vectors that one layer reads beside the stream."""
+
+    def __init__(self, embedding: TokenEmbedding):
+        self._embedding = embedding
+
+    def __call__(self, token_ids: Tensor, x: Tensor) -> Tensor:
+        """[Tp, 1, hidden]; the stream x plays no part."""
+        assert self._embedding.joining is not None
+        return self._embedding.joining.normed(self._embedding.vectors(token_ids)).unsqueeze(1)
 
 
 def with_images(x: Tensor, images: Tensor | None, sides: Mapping[str, Tensor]) -> Tensor:

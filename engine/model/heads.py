@@ -109,6 +109,25 @@ class Head(nn.Module):
         return self.output.in_float32(near) + self.beyond.in_float32(far)
 
 
+class ChoosingHead(Head):
+    """A head that chooses among some tokens of a vocabulary; the logits of all others are -inf."""
+
+    tokens: Tensor | None = None  # the id of each output's token
+    vocabulary = 0
+
+    def choose(self, tokens: Tensor, vocabulary: int) -> None:
+        """Set the id of each output's token, and the number of ids."""
+        self.tokens, self.vocabulary = tokens, vocabulary
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = super().forward(x)
+        if self.tokens is None:
+            return chosen
+        logits = chosen.new_full((len(chosen), self.vocabulary), -torch.inf)
+        logits[:, self.tokens] = chosen
+        return logits
+
+
 def _fill(path: str, parameter: nn.Parameter, values: Tensor) -> None:
     if parameter.shape != values.shape:
         raise ValueError(f"{path} has the shape {list(values.shape)}, but the model's has {list(parameter.shape)}")
@@ -196,6 +215,10 @@ def build_head(model: spec.ModelSpec, table: nn.Parameter | None, place: Place) 
     match part:
         case spec.Lm():
             shared, layer = table if part.tied else None, part.layer
+            if part.norm is not None:
+                sizes = (hidden, None, part.choices or model.vocab_size)
+                kind = Head if part.choices is None else ChoosingHead
+                return kind(sizes, None, part.norm, place, dense_bias=False, bias=part.bias, shared=shared)
             if layer is None:
                 return Linear(hidden, model.vocab_size, part.bias, place, shared=shared)
             sizes = (hidden, hidden, model.vocab_size)

@@ -45,7 +45,8 @@ class Inputs:
     # its default for all
     sides: Mapping[str, Tensor] = field(default_factory=dict)
     form: RowForm = LIBRARY  # how a GPU computes a single token
-    given: Tensor | None = None  # [Tp, features] rows that a program uses instead of embedding tokens (`Take`)
+    # [Tp, features] rows that a program uses instead of embedding tokens (`Take`), or beside them (`Joining`)
+    given: Tensor | None = None
     # float32 values from which rows are made instead of tokens. `token_ids` are then zeros.
     signals: Sequence[Tensor] = ()
     # [N, features] vectors of images; the side `image_slots` says which tokens have one, and which

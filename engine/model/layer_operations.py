@@ -8,6 +8,7 @@ from torch import nn
 
 from engine.backends.native.program import Rows
 from engine.model import spec
+from engine.model.embedding import TokenVectors
 from engine.model.layer_vectors import LayerEmbedding
 from engine.model.operations import HasRows
 from engine.model.versions import LayerVersions, VersionEnds
@@ -19,7 +20,7 @@ class EmbedLayers(HasRows):
 
     READS = ("x",)
     WRITES = ("out",)
-    module: LayerEmbedding
+    module: LayerEmbedding | TokenVectors
     x: Rows
     out: tuple[Rows, ...]
 

@@ -67,6 +67,8 @@ class Embed(HasRows):
         """The vectors [Tp, features] of a pass's inputs."""
         if isinstance(self.module, TokenEmbedding):
             x: Tensor = self.module(inputs.token_ids, inputs.positions, inputs.metadata, inputs.tokens, inputs.sides)
+            if self.module.joining is not None:
+                return self.module.joining(x, inputs.given)  # type: ignore[no-any-return]
             return with_images(x, inputs.images, inputs.sides)
         if isinstance(self.module, PatchEmbedding):
             x = self.module(inputs.signals, inputs.min_rows, inputs.blend)

@@ -32,7 +32,7 @@ from engine.model.attention_operations import (
 )
 from engine.model.block_sums import BlockSumAttention
 from engine.model.blocks import BottleneckBlock, ConvolvedBlock, ParallelBlock, SequentialBlock, Sublayer
-from engine.model.embedding import Embedding, TokenEmbedding
+from engine.model.embedding import Embedding, TokenEmbedding, TokenVectors
 from engine.model.experts import ExpertsFeedForward, NormedExperts, SharedExperts
 from engine.model.global_stream import StreamAttention
 from engine.model.global_tokens import GlobalAttention
@@ -99,8 +99,8 @@ from engine.model.versions import LayerVersions, VersionEnds
 Operation = (
     Embed
     | EmbedLayers
-    | MultiplyAll
     | Keep
+    | MultiplyAll
     | AddImages
     | ActivateSparsely
     | ExpandVersions
@@ -196,7 +196,7 @@ def compile_stack(
         image_layers: so many of the first layers add vectors of images to the stream.
     """
     builder = Builder(hidden_size, paged)
-    builder.add(Embed(embedding, builder.stream))
+    builder.begin(embedding)
     if beside is not None:
         builder.add(BeginBeside(beside))
     if predicting is not None:
@@ -214,8 +214,7 @@ def compile_stack(
         builder.block(block, pages)
         builder.states += isinstance(inner, StateModule | AttentionBesideState)
         pages += not isinstance(inner, StateModule) and (inner is not None or not isinstance(block, SequentialBlock))
-        if number in kept:
-            builder.add(Keep(builder.normed(None)))
+        builder.keeps = number in kept
         if number < image_layers:
             builder.add(AddImages(builder.normed(None), number + 1))
     if versions is not None and builder.versions is not None:
@@ -268,6 +267,12 @@ class Builder:
         self.layer_vectors: Rows | None = None  # all of a token's, side by side
         self.versions: Rows | None = None  # of the stream, side by side
         self.states = 0  # layers with a state so far
+        self.keeps = False  # whether the stream is kept as soon as it is complete
+
+    def begin(self, embedding: Embedding) -> None:
+        """Begin the stream with an embedding."""
+        self._embedding = embedding
+        self.add(Embed(embedding, self.stream))
 
     def add(self, operation: Operation) -> None:
         self.operations.append(operation)
@@ -299,7 +304,8 @@ class Builder:
             case SequentialBlock():
                 for sublayer in (block.attention, block.cross, block.ffn):
                     if sublayer is not None:
-                        self.sublayer(sublayer, layer)
+                        reads = block.reads_tokens and sublayer is block.attention
+                        self.sublayer(sublayer, layer, self._embedding if reads else None)
                         self._sublayer_ahead(sublayer, layer)
                 if block.input is not None:
                     self._pending = self._layer_input(block.input, self.normed(None), layer)
@@ -312,16 +318,26 @@ class Builder:
             case _:
                 raise TypeError(f"{type(block).__name__} is not a block")
 
-    def sublayer(self, part: Sublayer, layer: int) -> None:
-        """Add outer(y + after(f(before(y)))) of y = first(x), where each norm may be absent."""
+    def sublayer(self, part: Sublayer, layer: int, beside: Embedding | None = None) -> None:
+        """Add outer(y + after(f(before(y)))) of y = first(x), where each norm may be absent. f reads the vectors of
+        tokens before its input, if there is an embedding beside it."""
         if part.first is not None:
             self.add(Normalize(part.first, self.stream, self.stream, self._take_pending()))
-        y = self._inner(part.inner, self.normed(part.before), "sublayer", layer)
+        x = self.normed(part.before)
+        y = self._inner(part.inner, x if beside is None else self._joined(beside, x), "sublayer", layer)
         if part.after is not None:
             self.add(Normalize(part.after, y, y))
         self._pending = y
         if part.outer is not None:
             self.add(Normalize(part.outer, self.stream, self.stream, self._take_pending()))
+
+    def _joined(self, embedding: Embedding, x: Rows) -> Rows:
+        """[the norms of tokens' vectors, x]."""
+        assert isinstance(embedding, TokenEmbedding)
+        vectors, both = self.rows("token vectors", x.width), self.rows("joined", 2 * x.width)
+        self.add(EmbedLayers(TokenVectors(embedding), self.stream, (vectors,)))
+        self.add(Concatenate(vectors, x, both))
+        return both
 
     def embed_layers(self, module: LayerEmbedding) -> None:
         """Add the vectors that layers read beside the stream."""
@@ -440,13 +456,15 @@ class Builder:
 
     def normed(self, norm: nn.Module | None) -> Rows:
         """The norm of the stream, which is complete afterwards; without a norm, the stream itself."""
-        pending = self._take_pending()
-        if norm is None:
-            if pending is not None:
-                self.add(Add(self.stream, pending, self.stream))
-            return self.stream
-        out = self.rows("normed", self.stream.width)
-        self.add(Normalize(norm, self.stream, out, pending))
+        pending, out = self._take_pending(), self.stream
+        if norm is not None:
+            out = self.rows("normed", self.stream.width)
+            self.add(Normalize(norm, self.stream, out, pending))
+        elif pending is not None:
+            self.add(Add(self.stream, pending, self.stream))
+        if self.keeps:
+            self.add(Keep(self.stream))
+            self.keeps = False
         return out
 
     # ---- sublayers

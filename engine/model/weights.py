@@ -56,6 +56,7 @@ def load_model(
     quantization_cache: str | None = "off",
     share_weights: bool = False,
     pack: bool = False,
+    table: WeightTable | None = None,
 ) -> Transformer:
     """The model of a checkpoint folder, with its weights converted to `dtype` on `device`.
 
@@ -68,6 +69,7 @@ def load_model(
         share_weights: whether all matrices for a CPU's own kernels are stored there.
         pack: whether a CPU's plain matrices are also packed as soon as they are filled; `Transformer.pack` packs the
             rest.
+        table: the names of the weights; None: the family's.
 
     Raises:
         ModelLoadError: there are no safetensors, a file cannot be read, names or shapes do not match, or memory is
@@ -75,14 +77,14 @@ def load_model(
         UnsupportedModelError: a part is not implemented.
         ConfigError: max_model_len exceeds the positions of the checkpoint.
     """
-    table = families.weight_table(config, model_spec)
+    given, table = table, table or families.weight_table(config, model_spec)
     scheme = families.stored_scheme(config)
     with Checkpoint(path, scheme) as checkpoint:
         checkpoint.rename(table)
         stored_spec = as_stored(checkpoint, table, model_spec)
         if stored_spec != model_spec:
             model_spec = stored_spec
-            table = families.weight_table(config, model_spec)
+            table = given or families.weight_table(config, model_spec)
         try:
             model = Transformer(
                 model_spec,

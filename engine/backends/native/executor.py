@@ -201,6 +201,8 @@ class NativeExecutor:
         if self._sorts and inputs.metadata.query_lens != sorted(inputs.metadata.query_lens):
             by_length, places = _by_length(inputs)
             out = self._run(by_length)
+            for number, kept in enumerate(inputs.kept):
+                inputs.kept[number] = torch.empty_like(kept).index_copy_(0, places, kept)
             return torch.empty_like(out).index_copy_(0, places, out)
         return self._run(inputs)
 

@@ -33,7 +33,7 @@ from engine.model.spec.blocks import (
     Pre,
     Sandwich,
 )
-from engine.model.spec.embedding import Embedding, MaskedOut, Neighbours, Patches, Spectrum, Tokens
+from engine.model.spec.embedding import Embedding, Joined, MaskedOut, Neighbours, Patches, Spectrum, Tokens
 from engine.model.spec.heads import (
     AnswerSpan,
     AtToken,
@@ -81,7 +81,8 @@ __all__ = [
     "Activation", "AfterRotation", "AfterSublayer", "AnswerSpan", "AtToken", "Attention", "BeforeToken",
     "Block", "BlockSums", "Bottleneck", "Clamped", "Classifier", "Convolution", "Corrected", "DeltaRule", "Dense",
     "EachHead", "Embedder", "Embedding", "Experts", "FeedForward", "FirstStates", "FirstToken", "Fourier", "Gated",
-    "GlobalStream", "GlobalTokens", "GroupLimited", "Head", "HeadLayer", "LabelledSpans", "Latent", "LayerInput",
+    "GlobalStream", "GlobalTokens", "GroupLimited", "Head", "HeadLayer",
+    "Joined", "LabelledSpans", "Latent", "LayerInput",
     "LayerVectors", "Likeliest", "Lm", "LowRank", "MaskedLm", "MaskedOut", "ModelSpec", "Neighbours", "NormedResidual",
     "NormedSum", "Opened", "OutputGate", "Parallel", "Patches", "PerHead", "Placement", "Pool", "Pooled", "Post", "Pre",
     "PredictingStream", "Probe", "Projector", "QkNorm", "Repeated", "Rescaled", "ResidualNetwork", "Routing",

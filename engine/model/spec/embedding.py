@@ -28,6 +28,17 @@ class Neighbours:
     width: int
 
 
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The vector of a token is a matrix times [norm(its vector), norm(hidden)], where hidden is the hidden state of
+    another model at the token before (multi-token prediction, arXiv:2412.19437, 2.2). With an entrance, it is that
+    hidden state alone, and a layer reads the norm of the token's vector (`Block.reads_tokens`)."""
+
+    norm: Norm
+    # Features of hidden states that a matrix maps to those of the stream, before they are given; 0: there is no matrix.
+    entrance: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
     """Turns token ids into vectors with `width` features.
@@ -50,6 +61,7 @@ class Tokens:
         projection: features to which a matrix without bias maps the vectors before positions are added.
         expansion: features to which a matrix with a bias maps the normalised sum at the end (arXiv:2003.10555).
         projects_sum: whether the matrix comes after positions and segments, which then have `width` features.
+        joined: how another model's hidden states are joined with the vectors.
     """
 
     vocab_size: int
@@ -67,6 +79,7 @@ class Tokens:
     projection: int | None = None
     expansion: int | None = None
     projects_sum: bool = False
+    joined: Joined | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,8 @@ class Lm:
         bias: whether it has a learned bias.
         logit_scale: factor of the logits.
         softcap: logits l become softcap * tanh(l / softcap).
+        norm: a norm before the matrix, in addition to the stack's.
+        choices: the number of tokens that it may choose; None: all. It needs a norm.
     """
 
     tied: bool
@@ -38,6 +40,8 @@ class Lm:
     bias: bool = False
     logit_scale: float = 1.0
     softcap: float | None = None
+    norm: Norm | None = None
+    choices: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
