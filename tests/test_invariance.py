@@ -20,11 +20,12 @@ from engine.execution.invariance import MOST_ROWS, min_invariant_rows
 from engine.execution.kv_cache import KVCache
 from engine.execution.runner import ModelRunner
 from engine.model.activations import ACTIVATIONS, activate
+from engine.model.experts import ExpertsFeedForward
 from engine.model.inputs import Inputs
 from engine.model.kernels import LIBRARY, RowForm
 from engine.model.layers import Linear
 from engine.model.place import Place
-from engine.model.spec import Lm
+from engine.model.spec import Corrected, Dense, Experts, Lm, ScaledInput
 from engine.scheduling.batch import build_plan
 from engine.scheduling.plan import StepPlan
 from engine.scheduling.row import Row
@@ -108,6 +109,24 @@ def test_activations_do_not_depend_on_the_batch(width: int, rows: int, dtype: to
             for start, count in [(0, 1), (1, 1), (2, 1), (rows - 3, 3), (rows // 3, rows // 2), (1, 2)]:
                 part = activate(function, whole[start : start + count].clone())
                 assert torch.equal(part, together[start : start + count]), (name, how, start, count)
+
+
+@pytest.mark.parametrize("routing", [Corrected(), Corrected(groups=3, open_groups=2), ScaledInput()])
+def test_scores_of_experts_do_not_depend_on_the_batch(routing: Corrected | ScaledInput) -> None:
+    """torch computes the last elements of a tensor, which are no full vector, with other code. These are six scores of
+    each token."""
+    place = Place(torch.device("cpu"), torch.float32)
+    experts = ExpertsFeedForward(Experts(Dense(8, "relu2"), count=6, active=2, routing=routing), 6, place)
+    experts.router = Linear(6, 6, False, place)  # gives what it reads
+    experts.router.weight.copy_(torch.eye(6))
+    if isinstance(routing, Corrected):
+        experts.correction.zero_()
+    x = torch.randn(41, 6, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        whole = experts.route(x)[0]
+        for count in (1, 3, 5, 7, 16):
+            parts = [experts.route(part)[0] for part in torch.split(x, count)]
+            assert torch.equal(torch.cat(parts), whole)
 
 
 def test_without_products_nothing_is_padded() -> None:

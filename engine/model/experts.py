@@ -212,7 +212,7 @@ class ExpertsFeedForward(nn.Module):
                 return weights * routing.scale, chosen
             case spec.ScaledInput():
                 numbers, chosen = _best(self.router(x), self.part.active)
-                return numbers.float().sigmoid(), chosen
+                return activate(torch.sigmoid, numbers.float()), chosen
             case spec.SparseMixer(tolerance):
                 return _mixed_sparsely(self.router(x).float(), self.part.active, tolerance)
 
@@ -238,7 +238,7 @@ class ExpertsFeedForward(nn.Module):
 
     def _corrected(self, x: Tensor, routing: spec.Corrected) -> tuple[Tensor, Tensor]:
         logits = self._logits(x)
-        scores = logits.sigmoid() if routing.score == "sigmoid" else logits.softmax(dim=-1)
+        scores = activate(torch.sigmoid, logits) if routing.score == "sigmoid" else logits.softmax(dim=-1)
         favoured = _open(scores + self.correction, routing.groups, routing.open_groups, 2)
         chosen = _best(favoured, self.part.active)[1]
         weights = scores.gather(-1, chosen)

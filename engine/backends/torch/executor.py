@@ -19,7 +19,7 @@ from engine.backends.torch import attention_blocks, attention_global, attention_
 from engine.backends.torch.attention import OwnKey, QueryBias
 from engine.backends.torch.states import apply_delta, apply_scan, convolve, each_row
 from engine.model import kernels
-from engine.model.activations import activate_by_name, gate_by_name
+from engine.model.activations import activate, activate_by_name, gate_by_name
 from engine.model.attention_operations import (
     Attend,
     AttendBeside,
@@ -503,7 +503,7 @@ def _open(operation: Open, state: Pass) -> None:
 
 def _open_heads(operation: OpenHeads, state: Pass) -> None:
     x, opening = state.values[operation.x], state.values[operation.opening].flatten(1).float()
-    opened = opening.sigmoid() if operation.function == "sigmoid" else F.softplus(opening)
+    opened = activate(torch.sigmoid if operation.function == "sigmoid" else F.softplus, opening)
     parts = x.reshape(len(x), opening.shape[1], -1)
     state.values[operation.x] = (parts * opened.to(x.dtype).unsqueeze(-1)).view(len(x), -1)
 
@@ -588,8 +588,9 @@ def _apply_delta(operation: ApplyDelta, state: Pass) -> None:
     )
     queries = queries * part.key_dim**-0.5
     shares, speeds = state.values[operation.rates].float().chunk(2, dim=1)
-    decays = (-module.decay.float().exp() * F.softplus(speeds + module.offset.float())).exp()
-    shares = shares.sigmoid() * part.most
+    steps = activate(F.softplus, speeds + module.offset.float())
+    decays = activate(torch.exp, -module.decay.float().exp() * steps)
+    shares = activate(torch.sigmoid, shares) * part.most
     attended = torch.zeros_like(values)
 
     def step(known: Tensor, tokens: slice) -> Tensor:
@@ -603,7 +604,7 @@ def _apply_delta(operation: ApplyDelta, state: Pass) -> None:
     each_row(inputs.metadata.query_lens, inputs.states, operation.layer, step, size, begin, device=x.device)
     heads = attended.to(x.dtype).float()
     normed = (heads * (heads.square().mean(-1, keepdim=True) + part.eps).rsqrt()).to(x.dtype) * module.norm
-    gates = _heads(F.silu(opening.float()), part.value_dim)
+    gates = _heads(activate(F.silu, opening.float()), part.value_dim)
     state.values[operation.out] = (normed * gates).to(x.dtype).flatten(1)
 
 
@@ -614,8 +615,8 @@ def _apply_scan(operation: ApplyScan, state: Pass) -> None:
     values, *both = torch.split(x.float(), [part.width, shared, shared], dim=1)
     values = _heads(values, part.head_dim)
     before, after = (_heads(one, part.size).repeat_interleave(part.heads // part.groups, dim=1) for one in both)
-    steps = F.softplus(state.values[operation.rates].float() + module.offset.float())
-    decays = (-module.decay.float().exp() * steps).exp()
+    steps = activate(F.softplus, state.values[operation.rates].float() + module.offset.float())
+    decays = activate(torch.exp, -module.decay.float().exp() * steps)
     added, kept = values * steps[:, :, None], values * module.skip.float()[:, None]
     scanned = torch.zeros_like(values)
 
@@ -629,7 +630,7 @@ def _apply_scan(operation: ApplyScan, state: Pass) -> None:
     begin = (part.kernel - 1) * part.convolved
     size = part.state_size - begin
     each_row(inputs.metadata.query_lens, inputs.states, operation.layer, step, size, begin, device=x.device)
-    found, gates = scanned.to(x.dtype).float().flatten(1), F.silu(opening.float())
+    found, gates = scanned.to(x.dtype).float().flatten(1), activate(F.silu, opening.float())
     if part.eps is None or not part.norm_first:
         found = found * gates
     if part.eps is not None and module.norm is not None:
