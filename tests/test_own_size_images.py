@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support import reference
 from support.driving import check_idle, finish, make_engine, watching
 from support.executors import by_torch
@@ -18,11 +20,12 @@ from test_image_prompts import GREEDY, WORDS, answer, info_of, vectors_of
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from cli.commands import models
-from engine import Engine, TokenInput
+from engine import Engine, InvalidRequestError, PlacedImage, TokenInput
 from engine.images import read_cropping
 from engine.interface.vision import MOST_RATIO, Fitted
 from engine.model.checkpoint import read_config
 from engine.model.families import describe
+from engine.model.families.qwen_vision import square_entries
 from engine.model.positions import Rotary
 
 SIZES = [(50, 40), (20, 90)]
@@ -83,6 +86,39 @@ def test_pages_are_found_by_the_images_in_them(model: SeeingModel, engine: Engin
     hits = engine.stats().prefix_hits
     assert answer(engine, second) != one
     assert engine.stats().prefix_hits - hits == 4  # the page before the image
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"size": (1, 201)}, "image 0: its longer side must be at most 200 times the shorter one"),
+        ({"offset": 0}, "image 0: its image tokens must follow each other"),
+    ],
+)
+def test_images_that_have_no_positions(
+    change: dict[str, Any], message: str, model: SeeingModel, engine: Engine
+) -> None:
+    prompt = model.prompt([*WORDS[:4], picture(50, 40, 1)], info_of(engine))
+    (image,) = prompt.images
+    tokens = [*prompt.token_ids]
+    tokens[0], tokens[image.offset] = tokens[image.offset], tokens[0]
+    fields = {"offset": image.offset, "length": len(tokens) - 1, "pixels": image.pixels, "size": image.size} | change
+    fields["length"] -= fields["offset"]
+    with pytest.raises(InvalidRequestError, match=message):
+        engine.add_request("one", TokenInput(tokens, images=(PlacedImage(**fields),)), GREEDY)
+    check_idle(engine)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_angles_that_depend_on_a_length(
+    kind: str, model: SeeingModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = json.loads((model.path / "config.json").read_text())
+    settings = {"factor": 2.0, "original_max_position_embeddings": 64, "short_factor": [1.0] * 4}
+    config["text_config"]["rope_parameters"] |= settings | {"rope_type": kind, "long_factor": [2.0] * 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert describe(read_config(tmp_path)).vision is None
+    assert f"rope_type of rope_parameters is {kind!r}" in caplog.text
 
 
 def test_chat_and_streams_over_http(model: SeeingModel) -> None:
@@ -148,6 +184,17 @@ def test_a_config_of_the_hub(tmp_path: Path) -> None:
     position = model.decoder.blocks[0].attention.position
     assert isinstance(position, Rotary)
     assert [axis for axis, _ in position.pairs] == [0] * 16 + [1] * 24 + [2] * 24
+
+
+def test_patches_of_one_frame(model: SeeingModel, tmp_path: Path) -> None:
+    """Their kernel is stored with an axis of frames, too."""
+    config = json.loads((model.path / "config.json").read_text())
+    config["vision_config"]["temporal_patch_size"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    vision = describe(read_config(tmp_path)).vision
+    assert vision is not None
+    (first, *_) = square_entries(vision)
+    assert first.transform.shapes(torch.Size((24, 48))) == [torch.Size((24, 3, 1, 4, 4))]
 
 
 def test_models_says_what_an_image_costs(model: SeeingModel, capsys: pytest.CaptureFixture[str]) -> None:

@@ -287,6 +287,8 @@ def read_images(
         height, width = image.size
         fitted, grid = vision.fitted, None
         if fitted is not None and height > 0 and width > 0:
+            if max(image.size) > MOST_RATIO * min(image.size):
+                _refuse(f"image {number}: its longer side must be at most {MOST_RATIO} times the shorter one.")
             grid = fitted.grid((height, width))
         shape = (vision.channels, *(vision.crop if grid is None or fitted is None else fitted.size((height, width))))
         if pixels.dtype != np.uint8 or pixels.ndim != 4 or pixels.shape[1:] != shape or not len(pixels):
@@ -304,6 +306,8 @@ def read_images(
                 f"image {number} has {count} vectors, but {len(places)} of its tokens are {vision.token_id}, the "
                 "model's image token."
             )
+        if grid is not None and places[-1] - places[0] >= count:
+            _refuse(f"image {number}: its image tokens must follow each other, without other tokens among them.")
         digest = hashlib.blake2b(repr((pixels.shape, height, width)).encode(), digest_size=KEY_BYTES)
         digest.update(pixels.data)
         found.append(SeenImage(places, pixels, image.size, digest.digest(), vision.two_way, grid, vision.axes))

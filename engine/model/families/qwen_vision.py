@@ -94,6 +94,12 @@ def _squares(
             f"rope_parameters an mrope_section of three parts of a head; got {head_dim}, {out} and "
             f"{settings.get('mrope_section')!r}."
         )
+    kind = settings.get("rope_type", "default")
+    if kind in ("dynamic", "longrope"):  # the angles of an image's tokens are made without a sequence's length
+        raise UnsupportedModelError(
+            f"rope_type of rope_parameters is {kind!r}, whose angles depend on a sequence's length. It is not "
+            "implemented beside images; default, linear, llama3 and yarn are."
+        )
     position = Rotary(
         dim=head_dim,
         theta=theta_of(part, settings_of(part, None)),
@@ -142,7 +148,7 @@ def square_entries(vision: Vision) -> list[Entry]:
     mergers |= {f"vision.deep.{i}": f"visual.deepstack_merger_list.{i}" for i in range(len(stack.kept))}
     deep = None if vision.deep is None else vision.deep.norm
     return [
-        *kernel(f"{ours}.embedding.patches", "visual.patch_embed.proj", embedding),
+        *kernel(f"{ours}.embedding.patches", "visual.patch_embed.proj", embedding, timed=True),
         *positions,
         *layers_weights(stack, "visual.blocks", names, target=ours),
         *norm_weights(f"{ours}.final_norm", f"{merger}.{norm}", stack.final_norm),

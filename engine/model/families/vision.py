@@ -67,10 +67,9 @@ def pre_norm_encoder(config: Any, embedding: Tokens | Patches, *, qkv_bias: bool
     )
 
 
-def kernel(target: str, source: str, part: Patches) -> list[Entry]:
-    """The matrix of patches, stored as a convolution's kernel and bias."""
-    frames = () if part.frames == 1 else (part.frames,)
-    stored = (part.width, part.channels, *frames, *part.patch)
+def kernel(target: str, source: str, part: Patches, *, timed: bool = False) -> list[Entry]:
+    """The matrix of patches, stored as a convolution's kernel and bias; `timed`: the kernel has an axis of frames."""
+    stored = (part.width, part.channels, *((part.frames,) if timed else ()), *part.patch)
     entries = [Entry(f"{target}.weight", (f"{source}.weight",), Reshaped((stored,)), shard_axis=0)]
     return entries + ([Entry(f"{target}.bias", (f"{source}.bias",), shard_axis=0)] if part.bias else [])
 
