@@ -179,7 +179,7 @@ class RecordingModel:
     device = torch.device("cpu")
     encoder = head = twin = None
     decoder, rotary_shifts = object(), ()
-    spec = SimpleNamespace(head=Lm(tied=True), signal=None)
+    spec = SimpleNamespace(head=Lm(tied=True), signal=None, trunk=SimpleNamespace(embedding=None))
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
