@@ -309,7 +309,7 @@ def read_images(
         height, width = image.size
         fitted, grid = vision.fitted, None
         if fitted is not None and height > 0 and width > 0:
-            if max(image.size) > MOST_RATIO * min(image.size):
+            if vision.axes and max(image.size) > MOST_RATIO * min(image.size):
                 _refuse(f"image {number}: its longer side must be at most {MOST_RATIO} times the shorter one.")
             grid = fitted.grid((height, width))
         shape = (vision.channels, *(vision.crop if grid is None or fitted is None else fitted.size((height, width))))
@@ -328,7 +328,7 @@ def read_images(
                 f"image {number} has {count} vectors, but {len(places)} of its tokens are {vision.token_id}, the "
                 "model's image token."
             )
-        if grid is not None and places[-1] - places[0] >= count:
+        if vision.axes and places[-1] - places[0] >= count:
             _refuse(f"image {number}: its image tokens must follow each other, without other tokens among them.")
         digest = hashlib.blake2b(repr((pixels.shape, height, width)).encode(), digest_size=KEY_BYTES)
         digest.update(pixels.data)
