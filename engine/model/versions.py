@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from engine.model import spec
-from engine.model.activations import activate
 from engine.model.layers import Linear
 from engine.model.norms import build_norm
 from engine.model.place import Place
@@ -91,7 +90,7 @@ class LayerVersions(nn.Module):
     def _odds(self, x: Tensor) -> Tensor:
         """[Tp, count] float32 numbers from -1 to 1 of rows x."""
         assert self.norm is not None
-        return activate(torch.tanh, _product(self.norm(x) * (1.0 / self.hidden_size), self.router))
+        return _product(self.norm(x) * (1.0 / self.hidden_size), self.router).tanh()
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:

@@ -589,7 +589,7 @@ def _apply_delta(operation: ApplyDelta, state: Pass) -> None:
     queries = queries * part.key_dim**-0.5
     shares, speeds = state.values[operation.rates].float().chunk(2, dim=1)
     steps = activate(F.softplus, speeds + module.offset.float())
-    decays = activate(torch.exp, -module.decay.float().exp() * steps)
+    decays = (-module.decay.float().exp() * steps).exp()
     shares = activate(torch.sigmoid, shares) * part.most
     attended = torch.zeros_like(values)
 
@@ -616,7 +616,7 @@ def _apply_scan(operation: ApplyScan, state: Pass) -> None:
     values = _heads(values, part.head_dim)
     before, after = (_heads(one, part.size).repeat_interleave(part.heads // part.groups, dim=1) for one in both)
     steps = activate(F.softplus, state.values[operation.rates].float() + module.offset.float())
-    decays = activate(torch.exp, -module.decay.float().exp() * steps)
+    decays = (-module.decay.float().exp() * steps).exp()
     added, kept = values * steps[:, :, None], values * module.skip.float()[:, None]
     scanned = torch.zeros_like(values)
 
