@@ -162,7 +162,7 @@ class Registry:
         if served is None:
             raise no_model(asked, names)
         if served not in allowed:
-            raise not_allowed(served.name, names)
+            raise not_allowed(asked, names)
         return served
 
     def _default(self, asked: str | None, allowed: Sequence[Served]) -> Served | None:
