@@ -434,6 +434,22 @@ def test_a_failed_load_tells_its_waiters_why_and_leaves_others_alone(monkeypatch
     run(go())
 
 
+def test_an_engine_whose_model_cannot_be_served_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And gives its memory back."""
+
+    def refuse(*args: Any) -> None:
+        raise ConfigError("made by the test")
+
+    async def go() -> None:
+        async with world(monkeypatch, "a") as found:
+            monkeypatch.setattr(registry_module, "make_reader", refuse)
+            assert "made by the test" in (await found.complete("a")).json()["error"]["message"]
+            assert found.engines["a"].closed
+            assert found.registry._budget.taken == 0
+
+    run(go())
+
+
 def test_models_that_cannot_be_loaded_do_not_stop_the_service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A missing file is found before the service listens, a damaged one by the prediction."""
     gone = str(tmp_path / "gone.gguf")

@@ -380,10 +380,15 @@ class Registry:
             promise = await self._room(served, size)
             try:
                 loaded = await asyncio.to_thread(load_model, served.model, self._log_format, partial(_tell, served))
+                try:
+                    running = self._running(served, loaded, promise)
+                except Exception:  # a setting does not fit the model
+                    await loaded.client.close()
+                    raise
             except Exception:
                 self._budget.give_back(promise)
                 raise
-            served.opened(self._running(served, loaded, promise))
+            served.opened(running)
         except _UnwantedError:
             logger.info("%s is not loaded: nobody waits for it any more.", served.name)
         except Exception as problem:

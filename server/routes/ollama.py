@@ -47,8 +47,8 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 async def _get_service(request: Request) -> Service | None:
     """The model's service; None if the request only unloads a model of several that is not loaded."""
     body, models = request.scope[READ_BODY], (await get_house(request)).models
-    unloads = models is not None and body.model and body.keep_alive == 0 and _is_empty(body)
-    if unloads and models.choose(request, body.model).state in ("unloaded", "failed"):
+    unloads = body.model and body.keep_alive == 0 and _is_empty(body)
+    if unloads and models is not None and models.choose(request, body.model).state in ("unloaded", "failed"):
         return None
     return await get_service(request)
 
