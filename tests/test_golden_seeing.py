@@ -59,7 +59,7 @@ def test_crops_are_those_of_the_processor(subject: Subject) -> None:
         image = picture(width, height, number)
         ours = normalised(crop(image, cropping, alone=True).pixels, subject.info)
         expected = np.asarray(subject.model.pixels([image])["pixel_values"])
-        if subject.info.fitted is not None:
+        if subject.info.axes:
             part = subject.engine.runner.model.spec.vision
             embedding = part.tower.embedding
             size = ours.shape[2] // embedding.patch[0], ours.shape[3] // embedding.patch[1]
@@ -79,7 +79,10 @@ def test_tokens_are_those_of_the_processor(subject: Subject) -> None:
 
 
 def prompts(subject: Subject) -> list[list[Any]]:
-    one = [[*words(n, 3 + n), picture(*size, n), *words(50 + n, 4)] for n, size in enumerate(SIZES)]
+    # The reference of Mistral 3 cannot read a prompt whose images have a single vector together.
+    least = 16 if subject.model.shape.whole == "PixtralProcessor" else 0
+    sizes = [size for size in SIZES if max(size) > least]
+    one = [[*words(n, 3 + n), picture(*size, n), *words(50 + n, 4)] for n, size in enumerate(sizes)]
     several = [[picture(30, 44, 70), *words(71, 5), picture(61, 20, 72), picture(8, 8, 73), *words(74, 2)]]
     return [*one, *several, words(80, 9)]
 

@@ -59,6 +59,10 @@ _CLASSES["GotOcr2"] = {
     "size": {"height": 384, "width": 384}, "resample": BICUBIC, "image_mean": OPENAI[0], "image_std": OPENAI[1],
     "min_patches": 1, "max_patches": 12,
 }  # fmt: skip
+_CLASSES["Pixtral"] = {
+    "size": {"longest_edge": 1024}, "resample": BICUBIC, "image_mean": OPENAI[0], "image_std": OPENAI[1],
+    "patch_size": {"height": 16, "width": 16},
+}  # fmt: skip
 _SHORTEST = ("Llava", "LlavaNext")
 _NAME = re.compile(rf"({'|'.join(sorted(_CLASSES, reverse=True))})ImageProcessor(Fast|Pil)?")
 
@@ -134,6 +138,8 @@ def _parse(values: Mapping[str, Any], file: Path) -> Cropping:
     off = {name: False for name in MEANT if name in values}
     if known in ("Idefics3", "SmolVLM"):
         return _squares(_CLASSES[known] | given, file)
+    if known == "Pixtral":
+        return _lined(MEANT | _CLASSES[known] | off | given, file)
     if known == "Qwen2VL":
         return _own_size(MEANT | _CLASSES[known] | off | given, file)
     settings = Settings(MEANT | _CLASSES[known] | off | given | {"do_pad": False}, file)
@@ -180,6 +186,23 @@ def _arranged(values: Mapping[str, Any], steps: Preprocessing, file: Path) -> Cr
             f"{least!r}, {most!r}, {size!r}."
         )
     return Cropping(steps=steps, tile=size[0], least=least, most=most)
+
+
+def _lined(values: Mapping[str, Any], file: Path) -> Cropping:
+    """The settings of Pixtral's class. The processor of texts, which has a file of its own, says how many patches
+    become a vector."""
+    whole, patch = file.with_name(FILES[1]), values["patch_size"]
+    merge = read_json(whole).get("spatial_merge_size", 1) if whole.is_file() else 1
+    sides: list[Any] = [patch.get("height"), patch.get("width")] if isinstance(patch, dict) else [patch, patch]
+    right = all(isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= 1 << 8 for n in (*sides, merge))
+    if not right or sides[0] != sides[1] or values["do_resize"] is not True:
+        raise UnsupportedModelError(
+            f"{file}: do_resize must be true, patch_size one number of pixels and spatial_merge_size a number, both up "
+            f"to {1 << 8}; got {values['do_resize']!r}, {patch!r} and {merge!r}."
+        )
+    steps = preprocessing_of({**values, "do_resize": False, "do_pad": False}, file, None)
+    unit: int = sides[0] * merge
+    return Cropping(steps=steps, fitted=Fitted(unit, longest=_longest(values, "size", file)))
 
 
 def _own_size(values: Mapping[str, Any], file: Path) -> Cropping:

@@ -76,7 +76,7 @@ def _keep_shape(image: Image, steps: Preprocessing, fitted: Fitted) -> CroppedIm
             code="invalid_image",
         )
     image = image.resize(fitted.size(size)[::-1], resample=steps.resample)
-    return CroppedImage(shaped(image, steps)[None], size)
+    return CroppedImage(shaped(image, steps)[None], size, fitted.grid(size))
 
 
 def _arrange(image: Image, cropping: Cropping, max_pixels: int) -> CroppedImage:
@@ -199,6 +199,8 @@ def expand(text: str, token: str, images: Sequence[CroppedImage], info: VisionIn
 def place(ids: Sequence[int], images: Sequence[CroppedImage], info: VisionInfo) -> tuple[list[int], list[PlacedImage]]:
     """A prompt's tokens with as many image tokens for each image as it has vectors, and where these are. Raises
     InvalidRequestError if there are more or fewer image tokens than images."""
+    if info.lined is not None:
+        return list(ids), _placed(ids, images, info)
     if info.texts is not None:
         images = [CroppedImage(one[None], info.crop) for image in images for one in image.pixels]
     marks = [index for index, token in enumerate(ids) if token == info.token_id]
@@ -213,6 +215,24 @@ def place(ids: Sequence[int], images: Sequence[CroppedImage], info: VisionInfo) 
         expanded += [info.token_id] * count
         before = mark + 1
     return [*expanded, *ids[before:]], placed
+
+
+def _placed(ids: Sequence[int], images: Sequence[CroppedImage], info: VisionInfo) -> list[PlacedImage]:
+    """Where the images of a prompt are that has an image token for each of their vectors."""
+    marks = [index for index, token in enumerate(ids) if token == info.token_id]
+    counts = [info.count(1, image.size) for image in images]
+    if len(marks) != sum(counts):
+        raise InvalidRequestError(
+            f"the prompt has {len(marks)} image tokens for images of {sum(counts)}. Its own text must have none.",
+            param="images",
+            code="invalid_value",
+        )
+    placed, start = list[PlacedImage](), 0
+    for image, count in zip(images, counts, strict=True):
+        first, last = marks[start], marks[start + count - 1]
+        placed.append(PlacedImage(first, last - first + 1, image.pixels, image.size))
+        start += count
+    return placed
 
 
 def _check_marks(marks: int, images: int) -> None:

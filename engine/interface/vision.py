@@ -54,15 +54,20 @@ class Fitted:
 
     Attributes:
         least, most: pixels of the result.
+        longest: pixels of the longer side at most, instead of those (Pixtral); 0: those count.
     """
 
     unit: int
-    least: int
-    most: int
+    least: int = 0
+    most: int = 0
+    longest: int = 0
 
     def size(self, size: Size) -> Size:
-        """Height and width after that (`smart_resize` of `transformers`)."""
+        """Height and width after that (`smart_resize` and `get_resize_output_image_size` of `transformers`)."""
         height, width, unit = *size, self.unit
+        if self.longest:
+            shrink = max(height / self.longest, width / self.longest, 1.0)
+            return (-(-max(int(height / shrink), 1) // unit) * unit, -(-max(int(width / shrink), 1) // unit) * unit)
         rows, columns = round(height / unit) * unit, round(width / unit) * unit
         if rows * columns > self.most:
             shrink = math.sqrt(height * width / self.most)
@@ -80,6 +85,8 @@ class Fitted:
     @property
     def most_vectors(self) -> int:
         """No image has more."""
+        if self.longest:
+            return math.ceil(self.longest / self.unit) ** 2
         long = math.sqrt(MOST_RATIO)
         grown = self.least + self.unit * (long + 1 / long) * math.sqrt(self.least) + self.unit**2
         return int(max(self.most, self.unit * long * math.sqrt(self.most), grown)) // self.unit**2
@@ -134,6 +141,19 @@ class Enclosed:
         return self.before + token * (tiles[0] * tiles[1] + 1) + self.after
 
 
+@dataclass(frozen=True, slots=True)
+class Lined:
+    """The texts among the vectors of an image of its own size: one after each row of them (Pixtral)."""
+
+    apart: str = "[IMG_BREAK]"
+    end: str = "[IMG_END]"  # after the last row
+
+    def text(self, token: str, tiles: Size) -> str:
+        """An image's text, with an image token for each vector. `tiles`: their rows and columns."""
+        rows, columns = tiles
+        return self.apart.join([token * columns] * rows) + self.end
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionInfo:
     """The images that a model reads among its tokens.
@@ -147,6 +167,7 @@ class VisionInfo:
         tiling: how an image becomes several crops; None: it is one.
         surrounds: the texts around crops of which each is an image of its own among the tokens; None: there are none.
         frame, enclosed: the same, for other families.
+        lined: the texts among an image's vectors; None: there are none.
         two_way: the tokens of an image see each other, the later ones, too: one step computes all that are missing.
         fitted: an image is one crop of its own size; None: crops have the size `crop`.
         axes: positions of tokens have three axes: in an image time, row and column.
@@ -163,6 +184,7 @@ class VisionInfo:
     surrounds: Surrounds | None = None
     frame: Framed | None = None
     enclosed: Enclosed | None = None
+    lined: Lined | None = None
     two_way: bool = False
     fitted: Fitted | None = None
     axes: bool = False
@@ -171,9 +193,9 @@ class VisionInfo:
     std: tuple[float, ...] | None = None
 
     @property
-    def texts(self) -> Surrounds | Framed | Enclosed | None:
-        """The texts around crops of which each is an image of its own among the tokens."""
-        return self.surrounds or self.frame or self.enclosed
+    def texts(self) -> Surrounds | Framed | Enclosed | Lined | None:
+        """The texts around crops of which each is an image of its own among the tokens, or among an image's vectors."""
+        return self.surrounds or self.frame or self.enclosed or self.lined
 
     def mark(self, token: str) -> str:
         """The text that stands for an image in a prompt; `token`: the image token's."""

@@ -184,6 +184,20 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
+class Unfolded:
+    """A matrix whose inputs are `parts` vectors, one after the other, stored with the parts of each feature side by
+    side, as `torch.nn.functional.unfold` makes them."""
+
+    parts: int
+
+    def shapes(self, target: Size) -> list[Size]:
+        return [target]
+
+    def fill(self, target: Tensor, place: int, source: Tensor) -> None:
+        target.copy_(source.view(len(source), -1, self.parts).transpose(1, 2).reshape(source.shape))
+
+
+@dataclass(frozen=True, slots=True)
 class Swapped:
     """The two halves of each of `pieces` along the first axis in reverse order."""
 

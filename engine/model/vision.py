@@ -33,13 +33,17 @@ class Projector(nn.Module):
         super().__init__()
         inner = part.inner or hidden
         self.norm = build_norm(part.norm, features * part.merge, place)
-        self.first = Linear(features * part.merge, inner, part.bias, place)
+        self.merged = Linear(features * part.merge, features, False, place) if part.merged else None
+        self.first = Linear(features * (1 if part.merged else part.merge), inner, part.bias, place)
         self.second = Linear(inner, hidden, part.bias, place)
         self._activation = part.activation
         self._factor = math.isqrt(part.merge) if part.shuffles else 0
 
     def forward(self, x: Tensor) -> Tensor:
-        x = (_squares_of(x, self._factor) if self._factor else x).reshape(-1, self.first.inputs)
+        x = _squares_of(x, self._factor) if self._factor else x
+        if self.merged is not None:
+            x = self.merged(x.reshape(-1, self.merged.inputs))
+        x = x.reshape(-1, self.first.inputs)
         x = x if self.norm is None else self.norm(x)
         projected: Tensor = self.second(activate_by_name(self._activation, self.first(x)))
         return projected

@@ -158,6 +158,19 @@ SHAPES = {
                   "use_qk_norm": True, "attention_bias": True}, {},
         ("GotOcr2ImageProcessorPil", _SQUARE | {"crop_to_patches": True, "max_patches": 1}), "InternVLProcessor",
     ),
+    "mistral3": SeeingShape(
+        "Mistral3ForConditionalGeneration", {"model_type": "mistral", "head_dim": 10},
+        VISION | {"model_type": "pixtral", "patch_size": 4, "hidden_act": "silu"}, {"spatial_merge_size": 2},
+        ("PixtralImageProcessorPil", {"patch_size": {"height": 8, "width": 8}, "size": {"longest_edge": 60}}),
+        "PixtralProcessor",
+    ),
+    "mistral3-single": SeeingShape(  # a vector for each patch
+        "Mistral3ForConditionalGeneration", {"model_type": "ministral3", "head_dim": 10},
+        VISION | {"model_type": "pixtral", "patch_size": 8, "hidden_size": 32},
+        {"spatial_merge_size": 1, "multimodal_projector_bias": True},
+        ("PixtralImageProcessorPil", {"patch_size": {"height": 8, "width": 8}, "size": {"longest_edge": 50}}),
+        "PixtralProcessor",
+    ),
 }  # fmt: skip
 
 
@@ -169,7 +182,7 @@ def make_tokenizer() -> Any:
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     special = ["<pad>", "<s>", "</s>", "<image>", "<video>", "<fake_token_around_image>", "<global-img>"]
     special += [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
-    frame = ["<start_of_image>", "<end_of_image>", "<img>", "</img>"]
+    frame = ["<start_of_image>", "<end_of_image>", "<img>", "</img>", "[IMG_BREAK]", "[IMG_END]"]
     vocabulary = {token: number for number, token in enumerate([*special, *alphabet, *frame])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -233,6 +246,10 @@ class SeeingModel:
         if self.framed:
             count = int(self.processor([image])["image_grid_thw"].prod()) // self.processor.merge_size**2
             return list(make_tokenizer().encode(text.replace("<image>", _FRAME.format("<image>" * count))))
+        if self.shape.whole == "PixtralProcessor":
+            rows, columns = (int(side) // 8 for side in self.processor([image])["image_sizes"][0])
+            lines = "[IMG_BREAK]".join(["<image>" * columns] * rows)
+            return list(make_tokenizer().encode(text.replace("<image>", f"{lines}[IMG_END]")))
         if self.shape.whole == "InternVLProcessor":
             count = int(self.processor([image])["num_patches"][0]) * (SIDE // PATCH // 2) ** 2
             return list(make_tokenizer().encode(text.replace("<image>", f"<img>{'<image>' * count}</img>")))
@@ -257,7 +274,9 @@ class SeeingModel:
 
     def pixels(self, images: Sequence[PIL.Image.Image]) -> dict[str, Any]:
         """What the reference model is given of a prompt's images."""
-        nested = not self.shape.architecture.startswith(("LlavaFor", "LlavaNext", "Gemma3", "Qwen", "Intern"))
+        nested = not self.shape.architecture.startswith(
+            ("LlavaFor", "LlavaNext", "Gemma3", "Qwen", "Intern", "Mistral")
+        )
         given: Any = [list(images)] if nested else list(images)
         made = dict(self.processor(given, return_tensors="pt"))
         for name in ("num_crops", "num_patches"):
@@ -332,5 +351,9 @@ def make_seeing_model(name: str, folder: Path, *, seed: int = 0, length: int = 5
     tokenizer.chat_template = TEMPLATE.replace("<image>", _FRAME.format("<image>") if made.framed else made.mark)
     tokenizer.save_pretrained(folder)
     stored = made.processor.to_dict()
+    if shape.whole == "PixtralProcessor":  # multiplies its patches itself
+        stored["patch_size"] = dict.fromkeys(("height", "width"), 8 // shape.own["spatial_merge_size"])
+        whole = {"processor_class": shape.whole, "spatial_merge_size": shape.own["spatial_merge_size"]}
+        (folder / "processor_config.json").write_text(json.dumps(whole))
     (folder / "preprocessor_config.json").write_text(json.dumps(stored))
     return made

@@ -15,6 +15,7 @@ from engine.interface.vision import Framed, Surrounds, Tiling
 from engine.model.families.common import linear, norm
 from engine.model.families.internvl_vision import internvl, internvl_entries
 from engine.model.families.names import norm_weights
+from engine.model.families.pixtral_vision import mistral3, mistral3_entries
 from engine.model.families.qwen_vision import qwen2_5_vl, qwen2_vl, qwen3_vl, square_entries
 from engine.model.families.vision import kernel, layers_weights, patches, pre_norm_encoder
 from engine.model.normalisation import Norm
@@ -171,6 +172,7 @@ _READERS: dict[str, Callable[[Any], Vision]] = {
     "Idefics3ForConditionalGeneration": _idefics3,
     "SmolVLMForConditionalGeneration": _idefics3,
     "InternVLForConditionalGeneration": internvl,
+    "Mistral3ForConditionalGeneration": mistral3,
     "Qwen2VLForConditionalGeneration": qwen2_vl,
     "Qwen2_5_VLForConditionalGeneration": qwen2_5_vl,
     "Qwen3VLForConditionalGeneration": qwen3_vl,
@@ -184,12 +186,10 @@ SEEING = frozenset(_READERS)
 
 def with_sight(table: WeightTable, vision: Vision) -> WeightTable:
     """A language part's table with the weights of the part that sees."""
-    if vision.squares:
-        renamed = ((r"^(model\.)?visual\.", "visual."), *table.renamed)
-        return replace(table, entries=(*table.entries, *square_entries(vision)), renamed=renamed)
-    if vision.enclosed is not None:
-        renamed = ((r"^(model\.)?(vision_tower|multi_modal_projector)\.", r"\2."), *table.renamed)
-        return replace(table, entries=(*table.entries, *internvl_entries(vision)), renamed=renamed)
+    if vision.enclosed is not None or vision.squares:
+        renamed = ((r"^(model\.)?(visual|vision_tower|multi_modal_projector)\.", r"\2."), *table.renamed)
+        found = internvl_entries if vision.enclosed else mistral3_entries if vision.lined else square_entries
+        return replace(table, entries=(*table.entries, *found(vision)), renamed=renamed)
     stack, tower, ours = vision.tower, "vision_tower", "tower.encoder"
     embedding = stack.embedding
     assert isinstance(embedding, Patches)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.interface.vision import Enclosed, Framed, Surrounds, Tiling
+from engine.interface.vision import Enclosed, Framed, Lined, Surrounds, Tiling
 from engine.model.normalisation import Norm
 from engine.model.spec.networks import Activation
 from engine.model.spec.stack import Stack
@@ -19,6 +19,7 @@ class Projector:
         merge: the features of this many hidden states, one after the other, are the input.
         inner: features between the matrices; None: those of the decoder.
         norm: of the input.
+        merged: a matrix without bias maps the `merge` hidden states to the features of one before all that.
         shuffles: the hidden states are those of a grid, whose squares of `merge` patches are put together first.
     """
 
@@ -27,6 +28,7 @@ class Projector:
     merge: int = 1
     inner: int | None = None
     norm: Norm | None = None
+    merged: bool = False
     shuffles: bool = False
 
 
@@ -64,6 +66,7 @@ class Vision:
         tiling: how an image becomes several crops.
         surrounds: the texts around crops that are images of their own among the tokens.
         frame, enclosed: the same, for other families.
+        lined: the texts among an image's vectors.
         two_way: the tokens of an image see each other in the decoder, the later ones, too.
         squares: an image keeps its shape, and each square of this many patches a side becomes a vector
             (`engine.model.grids`); 0: the tower reads crops of one size.
@@ -82,6 +85,7 @@ class Vision:
     surrounds: Surrounds | None = None
     frame: Framed | None = None
     enclosed: Enclosed | None = None
+    lined: Lined | None = None
     two_way: bool = False
     squares: int = 0
     window: int = 0

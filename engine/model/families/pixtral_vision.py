@@ -1,0 +1,82 @@
+"""The part of Mistral 3 that sees: Pixtral's tower over images of any size, with rotary positions of two axes
+(arXiv:2410.07073)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.errors import UnsupportedModelError
+from engine.interface.vision import Lined
+from engine.model.families.common import activation, gated_network, linear, multi_head
+from engine.model.families.names import LayerNames, norm_weights
+from engine.model.families.rope_settings import settings_of, theta_of
+from engine.model.families.vision import kernel, layers_weights
+from engine.model.normalisation import Norm
+from engine.model.positions import Rotary
+from engine.model.spec import Block, Patches, Pre, Projector, Stack, Vision
+from engine.model.table import Entry, Unfolded
+
+_NORM = Norm("rms", 1e-5)
+_LAYER = LayerNames(
+    qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+    out="attention.o_proj",
+    norms=("attention_norm", "ffn_norm"),
+    ffn=("feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj"),
+)
+
+
+def mistral3(config: Any) -> Vision:
+    """Raises UnsupportedModelError for a setting that is not implemented."""
+    part, text, merge = config.vision_config, config.text_config, config.spatial_merge_size
+    head_dim, patch = part.hidden_size // part.num_attention_heads, part.patch_size
+    if part.model_type != "pixtral" or config.vision_feature_layer != -1 or not isinstance(patch, int) or head_dim % 4:
+        raise UnsupportedModelError(
+            "Implemented are a vision_config of the type pixtral, vision_feature_layer -1, one number as patch_size "
+            f"and heads of a multiple of 4 features; got {part.model_type!r}, {config.vision_feature_layer!r}, "
+            f"{patch!r} and {head_dim}."
+        )
+    position = Rotary(
+        dim=head_dim,
+        theta=theta_of(part, settings_of(part, None)),
+        pairs=tuple((axis, 2 * number + axis) for axis in range(2) for number in range(head_dim // 4)),
+    )
+    attention = multi_head(part, causal=False, bias=False, position=position)
+    block = Block(placement=Pre(_NORM, _NORM), attention=attention, ffn=gated_network(part))
+    embedding = Patches(
+        image=(0, 0), patch=(patch, patch), channels=part.num_channels, width=part.hidden_size, bias=False, norm=_NORM
+    )
+    return Vision(
+        tower=Stack(
+            hidden_size=part.hidden_size,
+            embedding=embedding,
+            blocks=(block,) * part.num_hidden_layers,
+            final_norm=Norm("rms", text.rms_norm_eps),
+        ),
+        token_id=config.image_token_id,
+        skip=0,
+        projector=Projector(
+            activation(config.projector_hidden_act),
+            bias=bool(config.multimodal_projector_bias),
+            merge=merge**2,
+            merged=True,
+        ),
+        squares=merge,
+        lined=Lined(),
+    )
+
+
+def mistral3_entries(vision: Vision) -> list[Entry]:
+    """The weights of such a part."""
+    stack, ours, tower, source = vision.tower, "tower.encoder", "vision_tower", "multi_modal_projector"
+    embedding, projector = stack.embedding, vision.projector
+    assert isinstance(embedding, Patches)
+    assert isinstance(projector, Projector)
+    return [
+        *kernel(f"{ours}.embedding.patches", f"{tower}.patch_conv", embedding),
+        *norm_weights(f"{ours}.embedding.norm", f"{tower}.ln_pre", embedding.norm),
+        *layers_weights(stack, f"{tower}.transformer.layers", _LAYER, target=ours),
+        *norm_weights(f"{ours}.final_norm", f"{source}.norm", stack.final_norm),
+        *linear("vision.projector.merged", f"{source}.patch_merger.merging_layer", False, 0, Unfolded(projector.merge)),
+        *linear("vision.projector.first", f"{source}.linear_1", projector.bias, 0),
+        *linear("vision.projector.second", f"{source}.linear_2", projector.bias, 1),
+    ]
