@@ -36,7 +36,7 @@ def mtp(config: Any) -> tuple[ModelSpec, WeightTable]:
     if name not in MTP:
         raise UnsupportedModelError(f"The method mtp is for {' and '.join(MTP)}, but the config says {name}.")
     if (found := getattr(config, "num_nextn_predict_layers", None) or 0) != 1:
-        raise UnsupportedModelError(f"The method mtp needs num_nextn_predict_layers 1 in the config, got {found}.")
+        raise UnsupportedModelError(f"The method mtp needs num_nextn_predict_layers 1 in the config, got {found!r}.")
     longer_config = copy.deepcopy(config)
     longer_config.num_hidden_layers = number + 1
     longer = build_spec(longer_config)
