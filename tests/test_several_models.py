@@ -254,11 +254,11 @@ def test_a_key_may_be_for_some_models(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_message_names_a_model_that_the_key_may_not_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     async def go() -> None:
-        operator = ApiKey.of("operator", models=frozenset({"c"}))
-        changes = {"a": {"pinned": True}}
+        keys = [ApiKey.of("operator", models=frozenset({"c"})), ApiKey.of("none", models=frozenset())]
+        changes = {"a": {"pinned": True, "aliases": ("nick",)}}
         store = str(tmp_path / "batches")
         names = ("a", "b", "c")
-        async with world(monkeypatch, *names, keys=[operator], changes=changes, batch_store=store) as found:
+        async with world(monkeypatch, *names, keys=keys, changes=changes, batch_store=store) as found:
             await found.until(lambda: found.served("a").state == "loaded")
             found.http.headers["Authorization"] = "Bearer operator"
             incapable = (await found.complete("c")).json()["error"]["message"]
@@ -269,6 +269,14 @@ def test_no_message_names_a_model_that_the_key_may_not_use(monkeypatch: pytest.M
             for action in ("load", "unload"):
                 refused = await found.http.post(f"/v1/models/{action}", json={"model": "x"})
                 assert (refused.status_code, refused.json()["error"]["message"]) == (404, serves_only_c)
+            other = "This API key may not use the model 'nick'. Models that it may use: 'c'."
+            asked = {"completions": {"prompt": "hi"}, "models/load": {}, "models/unload": {}}
+            for path, body in asked.items():
+                refused = await found.http.post(f"/v1/{path}", json=body | {"model": "nick"})
+                assert (refused.status_code, refused.json()["error"]["message"]) == (403, other)
+            refused = await found.complete(None, headers={"Authorization": "Bearer none"})
+            none = "This API key may use no model of this service."
+            assert (refused.status_code, refused.json()["error"]["message"]) == (403, none)
             assert [one["name"] for one in (await found.http.get("/api/tags")).json()["models"]] == ["c:latest"]
             assert [one["name"] for one in (await found.http.get("/api/ps")).json()["models"]] == ["c:latest"]
             lines = [
@@ -422,6 +430,22 @@ def test_a_failed_load_tells_its_waiters_why_and_leaves_others_alone(monkeypatch
             assert "there is no missing" in (await found.complete("missing")).json()["error"]["message"]
             assert found.loads == ["broken", "a", "broken"]
             assert found.registry._budget.taken == SIZES["a"] + SIZES["broken"]
+
+    run(go())
+
+
+def test_an_engine_whose_model_cannot_be_served_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And gives its memory back."""
+
+    def refuse(*args: Any) -> None:
+        raise ConfigError("made by the test")
+
+    async def go() -> None:
+        async with world(monkeypatch, "a") as found:
+            monkeypatch.setattr(registry_module, "make_reader", refuse)
+            assert "made by the test" in (await found.complete("a")).json()["error"]["message"]
+            assert found.engines["a"].closed
+            assert found.registry._budget.taken == 0
 
     run(go())
 
@@ -622,6 +646,10 @@ def test_ollamas_clients_see_all_models(monkeypatch: pytest.MonkeyPatch) -> None
             await found.http.post("/api/generate", json={"model": "b", "keep_alive": 0})
             await found.until(lambda: found.served("b").state == "unloaded")
             assert await names("/api/ps") == []
+            for path in ("chat", "generate"):  # it need not be loaded to be unloaded
+                answer = await found.http.post(f"/api/{path}", json={"model": "B", "keep_alive": 0})
+                assert (answer.json()["model"], answer.json()["done_reason"]) == ("B", "unload")
+            assert found.loads == ["b"]
 
     run(go())
 

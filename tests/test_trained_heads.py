@@ -340,7 +340,7 @@ def test_eagle_heads_that_do_not_fit_are_named(
     weights = load_file(made.head / "model.safetensors")
     config = json.loads((made.head / "config.json").read_text(encoding="utf-8"))
     tmp_path.joinpath("head").mkdir()
-    wrong = {key: one for key, one in weights.items() if key != "d2t"}
+    wrong, count = {key: one for key, one in weights.items() if key != "d2t"}, len(weights["d2t"])
     for change, stored, message in (
         (
             {"architectures": ["LlamaForCausalLM"]},
@@ -358,6 +358,10 @@ def test_eagle_heads_that_do_not_fit_are_named(
         ),
         ({}, wrong, "lacks the tensor d2t"),
         ({}, weights | {"d2t": weights["d2t"] + VOCAB}, "d2t names tokens outside the vocabulary"),
+        ({}, weights | {"d2t": weights["d2t"][:1]}, rf"d2t must hold {count} integers .* stored as \[1\], torch.int64"),
+        ({"eagle_aux_hidden_state_layer_ids": 5}, weights, r"three layers in order, but these are \[5\] of 7"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["a", "b", "c"]}}, weights, r"but these are \['a', 'b'"),
+        ({"draft_vocab_size": -1}, weights, f"draft_vocab_size .* must be from 1 to {VOCAB} .*, got -1"),
     ):
         (tmp_path / "head" / "config.json").write_text(json.dumps(config | change), encoding="utf-8")
         save_file(stored, tmp_path / "head" / "model.safetensors", {"format": "pt"})

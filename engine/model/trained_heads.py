@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ def mtp(config: Any) -> tuple[ModelSpec, WeightTable]:
     if name not in MTP:
         raise UnsupportedModelError(f"The method mtp is for {' and '.join(MTP)}, but the config says {name}.")
     if (found := getattr(config, "num_nextn_predict_layers", None) or 0) != 1:
-        raise UnsupportedModelError(f"The method mtp needs num_nextn_predict_layers 1 in the config, got {found}.")
+        raise UnsupportedModelError(f"The method mtp needs num_nextn_predict_layers 1 in the config, got {found!r}.")
     longer_config = copy.deepcopy(config)
     longer_config.num_hidden_layers = number + 1
     longer = build_spec(longer_config)
@@ -77,10 +77,11 @@ def kept_layers(config: Any, target: Stack) -> tuple[int, ...]:
     Raises:
         UnsupportedModelError: the model lacks them, or its layers have another form.
     """
-    count = len(target.blocks)
-    found = getattr(config, "eagle_aux_hidden_state_layer_ids", None) or (2, count // 2, count - 3)
-    layers = tuple(found)
-    if len(layers) != 3 or not all(0 < one < other < count for one, other in itertools.pairwise(layers)):
+    count, name = len(target.blocks), "eagle_aux_hidden_state_layer_ids"
+    found = getattr(config, name, None) or _eagle_config(config).get(name) or (2, count // 2, count - 3)
+    layers = tuple(found) if isinstance(found, list | tuple) else (found,)
+    known = len(layers) == 3 and all(isinstance(layer, int) for layer in layers)
+    if not known or not all(0 < one < other < count for one, other in itertools.pairwise(layers)):
         raise UnsupportedModelError(
             f"An EAGLE-3 head reads the input of three layers in order, but these are {list(layers)} of {count}."
         )
@@ -91,6 +92,11 @@ def kept_layers(config: Any, target: Stack) -> tuple[int, ...]:
     if not plain or target.versions is not None or target.repeated is not None:
         raise UnsupportedModelError("EAGLE-3 heads are for models whose layers have a norm before attention.")
     return layers
+
+
+def _eagle_config(config: Any) -> Mapping[str, Any]:
+    found = getattr(config, "eagle_config", None)
+    return found if isinstance(found, Mapping) else {}
 
 
 def eagle3(config: Any, target: ModelSpec, tokens: Callable[[Tensor], None]) -> tuple[ModelSpec, WeightTable]:
@@ -109,13 +115,12 @@ def eagle3(config: Any, target: ModelSpec, tokens: Callable[[Tensor], None]) -> 
         raise UnsupportedModelError(f"The method eagle3 needs a head of {EAGLE3[0]}, but its config says {name}.")
     assert target.decoder is not None
     width = getattr(config, "target_hidden_size", None) or config.hidden_size
-    settings = getattr(config, "eagle_config", None) or {}
     expected = (
         ("num_hidden_layers", config.num_hidden_layers, 1),
         ("target_hidden_size" if width != config.hidden_size else "hidden_size", width, target.decoder.hidden_size),
         ("vocab_size", config.vocab_size, target.vocab_size),
         ("norm_before_residual", bool(getattr(config, "norm_before_residual", False)), False),
-        ("use_aux_hidden_state", settings.get("use_aux_hidden_state", True), True),
+        ("use_aux_hidden_state", _eagle_config(config).get("use_aux_hidden_state", True), True),
     )
     for field, value, wanted in expected:
         if value != wanted:
@@ -134,6 +139,10 @@ def eagle3(config: Any, target: ModelSpec, tokens: Callable[[Tensor], None]) -> 
         final_norm=None,
     )
     count = getattr(config, "draft_vocab_size", None) or config.vocab_size
+    if not isinstance(count, int) or not 0 < count <= config.vocab_size:
+        raise UnsupportedModelError(
+            f"draft_vocab_size of the EAGLE-3 head must be from 1 to {config.vocab_size} (vocab_size), got {count!r}."
+        )
     head = Lm(tied=False, norm=own, choices=None if count == config.vocab_size else count)
     layer, before = "decoder.blocks.0.", "decoder.blocks.0.attention.before.weight"
     entries = [
@@ -158,7 +167,7 @@ def chosen_tokens(path: Path, count: int, vocabulary: int) -> Tensor:
     """The ids of the `count` tokens that an EAGLE-3 head may draft (`d2t`, differences from their own numbers).
 
     Raises:
-        ModelLoadError: there is no such tensor, or an id is outside the vocabulary.
+        ModelLoadError: there is no such tensor, it has another form, or an id is outside the vocabulary.
     """
     with Checkpoint(path) as checkpoint:
         found = next((name for name in checkpoint.names if name.rpartition(".")[2] == "d2t"), None)
@@ -166,7 +175,13 @@ def chosen_tokens(path: Path, count: int, vocabulary: int) -> Tensor:
             raise ModelLoadError(f"{path} lacks the tensor d2t, which names the {count} tokens of its vocabulary.")
         file, stored = checkpoint.names[found]
     with safe_open(file, "pt") as tensors:
-        tokens: Tensor = torch.arange(count) + tensors.get_tensor(stored).long()
+        differences = tensors.get_tensor(stored)
+    if differences.shape != (count,) or differences.is_floating_point():
+        raise ModelLoadError(
+            f"{path}: d2t must hold {count} integers (draft_vocab_size), but is stored as {list(differences.shape)}, "
+            f"{differences.dtype}."
+        )
+    tokens: Tensor = torch.arange(count) + differences.long()
     if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
         raise ModelLoadError(f"{path}: d2t names tokens outside the vocabulary of {vocabulary}.")
     return tokens

@@ -252,7 +252,11 @@ class Checkpoint:
             return made
         packed, parts = self._packed[place]
         assert packed.quantised is not None
-        made = packed.quantised(*self._read_parts(parts))
+        tensors, (file, key) = tuple(self._read_parts(parts)), parts[0]
+        try:
+            made = packed.quantised(*tensors)
+        except ModelLoadError as problem:
+            raise ModelLoadError(f"{file}: {key}: {problem}") from None
         return as_blocks(made) if packed.own is not None and own and isinstance(made, Quantised) else made
 
     def stored_name(self, name: str) -> str:

@@ -162,7 +162,7 @@ class Registry:
         if served is None:
             raise no_model(asked, names)
         if served not in allowed:
-            raise not_allowed(served.name, names)
+            raise not_allowed(asked, names)
         return served
 
     def _default(self, asked: str | None, allowed: Sequence[Served]) -> Served | None:
@@ -380,10 +380,15 @@ class Registry:
             promise = await self._room(served, size)
             try:
                 loaded = await asyncio.to_thread(load_model, served.model, self._log_format, partial(_tell, served))
+                try:
+                    running = self._running(served, loaded, promise)
+                except Exception:  # a setting does not fit the model
+                    await loaded.client.close()
+                    raise
             except Exception:
                 self._budget.give_back(promise)
                 raise
-            served.opened(self._running(served, loaded, promise))
+            served.opened(running)
         except _UnwantedError:
             logger.info("%s is not loaded: nobody waits for it any more.", served.name)
         except Exception as problem:

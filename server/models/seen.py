@@ -23,14 +23,18 @@ def no_model(name: str | None, served: Iterable[str]) -> ApiError:
     return ApiError(404, message, param="model", code="model_not_found")
 
 
-def not_allowed(name: str, allowed: Iterable[str]) -> ApiError:
+def not_allowed(asked: str | None, allowed: Iterable[str]) -> ApiError:
     """The error for a model that the caller's API key may not use.
 
     Args:
+        asked: the name that the caller used, perhaps an alias: it may not learn the model's own. None: the caller named
+            no model.
         allowed: names of the models that it may use.
     """
     names = ", ".join(map(shown, allowed)) or "none"
-    message = f"This API key may not use the model {shown(name)}. Models that it may use: {names}."
+    message = f"This API key may not use the model {shown(asked)}. Models that it may use: {names}."
+    if asked is None:
+        message = "This API key may use no model of this service."
     return ApiError(403, message, param="model", code="model_not_allowed")
 
 
@@ -89,4 +93,4 @@ class SeenModels:
         if status is None:
             raise no_model(name, served)
         if status.name not in self._allowed:
-            raise not_allowed(status.name, served)
+            raise not_allowed(name, served)

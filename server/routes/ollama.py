@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Request, Response
+from fastapi import APIRouter, Body, Depends, Request, Response
 from pydantic import RootModel
 
 from engine import CHAT_ROOM
@@ -30,9 +30,9 @@ from server.api.ollama_schemas import (
     OllamaGenerateAnswer,
     OllamaGenerateRequest,
 )
-from server.api.reading import UntypedJsonRoute
+from server.api.reading import READ_BODY, UntypedJsonRoute
 from server.api.schemas import CompletionRequest, Usage
-from server.context import Service, ServiceDep
+from server.context import Service, get_house, get_service
 from server.errors import ApiError
 from server.routes.completions import CompletionRun
 
@@ -44,6 +44,25 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
+async def _get_service(request: Request) -> Service | None:
+    """The model's service; None if the request only unloads a model of several that is not loaded."""
+    body, models = request.scope[READ_BODY], (await get_house(request)).models
+    unloads = body.model and body.keep_alive == 0 and _is_empty(body)
+    if unloads and models is not None and models.choose(request, body.model).state in ("unloaded", "failed"):
+        return None
+    return await get_service(request)
+
+
+def _is_empty(body: OllamaAnswerBody) -> bool:
+    """Whether the request asks for no answer: clients load and unload models so."""
+    if isinstance(body, OllamaGenerateRequest):
+        return not body.prompt and not body.suffix
+    return isinstance(body, OllamaChatRequest) and not body.messages
+
+
+_ServiceDep = Annotated[Service | None, Depends(_get_service)]
+
+
 @router.post(
     "/api/chat",
     response_model=OllamaChatAnswer,
@@ -53,14 +72,16 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 async def chat(
     body: Annotated[OllamaChatRequest, Body(openapi_examples=examples.OLLAMA_CHAT)],
     request: Request,
-    service: ServiceDep,
+    service: _ServiceDep,
 ) -> Response:
     """Generate the assistant's next message, as in Ollama's API: as lines of JSON, or whole with `stream: false`."""
     arrival = time.monotonic()
+    if service is None:
+        return _loaded(body, Form(body.model or "", chat=True))
     model = find_model(service, body.model)
     require(service, "/v1/chat/completions")
     form = Form(body.model or service.model_id, chat=True)
-    if not body.messages:
+    if body.messages is None or _is_empty(body):
         return _loaded(body, form, service)
     ignored = Ignored(sees=service.chat_images is not None)
     asked = read_chat(body, body.messages, model, service, ignored)
@@ -78,16 +99,18 @@ async def chat(
 async def generate(
     body: Annotated[OllamaGenerateRequest, Body(openapi_examples=examples.OLLAMA_GENERATE)],
     request: Request,
-    service: ServiceDep,
+    service: _ServiceDep,
 ) -> Response:
     """Answer a prompt, as in Ollama's API: as lines of JSON, or whole with `stream: false`. The chat template makes a
     conversation of the prompt, unless `raw` or `suffix` is set or the model has no template."""
     arrival = time.monotonic()
+    if service is None:
+        return _loaded(body, Form(body.model or "", chat=False))
     model = find_model(service, body.model)
     require(service, "/v1/completions")
     check_generate(body, sees=service.chat_images is not None)
     form = Form(body.model or service.model_id, chat=False)
-    if not body.prompt and not body.suffix:
+    if _is_empty(body):
         return _loaded(body, form, service)
     ignored = Ignored(sees=service.chat_images is not None)
     tokenizer, info = service.tokenizer, service.client.info
@@ -105,11 +128,11 @@ async def generate(
     return await run.respond(request)
 
 
-def _loaded(body: OllamaAnswerBody, form: Form, service: Service) -> Response:
+def _loaded(body: OllamaAnswerBody, form: Form, service: Service | None = None) -> Response:
     """The answer to a request without a prompt, with which clients load and unload models. A single model stays
     loaded."""
     unloads = body.keep_alive == 0
-    headers = ignored_header(["keep_alive"]) if unloads and service.models is None else {}
+    headers = ignored_header(["keep_alive"]) if unloads and service is not None and service.models is None else {}
     line = form.ended("unload" if unloads else "load")
     return Response(RootModel[Line](line).model_dump_json(), media_type="application/json", headers=headers)
 
