@@ -81,7 +81,7 @@ def resident() -> float:
 
 
 def load_ours(folder: Path, file: Path) -> dict[str, Any]:
-    """What an engine does at its start."""
+    """Load the engine."""
     from engine.engine import EngineConfig, EngineInfo
     from engine.interface.generation import load_defaults
     from engine.model.checkpoint import read_config

@@ -115,7 +115,7 @@ class Run:
         return self._files(shape, lambda folder: make_decoder(folder, SHAPES[shape], weights), weights, random)
 
     def vocab_size(self, shape: str = "S") -> int:
-        """Of that checkpoint."""
+        """The vocabulary's size in that checkpoint."""
         return int(SHAPES["tiny" if self.options.tiny else shape]["vocab_size"])
 
     @property

@@ -52,7 +52,7 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Job:
-    """What each peer is to do.
+    """The work of each peer.
 
     Attributes:
         inputs: token ids, the end token last.

@@ -246,7 +246,7 @@ def sizes_of(options: argparse.Namespace) -> Any:
 
 
 def judged(found: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """What was found, with the goals, in the order in which it is kept."""
+    """The results with their goals, in the order in which they are kept."""
     from gpu_parts import floors
 
     meant = not options.tiny and options.quantization == "none" and not options.flash_prefill

@@ -38,7 +38,7 @@ BOUND = 4e-3
 
 
 class Work:
-    """Where and on what this runs."""
+    """The device, the format and the random numbers of this run."""
 
     def __init__(self, options: argparse.Namespace):
         import torch
@@ -146,7 +146,7 @@ def check_all(work: Work) -> bool:
 
 
 def microseconds(work: Work, run: Callable[[], object]) -> float:
-    """Of one product, as a CUDA graph of several."""
+    """The time of one product, from a CUDA graph of several."""
     import torch
     from gpu_parts.timing import seconds_of
 

@@ -1,4 +1,4 @@
-"""What a step takes the host on a GPU, found out without one: the engine's launches start nothing.
+"""The host's time for a step on a GPU, measured without a GPU: the engine's launches start nothing.
 
     python benchmarks/gpu_host.py
     python benchmarks/gpu_host.py --models Qwen3-0.6B --rows 32 --chunk 512 --most 1.5

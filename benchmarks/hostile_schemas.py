@@ -1,4 +1,4 @@
-"""What schemas, expressions and grammars that are made to be expensive cost the requests of others.
+"""The cost of hostile schemas, expressions and grammars for the requests of others.
 
 One client streams answers of `octavo serve` with the bundled model; another one asks for structured output of one
 hostile kind after the other, two requests at a time, and a new schema each time. The time between two tokens of the

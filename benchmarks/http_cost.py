@@ -1,4 +1,4 @@
-"""What the HTTP service costs over the bare engine, in one run with alternating rounds.
+"""The cost of the HTTP service over the bare engine, in one run with alternating rounds.
 
 The same token-id prompts with the same answer lengths go three ways, so many at a time:
 

@@ -1,4 +1,4 @@
-"""What `octavo serve --api-server-count N` takes of each process: processor time per token and per request.
+"""Processor time per token and per request of each process of `octavo serve --api-server-count N`.
 
 The same streams go to services with 1, 2 and 4 processes that answer HTTP, in turns: long answers, whose tokens count,
 and answers of one token, whose requests do. Processor time holds on a machine with fewer cores than processes, where a

@@ -1,4 +1,4 @@
-"""What each format of the KV cache holds, what it changes, and how fast it is.
+"""The capacity, accuracy and speed of each format of the KV cache.
 
     tokens      how many tokens the pool holds in a given memory, by the shape of a head
     agreement   teacher-forced on stories that the trained model told itself in float32: at how many positions the most

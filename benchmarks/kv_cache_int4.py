@@ -67,7 +67,7 @@ def with_minimum(vectors: Tensor) -> Tensor:
 
 
 def in_groups(rounding: Rounding, size: int) -> Rounding:
-    """Of so many neighbours each; of the whole vector where that is shorter."""
+    """Groups of so many neighbours; the whole vector if it is shorter."""
 
     def rounded(vectors: Tensor) -> Tensor:
         return rounding(vectors.unflatten(-1, (-1, min(size, vectors.shape[-1])))).flatten(-2)
@@ -76,7 +76,7 @@ def in_groups(rounding: Rounding, size: int) -> Rounding:
 
 
 def turned(rounding: Rounding) -> Rounding:
-    """Of the vector's product with a Hadamard matrix, whose inverse it is."""
+    """The vector's product with a Hadamard matrix, which is its own inverse."""
 
     def rounded(vectors: Tensor) -> Tensor:
         matrix = hadamard(vectors.shape[-1])
@@ -109,7 +109,7 @@ FORMS: dict[str, tuple[Rounding, Rounding]] = {
 
 
 def bits(form: str, head_dim: int) -> float:
-    """Of a number in such pages, K and V in the mean, scales and minima included."""
+    """The bits of a number in such pages: the mean of K and V, with scales and minima."""
     first, _, rest = form.partition(", ")
 
     def of(kind: str) -> float:

@@ -84,7 +84,7 @@ def measure(kind: str, outputs: int, inputs: int, rows: list[int], options: argp
 def summary(
     kind: str, outputs: int, inputs: int, rows: int, size: float, times: dict[str, list[float]]
 ) -> dict[str, Any]:
-    """What is kept of the rounds."""
+    """The figures that are kept from the rounds."""
     best = {name: min(found) for name, found in times.items()}
     return {
         "kind": kind,

@@ -48,7 +48,7 @@ ANSWER = (32, 128)
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """The machine of the measurement."""
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

@@ -1,4 +1,4 @@
-"""What a crowd ten times too large does to the service: to those that it accepts, and to those that it refuses.
+"""The effect of a crowd ten times too large on the requests that the service accepts, and on those that it refuses.
 
 Two loads on `octavo serve` with the bundled model, at its defaults, over loopback:
 
@@ -39,7 +39,7 @@ GOAL_RATIO = 2.0
 
 @dataclass
 class Seen:
-    """What became of the requests of a load, in seconds since each was sent."""
+    """The outcomes of a load's requests, in seconds since each was sent."""
 
     first_tokens: list[float] = field(default_factory=list)
     refusals: list[float] = field(default_factory=list)

@@ -353,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def write(output: Path, found: dict[str, Any]) -> dict[str, Any]:
-    """What was found, with the machine."""
+    """Write the results, with the machine."""
     library = native.current()
     kernels = None if library is None else library.isa
     result = {"benchmark": "quantization", "machine": machine(), "kernels": kernels} | found

@@ -208,7 +208,7 @@ async def talks(url: str, seed: int) -> dict[str, float]:
 
 
 def routing(options: argparse.Namespace) -> dict[str, Any]:
-    """What parts of prompts were found in caches, by router."""
+    """The shares of prompts that were found in caches, by router."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         make_llama(Path(folder), SHAPES["tiny"])

@@ -39,7 +39,7 @@ def free_port() -> int:
 
 
 def cpu_seconds() -> float:
-    """Of all processes that were started here and have ended."""
+    """CPU seconds of all processes that were started here and have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

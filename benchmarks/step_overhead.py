@@ -1,4 +1,4 @@
-"""What a step costs besides the model: planning, filling buffers, applying candidates, telling the client.
+"""The cost of a step besides the model: planning, filling buffers, applying candidates, telling the client.
 
 The scheduler and the runner are real; the model is a stand-in that computes nothing, and candidates are made up
 beforehand (sampling has its own costs). Each case runs decoding rows only, over answers in the middle of their way.

@@ -1,4 +1,4 @@
-"""Where the microseconds of a decode step go on a CPU, against what they could be.
+"""The time of a decode step on a CPU, by operation, against its lower bounds.
 
 A random LLaMA shape of 135M parameters, or a model of your own, decodes greedily, so many rows at once. Each operation
 of the layers is timed inside the one call that computes them; the parts around it by the clock. The bound of a product

@@ -1,4 +1,4 @@
-"""What structured output costs a step on a CPU: 32 decoding rows with a JSON schema, and the same rows without.
+"""The cost of structured output for a step on a CPU: 32 decoding rows with a JSON schema, and the same rows without.
 
 The model is random, so what it would write makes no sense, and masks of nonsense are not those that a model meets. So
 the answers are documents that were made before, in the tokens of a real vocabulary: each step fills the masks of the

@@ -33,7 +33,7 @@ LONGEST = 400  # bytes of one
 
 @dataclass(slots=True)
 class Found:
-    """What came of all schemas.
+    """The results of all schemas.
 
     Attributes:
         refused: by keyword, or by the beginning of the message.

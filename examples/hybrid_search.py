@@ -41,7 +41,7 @@ if len(arguments) > 1:
 
 
 def read(texts: list[str], *tasks: str) -> list[dict[str, Any]]:
-    """What the model makes of each text, by the names of the tasks, all in one call."""
+    """The model's results for each text, by the names of the tasks, all in one call."""
     body = json.dumps({"task": tasks, "input": texts}).encode()
     try:
         with urlopen(Request(f"{url}/pooling", body, {"Content-Type": "application/json"})) as answer:
@@ -51,7 +51,7 @@ def read(texts: list[str], *tasks: str) -> list[dict[str, Any]]:
 
 
 def dot(one: list[float], other: list[float]) -> float:
-    """Of vectors of norm 1 the cosine."""
+    """The cosine of vectors of norm 1."""
     return sum(a * b for a, b in zip(one, other, strict=True))
 
 

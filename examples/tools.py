@@ -32,7 +32,7 @@ def calculate(expression: str) -> str:
 
 
 def look_up(name: str) -> str:
-    """What is known about somebody."""
+    """The facts that are known about somebody."""
     return PEOPLE.get(name, "not found")
 
 

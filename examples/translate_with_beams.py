@@ -35,7 +35,7 @@ def translate(title: str, n: int = 1, **fields: object) -> None:
 
 
 def stream(num_beams: int) -> None:
-    """What all live beams agree on is certain, and is sent at once."""
+    """Send the text that all live beams share as soon as it is certain."""
     print(f"--- {num_beams} beams, as they agree: {LONGER}")
     events = client.completions.create(
         model=MODEL,

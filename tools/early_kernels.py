@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Where the engine looks for kernels; as in engine/host/folders.py, which needs what is yet to be installed."""
+    """The folder in which the engine looks for kernels, without the packages that engine/host/folders.py needs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo" / "native"
 
 

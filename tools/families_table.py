@@ -122,7 +122,7 @@ def table(families: Iterable[Family] = FAMILIES) -> str:
 
 
 def rows(families: Iterable[Family] = FAMILIES) -> list[dict[str, Any]]:
-    """What stands in each line, in the order of their names."""
+    """The content of each line, in the order of their names."""
     found = [GLINER, *(row(family) for family in families if family.weights is not None)]
     return sorted(found, key=lambda shown: str(shown["family"]).lower())
 
@@ -135,7 +135,7 @@ def line(shown: dict[str, Any]) -> str:
 
 
 def row(family: Family) -> dict[str, Any]:
-    """What a family is: of one that generates without the names of headless models, which are asked for the same."""
+    """The facts of a family; without the names of headless models if it generates, because they serve the same."""
     tasks = {name: tasks_of(family, name) for name in family.architectures}
     names = [name for name in family.architectures if name not in family.headless]
     generating = {name for name in names if "generate" in tasks[name]}
@@ -152,7 +152,7 @@ def row(family: Family) -> dict[str, Any]:
 
 
 def joint_classifiers(family: Family) -> list[str]:
-    """Of a family with encoder and decoder the classifiers, which it serves without a list of their names."""
+    """The classifiers of a family with encoder and decoder, which it serves without a list of their names."""
     if family.repeats is None:
         return []
     return [f"{name.removesuffix('Model')}ForSequenceClassification" for name in family.headless]
@@ -170,7 +170,7 @@ def decoding() -> tuple[str, ...]:
 
 
 def tasks_of(family: Family, architecture: str) -> tuple[Task, ...]:
-    """What models of this architecture can serve.
+    """The tasks that models of this architecture can serve.
 
     Raises:
         UnsupportedModelError: parts are not implemented.

@@ -57,7 +57,7 @@ def blocks(text: str) -> dict[str, str]:
 
 
 def split(text: str) -> tuple[str, str]:
-    """Of a lock of everything, what comes with torch, apart: the rest, and that."""
+    """A lock in two parts: the packages that do not come with torch, and those that do."""
     rest: list[str] = []
     torch: list[str] = []
     for name, block in blocks(text).items():
@@ -66,7 +66,7 @@ def split(text: str) -> tuple[str, str]:
 
 
 def compile_lock(uv: str, arguments: Sequence[str], before: str) -> str:
-    """What uv resolves, from PyPI alone, whatever this machine is configured to use.
+    """The packages that uv resolves, from PyPI alone, whatever this machine is configured to use.
 
     Args:
         before: a lock whose versions stay where they may.

@@ -48,7 +48,7 @@ class RegistryError(Exception):
 
 @dataclass(frozen=True)
 class Image:
-    """Where a tag is.
+    """The place of a tag.
 
     Attributes:
         registry: its host, with a port where it has one.
@@ -80,7 +80,7 @@ def pinned(text: str, digests: dict[str, str]) -> str:
 
 
 def current_digest(image: Image) -> str:
-    """What the tag is now: the digest of its index, which holds all platforms, where it has one.
+    """The tag's current digest: that of its index, which holds all platforms, if it has one.
 
     Raises:
         RegistryError: the registry cannot be reached, has no such tag, or wants an account.

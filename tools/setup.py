@@ -25,7 +25,7 @@ MINIMUM = (3, 11)
 
 
 def version_problem(version: "tuple[int, ...]", minimum: "tuple[int, ...]" = MINIMUM) -> str:
-    """What to tell someone whose Python is too old; an empty text where it is not."""
+    """A message for someone whose Python is too old; empty if it is not."""
     if tuple(version[:2]) >= minimum:
         return ""
     return "Octavo needs Python {}.{} or newer, and this is Python {}.{} ({}). Run it with a newer one: {}".format(
@@ -147,7 +147,7 @@ def half_installed(site_packages: Path) -> list[str]:
 
 
 def decide(stamp: dict[str, Any], *, damage: str, key: str, root: str, wanted: frozenset[str]) -> str:
-    """What to do with the virtual environment: "ready", "install" into it, or "build" it anew."""
+    """The next action for the virtual environment: "ready", "install" into it, or "build" it anew."""
     if damage or stamp.get("root", root) != root:
         return "build"
     if stamp.get("key") == key and wanted <= set(stamp.get("extras", [])):
@@ -283,7 +283,7 @@ def install_clients(root: Path, venv: Path, lock: int | None, folder: Path = CLI
 
 
 def install_node_packages(folder: Path) -> None:
-    """What a folder's package-lock.json names, into that folder; a stamp, written last, says that it is there."""
+    """Install the packages of a folder's package-lock.json into that folder. A stamp, written last, marks the end."""
     missing = [name for name in ("node", "npm") if shutil.which(name) is None]
     if missing:
         raise SetupError(f"{' and '.join(missing)} not found. On Debian and Ubuntu: apt-get install nodejs npm.")

@@ -1,4 +1,4 @@
-"""What MkDocs is told beside mkdocs.yml: pages that are not in docs/, and links that lead out of it.
+"""Hooks of MkDocs beside mkdocs.yml: pages that are not in docs/, and links that lead out of it.
 
 The home page is README.md; CONTRIBUTING.md and others are pages, too, and one is written from the server's OpenAPI
 document. Links between all these are made to fit. A link to a file of the source becomes its name.

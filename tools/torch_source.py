@@ -30,7 +30,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class TorchSource:
-    """What to hand to `pip install --no-deps`, and one line for people."""
+    """The arguments of `pip install --no-deps`, and one line for people."""
 
     requirement: str
     options: tuple[str, ...]

@@ -108,7 +108,7 @@ class Fleet:
 
 
 def report(fleet: Fleet) -> dict[str, float]:
-    """What those requests felt that came once the caches were warm, and how busy replicas were."""
+    """Latencies of the requests that came once the caches were warm, and the load of the replicas."""
     by_arrival = sorted(fleet.ended, key=lambda request: request.arrival)
     counted = by_arrival[int(WARM * len(by_arrival)) :]
     first = np.array([request.first - request.arrival for request in counted])

@@ -1,4 +1,4 @@
-"""What steps of one engine take on this machine, and how well a simulation foretells it."""
+"""The time of one engine's steps on this machine, and the error of a simulation that predicts it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fleets.replica import Request, Service, serviceable
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """What steps of one engine take, and how an engine and the simulation of it get on with the same arrivals."""
+    """The time of one engine's steps, and the latencies of an engine and of its simulation for the same arrivals."""
     import torch
     from offline import SHAPE, machine, make_checkpoint
 
@@ -76,7 +76,7 @@ def fit(samples: Sequence[dict[str, float]]) -> Service:
 
 
 def _medians(samples: Sequence[dict[str, float]]) -> list[dict[str, float]]:
-    """Of the same step, measured several times."""
+    """Medians of a step's times, measured several times."""
     groups: defaultdict[tuple[float, ...], list[float]] = defaultdict(list)
     for sample in samples:
         groups[sample["tokens"], sample["start"], sample["rows"], sample["context"]].append(sample["seconds"])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Service:
-    """What a replica takes and holds.
+    """The requests that a replica accepts, and its memory.
 
     Attributes:
         step: seconds that a step takes at least.
@@ -206,7 +206,7 @@ class Replica:
         return count * (service.step + rows * service.row) + service.context * read
 
     def _count(self, seconds: float, most: int) -> int:
-        """Of steps that begin within so many seconds; one at least, and at most the steps to the next end."""
+        """The number of steps that begin within so many seconds: at least one, at most those to the next end."""
         low, high = 1, max(most, 1)
         while low < high:
             middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""What a check of a kernel is, and what it is given."""
+"""A check of a kernel, and its arguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SkippedError(Exception):
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and on what kernels are checked.
+    """The device and the data on which kernels are checked.
 
     Attributes:
         dtype: of what they read and write.

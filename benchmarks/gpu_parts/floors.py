@@ -13,7 +13,7 @@ QWEN, LLAMA = "Qwen3-0.6B", "Llama-3.1-8B"
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine was measured to do.
+    """The measured rates of a machine.
 
     Attributes:
         bandwidth: bytes a second that are read.

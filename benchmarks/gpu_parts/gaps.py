@@ -1,4 +1,4 @@
-"""Where a device is idle: intervals in which it works, taken from a profile, and what lies between those of two steps.
+"""The time in which a device is idle: a profile gives the intervals in which it works; the rest lies between two steps.
 
 A profile is Chrome's trace as `torch.profiler` writes it. What runs on the device carries the number of the call that
 launched it ("correlation"), and the call's time says which step it belongs to: the steps are marked on the host. A
@@ -31,7 +31,7 @@ class Interval(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a step did on the device: its kernels, and all that kept the device busy, copies included."""
+    """A step's work on the device: its kernels, and all that kept the device busy, copies included."""
 
     kernels: list[Interval]
     busy: list[Interval]
@@ -63,7 +63,7 @@ def gaps(steps: Sequence[Sequence[Interval]]) -> list[float]:
 
 
 def steps_of(events: Sequence[Mapping[str, Any]], device: str) -> list[Step]:
-    """What each marked step did on the device, in microseconds.
+    """The work of each marked step on the device, in microseconds.
 
     Args:
         events: of a trace ("traceEvents").
@@ -112,7 +112,7 @@ def on_device(events: Sequence[Mapping[str, Any]]) -> list[Interval]:
 
 
 def by_name(events: Sequence[Mapping[str, Any]], device: str, count: int = 12) -> list[dict[str, Any]]:
-    """What kept the device busy: names, how often each ran, and microseconds altogether, the largest first."""
+    """The work that kept the device busy: names, number of runs, and total microseconds, the largest first."""
     kinds = _DEVICE if device == "cuda" else ("cpu_op",)
     spent: dict[str, list[float]] = {}
     for event in events:

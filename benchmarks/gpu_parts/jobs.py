@@ -117,7 +117,7 @@ def _version(file: Path) -> tuple[int, ...] | None:
 
 
 def kept(output: Path) -> tuple[dict[str, Any], str | None]:
-    """What a process has kept so far, and why that cannot be read if it cannot."""
+    """The results that a process has kept so far, and the reason if they cannot be read."""
     if not output.exists():
         return {}, None
     try:

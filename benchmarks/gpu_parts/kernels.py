@@ -42,7 +42,7 @@ def spread_of(got: Tensor, want: Tensor, dtype: torch.dtype) -> float:
 
 
 def run(check: Check, setting: Setting) -> dict[str, Any]:
-    """What came of a check: `passed` is None where it was skipped."""
+    """The result of a check: `passed` is None if it was skipped."""
     started = time.perf_counter()
     found: dict[str, Any] = {"kernel": check.kernel, "bound": check.bound, "error": None, "passed": None, "note": ""}
     found["spread"] = 0.0
@@ -75,7 +75,7 @@ def run(check: Check, setting: Setting) -> dict[str, Any]:
 
 
 def check_all(device: torch.device, families: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """What came of each check of these families.
+    """The result of each check of these families.
 
     Raises:
         RuntimeError: Triton is not there.

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What the figures were measured on, and with what."""
+    """The machine and the software of the measurement."""
     facts: dict[str, Any] = {
         "device": str(device),
         "gpu": None,
@@ -54,7 +54,7 @@ def _cpu() -> str:
 
 
 def _said(command: Sequence[str]) -> str | None:
-    """What a program prints, None where there is none or it fails."""
+    """The output of a program; None if the program is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -142,5 +142,5 @@ def plot(result: Mapping[str, Any], file: Path) -> None:
 
 
 def _points(rows: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
-    """Where rows of a result stand in the plot."""
+    """The places of a result's rows in the plot."""
     return [row["flops_per_byte"] for row in rows], [row["flops_per_second"] for row in rows]

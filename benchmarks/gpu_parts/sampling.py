@@ -85,7 +85,7 @@ def sampler(device: torch.device, rows: int, vocabulary: int, repeats: int = 20)
 
 
 def _sampler(device: torch.device, rows: int) -> Callable[[torch.Tensor, SamplingBatch], Any]:
-    """What the engine samples with: on a GPU it keeps its memory from step to step."""
+    """The engine's sampler. On a GPU it keeps its memory from step to step."""
     if device.type != "cuda":
         return sample
     from engine.execution.sampler_device import DeviceSampler

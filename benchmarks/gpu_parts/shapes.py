@@ -141,11 +141,11 @@ class Sizes:
     parts: tuple[str, ...] = PARTS
 
     def numbers(self, part: str) -> tuple[int, ...]:
-        """What a part goes through: numbers of rows, or a prompt's of tokens."""
+        """The sizes that a part measures: numbers of rows, or tokens of a prompt."""
         return getattr(self, _NUMBERS[part]) if part in _NUMBERS else (self.peer_rows,)
 
     def tokens(self, part: str, number: int) -> int:
-        """Of the pages that a part needs for one of its numbers; one step ahead, those of the step before are held."""
+        """The tokens of the pages that a part needs for one of its sizes, with those of the step before."""
         if part == "prefill":
             held = number
         elif part == "peer":
@@ -156,7 +156,7 @@ class Sizes:
 
     @staticmethod
     def _rows(part: str, number: int) -> int:
-        """Of a step. One step ahead, the prompt of the step before is still there."""
+        """The rows of a step. One step ahead, the prompt of the step before is still there."""
         return {"prefill": 1, "mixed": number + 2}.get(part, number)
 
     @property
@@ -235,7 +235,7 @@ def config_of(name: str, *, tiny: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a model's steps have to do.
+    """The work of a model's steps.
 
     Attributes:
         weight_bytes: read by each step: all parameters, but of an embedding that is no output matrix a row for each
@@ -351,12 +351,12 @@ def facts(engine: Engine) -> dict[str, Any]:
 
 
 def _backend(engine: Engine) -> Any:
-    """What computes attention."""
+    """The backend that computes attention."""
     return next(module.backend for module in engine.runner.model.modules() if hasattr(module, "backend"))
 
 
 def fallen_back(engine: Engine) -> list[str]:
-    """What an engine on a GPU computes otherwise than it is meant to."""
+    """The parts that an engine on a GPU computes by a slower path than intended."""
     device, found = engine.runner.model.device, facts(engine)
     if device.type != "cuda":
         return []

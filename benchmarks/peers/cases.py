@@ -173,7 +173,7 @@ def _beams(prompts: list[list[int]], answer: int, answers: Answers) -> Measure:
 
 
 def overhead(sizes: Sizes, vocab_size: int, parts: dict[str, float]) -> Measure:
-    """What of a step in which all rows decode is not the model, in percent.
+    """The share of a decoding step that is not the model's, in percent.
 
     Args:
         parts: gets the microseconds of each part of the middle step.
@@ -215,7 +215,7 @@ class OneAtATime:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of both."""
+        """The process ids of both."""
         return (*self.engine.pids, *self.server.pids)
 
     def prepare(self, setting: str) -> None:
@@ -247,7 +247,7 @@ def first_token(sizes: Sizes, vocab_size: int) -> Measure:
 
 
 def agreement(answers: Answers, reference: str) -> dict[str, str]:
-    """Of how many answers the first token is the reference's. Rounding decides close calls, a wrong conversion most."""
+    """The share of answers whose first token is the reference's. A wrong conversion changes most of them."""
     if reference not in answers:
         return {}
     first = [answer[0] for answer in answers[reference]]

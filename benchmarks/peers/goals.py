@@ -1,4 +1,4 @@
-"""What Octavo is to reach on a CPU, and how near it came: the table, and the plot."""
+"""Octavo's goals on a CPU and its results: the table, and the plot."""
 
 from __future__ import annotations
 

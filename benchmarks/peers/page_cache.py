@@ -1,4 +1,4 @@
-"""What of files the system has in memory, making it forget them (Linux), and memory that it has at hand."""
+"""The parts of files that the system has in memory, how to drop them (Linux), and the available memory."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class PeerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Install:
-    """Where a peer runs.
+    """The installation of a peer.
 
     Attributes:
         folder: `PEERS_DIR/NAME`: a virtual environment, or a folder of `pip install --target`.
@@ -52,7 +52,7 @@ class Install:
 
     @property
     def program_folder(self) -> Path:
-        """Where the environment keeps its programs."""
+        """The folder of the environment's programs."""
         return self.folder / "bin"
 
 
@@ -88,7 +88,7 @@ def _imports(install: Install, module: str) -> bool:
 def child_environment(
     threads: int, path: tuple[str, ...] = (), extra: dict[str, str] | None = None, *, foreign: bool = False
 ) -> dict[str, str]:
-    """Of a process: so many threads, no hub, none of Octavo's settings.
+    """The environment of a process: so many threads, no hub, none of Octavo's settings.
 
     Args:
         path: comes first in PYTHONPATH.
@@ -103,7 +103,7 @@ def child_environment(
 
 
 def vllm_environment(threads: int) -> dict[str, str]:
-    """Of vLLM, which binds a thread to each core of a list, whatever OMP_NUM_THREADS says."""
+    """The environment of vLLM, which binds a thread to each core of a list and ignores OMP_NUM_THREADS."""
     return {
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_NO_USAGE_STATS": "1",

@@ -59,7 +59,7 @@ class Server:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of its process, if it has started; that one's children are its own affair."""
+        """The id of its process, if it has started; without the children."""
         return () if self._setting is None else (self._process.pid,)
 
     def prepare(self, setting: str) -> None:

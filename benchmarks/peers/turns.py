@@ -39,7 +39,7 @@ class Contestant(Protocol):
 
 @dataclass
 class Series:
-    """What one contestant did in a case.
+    """The results of one contestant in a case.
 
     Attributes:
         setting: the one that was the fastest of those tried.
@@ -56,7 +56,7 @@ class Series:
     disturbance: list[float] = field(default_factory=list)
 
     def median(self, figure: str) -> float:
-        """Of all rounds."""
+        """The median of all rounds."""
         return statistics.median(self.figures[figure])
 
 

@@ -1,4 +1,4 @@
-"""What is asked: requests whose answers are decided by the request alone, so that each is known beforehand."""
+"""Requests whose answers follow from the request alone, so that each is known beforehand."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Case:
 
 
 def make_cases(count: int, shapes: Shapes, context: int, tokens: list[int], rng: random.Random) -> list[Case]:
-    """So many cases, all kinds in turn.
+    """This number of cases, all kinds in turn.
 
     Args:
         context: the longest prompt and answer together, in tokens.

@@ -1,4 +1,4 @@
-"""What must hold when the load is over: counters agree, nothing has leaked, each request ended once."""
+"""Checks after the load: counters agree, nothing has leaked, each request ended once."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Tolerances:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a process holds."""
+    """The memory, threads and files of a process."""
 
     rss_mib: float
     descriptors: int

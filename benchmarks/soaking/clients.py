@@ -78,7 +78,7 @@ class _Announcer(Answer):
 
 
 class Clients:
-    """What the clients have in common.
+    """The state that the clients share.
 
     Attributes:
         long_stream: set each time that one of the longest answers begins to arrive as a stream.

@@ -12,7 +12,7 @@ _CLOSE = 1e-4  # of a vector of length 1; pages that were found are summed up in
 
 
 def differences(alone: Mapping[int, Choice], got: Mapping[int, Choice], *, cut: bool = False) -> list[str]:
-    """What differs, one line a choice.
+    """The differences, one line for each choice.
 
     Args:
         cut: the answer was cut short: what came must be the beginning of what was to come.
@@ -48,7 +48,7 @@ def vector_differences(alone: Any, got: Any) -> list[str]:
 
 
 def _unlike(expected: Sequence[Any], got: Sequence[Any], cut: bool) -> str:
-    """Where the second sequence leaves the first, and how; empty if it does not."""
+    """The first difference between two sequences; empty if there is none."""
     if got == (expected[: len(got)] if cut else expected):
         return ""
     place = next((i for i, (one, two) in enumerate(zip(expected, got, strict=False)) if one != two), None)

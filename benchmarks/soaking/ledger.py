@@ -1,4 +1,4 @@
-"""What the clients saw, request by request: what became of each, and what the server's counters must say of it."""
+"""The outcome of each request as the clients saw it, and the server's counters that must agree with it."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _SETTLE = 5.0  # seconds that closed connections get until their descriptors are
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is done.
+    """The plan of a run.
 
     Attributes:
         seconds: of load, after `warm_seconds` of it.
@@ -66,7 +66,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Found:
-    """What came of it."""
+    """The findings of a run."""
 
     ledger: Ledger = field(default_factory=Ledger)
     dropped: list[str] = field(default_factory=list)

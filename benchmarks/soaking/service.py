@@ -136,7 +136,7 @@ class Service:
 
 
 def usage(pid: int) -> Usage:
-    """What a process holds now.
+    """The memory, threads and files of a process at this moment.
 
     Raises:
         OSError: there is no such process.

@@ -20,7 +20,7 @@ _TALE = (
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """What requests are made of.
+    """The shapes of requests.
 
     Attributes:
         texts: prompts.

@@ -218,7 +218,7 @@ def place(ids: Sequence[int], images: Sequence[CroppedImage], info: VisionInfo) 
 
 
 def _placed(ids: Sequence[int], images: Sequence[CroppedImage], info: VisionInfo) -> list[PlacedImage]:
-    """Where the images of a prompt are that has an image token for each of their vectors."""
+    """The places of a prompt's images, if the prompt has an image token for each of their vectors."""
     marks = [index for index, token in enumerate(ids) if token == info.token_id]
     counts = [info.count(1, image.size) for image in images]
     if len(marks) != sum(counts):

@@ -20,7 +20,7 @@ Size = tuple[int, int]
 
 KEY_BYTES = 20
 MOST_RATIO = 200
-"""Of an image's sides, if it keeps its shape."""
+"""Limits of an image's sides, if it keeps its shape."""
 MOST_CROP_BYTES = 256 * 2**20
 """Most bytes of all crops of one request."""
 

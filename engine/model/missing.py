@@ -109,7 +109,7 @@ def _unsupported_decoder(stack: spec.Stack, *, has_encoder: bool) -> list[str]:
 
 
 def _unsupported_layers(stack: spec.Stack, *, paged: bool) -> list[str]:
-    """What is missing for layers that read more than the stream, or other layers' keys."""
+    """The missing features for layers that read more than the stream, or other layers' keys."""
     reading = [block.attention.reads is not None for block in stack.blocks]
     sources = [(part, stack.blocks[part.reads].attention) for part in stack.attentions if part.reads is not None]
     shapes = [(part.kv_heads, part.head_dim) == (own.kv_heads, own.head_dim) for part, own in sources]

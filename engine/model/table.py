@@ -282,8 +282,8 @@ class OfHeads:
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """Of each of `heads` heads as many rows from `begin` on as the parameter has of one; a head has `rows` rows in all,
-    and other parameters use the others."""
+    """Rows of each of `heads` heads, from `begin` on: as many as the parameter has for one head. A head has `rows`;
+    other parameters use the others."""
 
     heads: int
     rows: int

@@ -346,7 +346,7 @@ class ConnectedClient(EngineClient):
 
 @dataclass(slots=True)
 class _Stream:
-    """Where a request's news goes; `since` is the number of the command that added the request."""
+    """The receiver of a request's news; `since` is the number of the command that added the request."""
 
     since: int
     deliver: Deliver

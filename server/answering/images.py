@@ -84,7 +84,7 @@ async def run_limited(
     memory: int,
     param: str,
 ) -> _Read:
-    """What a worker makes of an image. Raises InvalidRequestError if it cannot be read, or takes too long or too much
+    """A worker's result for an image. Raises InvalidRequestError if it cannot be read, or takes too long or too much
     memory.
 
     Args:

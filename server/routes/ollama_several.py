@@ -122,7 +122,7 @@ def _shown(status: ModelStatus) -> OllamaShown:
 
 
 def _info(status: ModelStatus) -> EngineInfo:
-    """What is known of a model that is not loaded: at least its files."""
+    """The known facts of a model that is not loaded: at least its files."""
     return status.info or expected_info(status.source, Prediction(path=str(Path(status.source).expanduser())))
 
 

@@ -1,4 +1,4 @@
-"""What makes vectors of images for a decoder, in the places of some of its tokens."""
+"""The parts that make vectors of images for a decoder, which stand in the places of some of its tokens."""
 
 from __future__ import annotations
 

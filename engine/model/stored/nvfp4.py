@@ -18,7 +18,7 @@ _GROUP = 16
 
 
 class Nvfp4(Scheme):
-    """What NVIDIA's Model Optimizer writes: NVFP4 or FP8 matrices, times a scale of the whole matrix."""
+    """The format of NVIDIA's Model Optimizer: NVFP4 or FP8 matrices, times a scale of the whole matrix."""
 
     unread = (".input_scale", ".k_scale", ".v_scale")
 

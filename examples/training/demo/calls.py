@@ -49,7 +49,7 @@ class Tool:
         return {"type": "function", "function": {"name": self.name, "parameters": parameters}}
 
     def call(self, argument: str) -> str:
-        """What the model writes to call it."""
+        """The model's text that calls it."""
         written = {"name": self.name, "arguments": {self.parameter: argument}}
         return f"<tool_call>\n{json.dumps(written, ensure_ascii=False)}\n</tool_call>"
 
@@ -105,7 +105,7 @@ def look_up(rng: random.Random, called: str) -> Use:
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """What is said between two of the user's questions.
+    """The messages between two of the user's questions.
 
     Attributes:
         asked: by the user.
@@ -120,7 +120,7 @@ class Turn:
 
 
 def converse(rng: random.Random, *, held_out: bool = False) -> tuple[str, list[Turn]]:
-    """What the system says, tools with it, and one to three turns."""
+    """A conversation: the system's message with tools, and one to three turns."""
     calculator = Tool(rng.choice(CALCULATORS), rng.choice(EXPRESSIONS))
     finder = Tool(rng.choice(LOOK_UPS), rng.choice(QUERIES))
     tools = rng.choice(([calculator, finder], [finder, calculator], [calculator, finder], [calculator], [finder], []))

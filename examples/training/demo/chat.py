@@ -17,7 +17,7 @@ Exchange = tuple[str, str]  # what the user says, and the answer
 
 @dataclasses.dataclass
 class Talk:
-    """What has been said so far.
+    """The conversation so far.
 
     Attributes:
         rng: decides what comes next.
@@ -43,7 +43,7 @@ class Talk:
         return self.names[-1]
 
     def typed(self, text: str) -> str:
-        """What the user says, as people type."""
+        """The user's text, as people type."""
         return hurried(self.rng, text, self.names) if self.wider else informal(self.rng, text, self.user)
 
 
@@ -151,7 +151,7 @@ def introduce(state: Talk) -> Exchange:
 
 
 def ask_my_name(state: Talk) -> Exchange:
-    """What the user was called, or that it was not said."""
+    """The user's name, or an answer that it was not said."""
     asked = state.rng.choice(talk.ASK_MY_NAME)
     if not state.user:
         return asked, state.rng.choice(talk.NOT_TOLD)
@@ -171,7 +171,7 @@ def tell_own(state: Talk) -> Exchange:
 
 
 def ask_own(state: Talk) -> Exchange:
-    """What the user told about themselves."""
+    """The facts that the user told about themselves."""
     if state.own is None:
         return tell_own(state)
     return state.rng.choice(state.own[0]), state.own[1]

@@ -106,7 +106,7 @@ TINY = ChatSettings(  # for the tests: all of the way, in seconds
 
 
 class ChatTask:
-    """What the loop needs to train the chat model."""
+    """The training task of the chat model."""
 
     def __init__(self, settings: ChatSettings, device: str = "cpu"):
         self.settings, self.device = settings, device

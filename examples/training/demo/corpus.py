@@ -120,7 +120,7 @@ def conversation(system: str, exchanges: list[tuple[str, str]]) -> list[Piece]:
 
 
 def _definition(rng: random.Random, held_out: bool) -> str:
-    """What a topic is, after its question."""
+    """The definition of a topic, after its question."""
     while True:
         key, topic = rng.choice(list(facts.TOPICS.items()))
         phrasing = rng.choice(questions.ASK_WHAT)

@@ -1,4 +1,4 @@
-"""What the chat model is to know: short answers about Octavo and about transformers."""
+"""The facts of the chat model: short answers about Octavo and about transformers."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def to_config(settings: Seq2SeqSettings) -> T5Config:
 
 
 class Seq2SeqTask:
-    """What the loop needs to train the translation model."""
+    """The training task of the translation model."""
 
     def __init__(self, settings: Seq2SeqSettings, device: str = "cpu"):
         self.settings, self.device = settings, device
