@@ -74,7 +74,9 @@ class Stand(torch.nn.Module):
         self.encoder = object() if encoder else None
         self.decoder = object()
         self.device, self.unplaced = torch.device("cpu"), None
-        self.spec, self.head, self.twin = SimpleNamespace(head=spec.Lm(tied=True), signal=None), None, None
+        trunk = SimpleNamespace(embedding=None)
+        self.spec = SimpleNamespace(head=spec.Lm(tied=True), signal=None, trunk=trunk)
+        self.head = self.twin = None
         self.hidden = torch.zeros(8192, 8)
         self.weights = torch.zeros(MEMORY // 4)
         self.seconds = 0.0
