@@ -17,8 +17,8 @@ _known: dict[tuple[str, str | None], tuple[bool, bool]] = {}
 
 
 class Pictures:
-    """The images of a conversation, in the order of their marks. `mark`: stands in texts for an image. Nobody can guess
-    it, so no client's text holds it."""
+    """The images of a conversation, in the order of their marks. `mark`: stands in texts for an image. It is random, so
+    no client's text contains it."""
 
     def __init__(self) -> None:
         self.mark = f"[image {secrets.token_hex(8)}]"

@@ -329,8 +329,8 @@ class Registry:
         return found.memory
 
     async def _room(self, served: Served, size: int) -> Promise:
-        """Reserve memory for a model, for which others may be unloaded. Raises TooLargeError if there can never be
-        enough. _UnwantedError: nobody waits for it any more."""
+        """Reserve memory for a model; others may be unloaded for it. Raises TooLargeError if there can never be enough,
+        and _UnwantedError if no request waits for the model any more."""
         self._budget.check(served.name, size)
         promise = self._budget.promise(size)
         if promise is not None:

@@ -273,6 +273,13 @@ def _refuse_nemotrons(c: Any) -> None:
         )
 
 
+_FED_FORWARD = DecoderNames(
+    mixing=_scan_weights,
+    norms=("input_layernorm", "pre_ff_layernorm"),
+    final_norm="final_layernorm",
+    ffn=tuple(f"feed_forward.{name}_proj" for name in ("gate", "up", "down")),
+)
+
 FAMILIES = (
     decoder(
         "Granite 4",
@@ -297,12 +304,7 @@ FAMILIES = (
         ffn=lambda c: gated_network(c, bias=c.mlp_bias),
         norm=rms,
         refuse=_refuse_activations,
-        names=DecoderNames(
-            mixing=_scan_weights,
-            norms=("input_layernorm", "pre_ff_layernorm"),
-            final_norm="final_layernorm",
-            ffn=tuple(f"feed_forward.{name}_proj" for name in ("gate", "up", "down")),
-        ),
+        names=_FED_FORWARD,
     ),
     decoder(
         "Falcon-H1",
@@ -315,12 +317,7 @@ FAMILIES = (
         head=lambda c: lm(c, logit_scale=c.lm_head_multiplier),
         factors=_falcon_factors,
         refuse=_refuse_falcons,
-        names=DecoderNames(
-            mixing=_scan_weights,
-            norms=("input_layernorm", "pre_ff_layernorm"),
-            final_norm="final_layernorm",
-            ffn=tuple(f"feed_forward.{name}_proj" for name in ("gate", "up", "down")),
-        ),
+        names=_FED_FORWARD,
     ),
     decoder(
         "Nemotron-H",

@@ -91,7 +91,7 @@ class Patches:
         image, patch: height and width, in pixels. An `image` of (0, 0) may have any size; it comes as the pixels of its
             patches (`engine.model.grids`), whose positions are blends of those of a square.
         channels: channels of the image.
-        frames: so many images, all the same, make up an input of the matrix.
+        frames: the number of times that an image is repeated in an input of the matrix.
         bias: whether the matrix has a bias.
         first: learned vectors before those of the patches, such as a class token.
         positions: positions added to all of them.
