@@ -244,5 +244,5 @@ def _digest(tensors: Mapping[str, Tensor]) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
         digest.update(f"{name}\0{list(tensors[name].shape)}\0".encode())
-        digest.update(tensors[name].contiguous().numpy().tobytes())
+        digest.update(tensors[name].contiguous().numpy().data)
     return digest.digest()
