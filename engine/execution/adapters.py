@@ -37,10 +37,11 @@ class LoadedAdapters:
     Args:
         max_loras: number of slots; 0: the model does not support adapters.
         max_rank: the maximum rank of an adapter.
+        model_type: the type of the model in its config.
     """
 
-    def __init__(self, model: Transformer, max_loras: int, max_rank: int):
-        self._model, self._max_loras, self.max_rank = model, max_loras, max_rank
+    def __init__(self, model: Transformer, max_loras: int, max_rank: int, model_type: str = ""):
+        self._model, self._max_loras, self.max_rank, self._model_type = model, max_loras, max_rank, model_type
         self._filled: dict[int, list[Linear]] = {}
         self._reader: ThreadPoolExecutor | None = None
         self.heads: dict[int, Head] = {}  # adapters' own heads, by slot
@@ -82,7 +83,7 @@ class LoadedAdapters:
     def _read(self, name: str, source: Adapter | str) -> ReadAdapter:
         try:
             adapter = (
-                read_adapter(name, source, self._model, self.max_rank)
+                read_adapter(name, source, self._model, self.max_rank, self._model_type)
                 if isinstance(source, str)
                 else replace(source, name=name)
             )
