@@ -40,6 +40,7 @@ from engine.model.gguf.folder import stand_in
 from engine.model.gguf.tensors import StoredRows
 from engine.model.gguf.weights import GgufWeights
 from engine.model.layers import Linear
+from engine.model.lora.gguf import MODEL_TYPES
 from engine.model.quantisation import Parts
 from engine.model.weight_files import Checkpoint
 from server.facts import log_facts
@@ -80,6 +81,7 @@ def answers(path: Path, prompts: list[list[int]], **settings: Any) -> list[list[
 def test_tokens_are_those_of_transformers(name: str, gguf: Any, tmp_path: Path) -> None:
     kind, path = KINDS[name], tmp_path / "tiny.gguf"
     model = write_file(path, kind, formats=FORMATS)
+    assert model.config.model_type in MODEL_TYPES[kind.name], "adapters for this architecture are for such a model"
     prompts = [random_prompt(kind.shape.vocab, seed, length) for seed, length in ((0, 4), (1, 37), (2, 20))]
     clear = 0
     for prompt, tokens in zip(prompts, answers(path, prompts), strict=True):
