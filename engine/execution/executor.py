@@ -3,11 +3,13 @@ about a device."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from engine.execution.page_content import Content, contents_of
 from engine.execution.pending import PendingStep
 from engine.execution.runner import ModelRunner
 from engine.execution.warmup import trial
@@ -30,6 +32,8 @@ class ModelFacts:
         measured: small steps, each with the seconds that it took.
         weights: bytes of its parameters.
         num_states: number of state slots; 0 if no layer has a state.
+        page_shape: `engine.execution.page_content.shape_of`.
+        content_sizes: bytes of a page, then of a state slot if there are any.
     """
 
     info: EngineInfo
@@ -38,6 +42,8 @@ class ModelFacts:
     measured: list[tuple[StepWork, float]]
     weights: int
     num_states: int = 0
+    page_shape: str = ""
+    content_sizes: tuple[int, ...] = ()
 
 
 class Executor(Protocol):
@@ -50,6 +56,9 @@ class Executor(Protocol):
 
     def copy_pages(self, copies: Int32) -> None:
         """Copy pages [C, 2] (source, destination), without a step."""
+
+    def contents(self) -> Sequence[Content]:
+        """Access to the content of pages, then of state slots if there are any. Several threads may use it."""
 
     def load_adapter(self, name: str, source: Adapter | str, slot: int) -> AdapterInfo:
         """Load an adapter, or the one in a folder or file, into an empty slot. Raises AdapterError if the adapter does
@@ -80,6 +89,9 @@ class LocalExecutor:
 
     def copy_pages(self, copies: Int32) -> None:
         self.runner.cache.copy_pages(copies)
+
+    def contents(self) -> Sequence[Content]:
+        return contents_of(self.runner.cache)
 
     def load_adapter(self, name: str, source: Adapter | str, slot: int) -> AdapterInfo:
         info = self.runner.adapters.load(name, source, slot)
