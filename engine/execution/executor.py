@@ -3,11 +3,13 @@ about a device."""
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from engine.execution.adapters import ReadAdapter
 from engine.execution.pending import PendingStep
 from engine.execution.runner import ModelRunner
 from engine.execution.warmup import trial
@@ -40,6 +42,18 @@ class ModelFacts:
     num_states: int = 0
 
 
+class Reading(Protocol):
+    """An adapter that is being read."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether `wait` returns without waiting."""
+
+    def wait(self) -> None:
+        """Wait until the adapter is read. Raises AdapterError if it does not fit the model, and other errors that
+        occurred."""
+
+
 class Executor(Protocol):
     """Computes steps, in the order in which they are launched."""
 
@@ -51,9 +65,11 @@ class Executor(Protocol):
     def copy_pages(self, copies: Int32) -> None:
         """Copy pages [C, 2] (source, destination), without a step."""
 
-    def load_adapter(self, name: str, source: Adapter | str, slot: int) -> AdapterInfo:
-        """Load an adapter, or the one in a folder or file, into an empty slot. Raises AdapterError if the adapter does
-        not fit the model; nothing was changed."""
+    def read_adapter(self, name: str, source: Adapter | str) -> Reading:
+        """Start reading and checking an adapter, or the one in a folder or file, while steps run."""
+
+    def load_adapter(self, reading: Reading, slot: int) -> AdapterInfo:
+        """Put an adapter that was read into an empty slot. If that fails, nothing was changed."""
 
     def unload_adapter(self, slot: int) -> None:
         """Empty a slot. No later step may have rows with its adapter."""
@@ -66,6 +82,20 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Free the model and the pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalReading:
+    """An adapter that another thread reads."""
+
+    future: Future[ReadAdapter]
+
+    @property
+    def ready(self) -> bool:
+        return self.future.done()
+
+    def wait(self) -> None:
+        self.future.result()
 
 
 class LocalExecutor:
@@ -81,8 +111,12 @@ class LocalExecutor:
     def copy_pages(self, copies: Int32) -> None:
         self.runner.cache.copy_pages(copies)
 
-    def load_adapter(self, name: str, source: Adapter | str, slot: int) -> AdapterInfo:
-        info = self.runner.adapters.load(name, source, slot)
+    def read_adapter(self, name: str, source: Adapter | str) -> LocalReading:
+        return LocalReading(self.runner.adapters.read(name, source))
+
+    def load_adapter(self, reading: Reading, slot: int) -> AdapterInfo:
+        assert isinstance(reading, LocalReading)
+        info = self.runner.adapters.load(reading.future.result(), slot)
         self.runner.kind.use_head(slot, self.runner.adapters.heads.get(slot))
         return info
 
