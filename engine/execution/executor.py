@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -120,8 +121,12 @@ class LocalExecutor:
     def copy_pages(self, copies: Int32) -> None:
         self.runner.cache.copy_pages(copies)
 
-    def contents(self) -> Sequence[Content]:
+    @cached_property
+    def _contents(self) -> Sequence[Content]:
         return contents_of(self.runner.cache)
+
+    def contents(self) -> Sequence[Content]:
+        return self._contents
 
     def read_adapter(self, name: str, source: Adapter | str) -> LocalReading:
         return LocalReading(self.runner.adapters.read(name, source))

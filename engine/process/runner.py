@@ -32,7 +32,7 @@ from engine.config import EngineConfig
 from engine.errors import AdapterError, EngineDeadError, OctavoError
 from engine.execution.executor import LocalExecutor, LocalReading, ModelFacts, Reading
 from engine.execution.memory import is_out_of_memory
-from engine.execution.page_content import Bytes, Content
+from engine.execution.page_content import Bytes
 from engine.execution.pending import PendingStep
 from engine.host.children import leave_signals_to_parent, signals_held, take_standard_input
 from engine.host.cpus import engine_environment
@@ -421,7 +421,6 @@ def _serve(line: Connection, gone: Callable[[], None] = lambda: None) -> None:
     due: SimpleQueue[PendingStep | Answer | Failure | AdapterRead] = SimpleQueue()
     read: dict[str, LocalReading] = {}  # adapters that are not in their slots yet, by name
     threading.Thread(target=_answer, args=(line, due, gone), name="octavo-answers", daemon=True).start()
-    contents = executor.contents() if executor.facts.content_sizes else []
     while (data := orders.get()) is not None:
         order = _orders.decode(data)
         if isinstance(order, Launch) and order.masks_follow:
@@ -429,7 +428,7 @@ def _serve(line: Connection, gone: Callable[[], None] = lambda: None) -> None:
         elif isinstance(order, ReadAdapter):
             _read_adapter(executor, order, due, read)
         else:
-            due.put(_carry_out(executor, contents, order, read))
+            due.put(_carry_out(executor, order, read))
 
 
 def _read(line: Connection, orders: SimpleQueue[bytes | None], gone: Callable[[], None]) -> None:
@@ -499,18 +498,16 @@ def _launch_masked(executor: LocalExecutor, plan: StepPlan, orders: SimpleQueue[
                 take()
 
 
-def _carry_out(
-    executor: LocalExecutor, contents: Sequence[Content], order: Order, read: dict[str, LocalReading]
-) -> PendingStep | Answer | Failure:
+def _carry_out(executor: LocalExecutor, order: Order, read: dict[str, LocalReading]) -> PendingStep | Answer | Failure:
     try:
         if isinstance(order, Launch):
             return executor.launch(order.plan)
         if isinstance(order, Copy):
             executor.copy_pages(order.copies)
         elif isinstance(order, ReadPage):
-            return Answer(content=contents[order.kind].read(order.page)())
+            return Answer(content=executor.contents()[order.kind].read(order.page)())
         elif isinstance(order, WritePages):
-            contents[order.kind].write(order.pages.tolist(), order.content)
+            executor.contents()[order.kind].write(order.pages.tolist(), order.content)
         elif isinstance(order, LoadAdapter):
             return Answer(adapter=executor.load_adapter(read.pop(order.name), order.slot))
         elif isinstance(order, UnloadAdapter):
