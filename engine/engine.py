@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.config import EngineConfig
-from engine.disk.opening import check_kv_disk, open_store
+from engine.disk.opening import check_kv_disk, open_stores
 from engine.disk.tier import DiskTier
 from engine.errors import ConfigError, EngineDeadError, InvalidRequestError
 from engine.execution.draft_model import DraftModel
@@ -123,8 +123,8 @@ class Engine:
         encoder_only, path = info.encoder_only, Path(info.model_path)
         limits = SchedulerConfig.of(config, facts.needs)
         states = BlockPool(facts.num_states) if facts.num_states else None
-        opened = open_store(config, self.executor)
-        hasher = None if opened is None else PageHasher(opened[0].hash_key)
+        opened = open_stores(config, self.executor)
+        hasher = PageHasher(opened[0][0].hash_key) if opened else None
         self.scheduler = Scheduler(limits, BlockPool(info.num_blocks), hasher, states=states)
         if self._publisher is not None:
             if encoder_only or info.max_encoder_len is not None:
@@ -135,8 +135,8 @@ class Engine:
             self.scheduler.record_events()
             self._publisher.start("GPU" if device.type == "cuda" else "CPU")
             self._publish_events()
-        if opened is not None:
-            self._disk = DiskTier(*opened, self.scheduler)
+        if opened:
+            self._disk = DiskTier(opened, self.scheduler)
         # On a GPU a step with one token per row is recorded, and takes less time than one that checks several.
         self.scheduler.drafts_forced_tokens = device.type == "cpu"
         step_time = config.max_step_time

@@ -3,6 +3,7 @@ about a device."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,6 +11,7 @@ from typing import Protocol
 import torch
 
 from engine.execution.adapters import ReadAdapter
+from engine.execution.page_content import Content, contents_of
 from engine.execution.pending import PendingStep
 from engine.execution.runner import ModelRunner
 from engine.execution.warmup import trial
@@ -32,6 +34,8 @@ class ModelFacts:
         measured: small steps, each with the seconds that it took.
         weights: bytes of its parameters.
         num_states: number of state slots; 0 if no layer has a state.
+        page_shape: `engine.execution.page_content.shape_of`.
+        content_sizes: bytes of a page, then of a state slot if there are any.
     """
 
     info: EngineInfo
@@ -40,6 +44,8 @@ class ModelFacts:
     measured: list[tuple[StepWork, float]]
     weights: int
     num_states: int = 0
+    page_shape: str = ""
+    content_sizes: tuple[int, ...] = ()
 
 
 class Reading(Protocol):
@@ -64,6 +70,9 @@ class Executor(Protocol):
 
     def copy_pages(self, copies: Int32) -> None:
         """Copy pages [C, 2] (source, destination), without a step."""
+
+    def contents(self) -> Sequence[Content]:
+        """Access to the content of pages, then of state slots if there are any. Several threads may use it."""
 
     def read_adapter(self, name: str, source: Adapter | str) -> Reading:
         """Start reading and checking an adapter, or the one in a folder or file, while steps run."""
@@ -110,6 +119,9 @@ class LocalExecutor:
 
     def copy_pages(self, copies: Int32) -> None:
         self.runner.cache.copy_pages(copies)
+
+    def contents(self) -> Sequence[Content]:
+        return contents_of(self.runner.cache)
 
     def read_adapter(self, name: str, source: Adapter | str) -> LocalReading:
         return LocalReading(self.runner.adapters.read(name, source))

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -32,6 +32,7 @@ from engine.config import EngineConfig
 from engine.errors import AdapterError, EngineDeadError, OctavoError
 from engine.execution.executor import LocalExecutor, LocalReading, ModelFacts, Reading
 from engine.execution.memory import is_out_of_memory
+from engine.execution.page_content import Bytes, Content
 from engine.execution.pending import PendingStep
 from engine.host.children import leave_signals_to_parent, signals_held, take_standard_input
 from engine.host.cpus import engine_environment
@@ -81,6 +82,21 @@ class ReadAdapter(msgspec.Struct, tag=True):
     source: str
 
 
+class ReadPage(msgspec.Struct, tag=True):
+    """`Content.read`. `kind`: the position in `Executor.contents`."""
+
+    kind: int
+    page: int
+
+
+class WritePages(msgspec.Struct, tag=True):
+    """`Content.write`."""
+
+    kind: int
+    pages: Int32
+    content: Bytes
+
+
 class LoadAdapter(msgspec.Struct, tag=True):
     """`Executor.load_adapter`."""
 
@@ -121,9 +137,10 @@ class Failure(msgspec.Struct, tag=True):
 
 
 class Answer(msgspec.Struct, tag=True, omit_defaults=True):
-    """The result of a message: facts at the start, the result of a step, facts about an adapter, or nothing."""
+    """The result of a message: facts at the start, the result of a step, facts about an adapter, a page, or nothing."""
 
     facts: ModelFacts | None = None
+    content: Bytes | None = None
     result: StepResult | None = None
     adapter: AdapterInfo | None = None
 
@@ -155,7 +172,9 @@ def _unpack(kind: Any, value: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
-Order = Start | Launch | Filled | Copy | ReadAdapter | LoadAdapter | UnloadAdapter | Trial | Release
+Order = (
+    Start | Launch | Filled | Copy | ReadPage | WritePages | ReadAdapter | LoadAdapter | UnloadAdapter | Trial | Release
+)
 _orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order, dec_hook=_unpack)
 _replies: msgspec.msgpack.Decoder[Answer | Failure | AdapterRead] = msgspec.msgpack.Decoder(
     Answer | Failure | AdapterRead, dec_hook=_unpack
@@ -201,6 +220,26 @@ class _Reading(_Late):
         self.answer()
 
 
+class _Remote:
+    """`Content` of the runner's process."""
+
+    def __init__(self, executor: ProcessExecutor, kind: int, size: int):
+        self._executor, self._kind, self.size = executor, kind, size
+
+    def read(self, page: int) -> Callable[[], Bytes]:
+        late = self._executor.send(ReadPage(self._kind, page))
+
+        def wait() -> Bytes:
+            content = late.answer().content
+            assert content is not None
+            return content
+
+        return wait
+
+    def write(self, pages: Sequence[int], content: Bytes) -> None:
+        self._executor.send(WritePages(self._kind, np.array(pages, dtype=np.int32), content)).answer()
+
+
 class ProcessExecutor:
     """The engine's side of the connection. Raises OctavoError: why the model cannot be loaded, with the type raised in
     the process; EngineDeadError: the process ended without a message."""
@@ -215,11 +254,12 @@ class ProcessExecutor:
         self._expected: deque[_Late] = deque()
         self._reading: dict[str, _Reading] = {}  # adapters that are being read, by name
         self._process: subprocess.Popen[bytes] | None = None
+        self._mutex = threading.RLock()  # the threads that move pages between memory and a disk send messages, too
         try:
             with theirs, signals_held():
                 self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment)
             start = Start(config, logging.getLogger().getEffectiveLevel(), configured())
-            facts = self._send(start).answer().facts
+            facts = self.send(start).answer().facts
         except BaseException:
             self.close()
             raise
@@ -235,8 +275,8 @@ class ProcessExecutor:
     def launch(self, plan: StepPlan) -> PendingStep:
         batch = plan.sampling
         if batch is None or batch.fill is None:
-            return PendingStep(candidates=self._send(Launch(plan)))
-        late = self._send(Launch(replace(plan, sampling=replace(batch, fill=None)), masks_follow=True))
+            return PendingStep(candidates=self.send(Launch(plan)))
+        late = self.send(Launch(replace(plan, sampling=replace(batch, fill=None)), masks_follow=True))
         masks: Masks | None = None
         try:
             masks = batch.fill()
@@ -245,7 +285,10 @@ class ProcessExecutor:
         return PendingStep(candidates=late)
 
     def copy_pages(self, copies: Int32) -> None:
-        self._send(Copy(copies)).answer()
+        self.send(Copy(copies)).answer()
+
+    def contents(self) -> list[_Remote]:
+        return [_Remote(self, kind, size) for kind, size in enumerate(self.facts.content_sizes)]
 
     def read_adapter(self, name: str, source: Adapter | str) -> _Reading:
         if not isinstance(source, str):
@@ -256,18 +299,18 @@ class ProcessExecutor:
 
     def load_adapter(self, reading: Reading, slot: int) -> AdapterInfo:
         assert isinstance(reading, _Reading)
-        info = self._send(LoadAdapter(reading.name, slot)).answer().adapter
+        info = self.send(LoadAdapter(reading.name, slot)).answer().adapter
         assert info is not None
         return info
 
     def unload_adapter(self, slot: int) -> None:
-        self._send(UnloadAdapter(slot)).answer()
+        self.send(UnloadAdapter(slot)).answer()
 
     def trial(self) -> None:
-        self._send(Trial()).answer()
+        self.send(Trial()).answer()
 
     def release(self) -> None:
-        self._send(Release()).answer()
+        self.send(Release()).answer()
 
     def close(self) -> None:
         for runner in self._runners:
@@ -285,15 +328,17 @@ class ProcessExecutor:
         EngineDeadError if the process has ended."""
         while late.reply is None:
             try:
-                if not self._runners[0].poll(None if wait else 0):
-                    return False
-                with self._undivided():
-                    reply = _replies.decode(self._runners[0].recv_bytes())
-                    if isinstance(reply, AdapterRead):
-                        self._reading.pop(reply.name).reply = reply.answer
-                    else:
-                        self._expected[0].reply = reply
-                        self._expected.popleft()
+                with self._mutex:
+                    if late.reply is not None:  # another thread has read it
+                        break
+                    if not self._runners[0].poll(None if wait else 0):
+                        return False
+                    with self._undivided():
+                        reply = _replies.decode(self._runners[0].recv_bytes())
+                        if isinstance(reply, AdapterRead):
+                            self._reading.pop(reply.name).reply = reply.answer
+                        else:
+                            self._expected.popleft().reply = reply
             except (EOFError, OSError) as error:
                 raise self._ended() from error
         return True
@@ -311,7 +356,8 @@ class ProcessExecutor:
                 runner.close()
             raise
 
-    def _send(self, message: msgspec.Struct) -> _Late:
+    def send(self, message: msgspec.Struct) -> _Late:
+        """Send a message that is answered."""
         late = _Late(self)
         self._post(message, late)
         return late
@@ -320,7 +366,7 @@ class ProcessExecutor:
         """Send a message, and expect an answer if it has one."""
         data = _encoder.encode(message)
         try:
-            with self._undivided():
+            with self._mutex, self._undivided():
                 if late is not None:
                     self._expected.append(late)
                 for runner in self._runners:
@@ -375,6 +421,7 @@ def _serve(line: Connection, gone: Callable[[], None] = lambda: None) -> None:
     due: SimpleQueue[PendingStep | Answer | Failure | AdapterRead] = SimpleQueue()
     read: dict[str, LocalReading] = {}  # adapters that are not in their slots yet, by name
     threading.Thread(target=_answer, args=(line, due, gone), name="octavo-answers", daemon=True).start()
+    contents = executor.contents() if executor.facts.content_sizes else []
     while (data := orders.get()) is not None:
         order = _orders.decode(data)
         if isinstance(order, Launch) and order.masks_follow:
@@ -382,7 +429,7 @@ def _serve(line: Connection, gone: Callable[[], None] = lambda: None) -> None:
         elif isinstance(order, ReadAdapter):
             _read_adapter(executor, order, due, read)
         else:
-            due.put(_carry_out(executor, order, read))
+            due.put(_carry_out(executor, contents, order, read))
 
 
 def _read(line: Connection, orders: SimpleQueue[bytes | None], gone: Callable[[], None]) -> None:
@@ -452,12 +499,18 @@ def _launch_masked(executor: LocalExecutor, plan: StepPlan, orders: SimpleQueue[
                 take()
 
 
-def _carry_out(executor: LocalExecutor, order: Order, read: dict[str, LocalReading]) -> PendingStep | Answer | Failure:
+def _carry_out(
+    executor: LocalExecutor, contents: Sequence[Content], order: Order, read: dict[str, LocalReading]
+) -> PendingStep | Answer | Failure:
     try:
         if isinstance(order, Launch):
             return executor.launch(order.plan)
         if isinstance(order, Copy):
             executor.copy_pages(order.copies)
+        elif isinstance(order, ReadPage):
+            return Answer(content=contents[order.kind].read(order.page)())
+        elif isinstance(order, WritePages):
+            contents[order.kind].write(order.pages.tolist(), order.content)
         elif isinstance(order, LoadAdapter):
             return Answer(adapter=executor.load_adapter(read.pop(order.name), order.slot))
         elif isinstance(order, UnloadAdapter):
