@@ -6,18 +6,23 @@ import errno
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.driving import BOTH_DEPTHS, Job, Tokens, add, finish, run, run_alone
-from support.jobs import MIXED, beams, greedy, prompt, sampled
+from support.checkpoints import random_prompt
+from support.driving import BOTH_DEPTHS, Job, Tokens, add, finish, make_engine, run, run_alone, tokens_of
+from support.families import FAMILY_SHAPES, make_family_checkpoint
+from support.jobs import MIXED, VOCAB, beams, greedy, prompt, sampled
+from support.seq2seq import make_seq2seq_checkpoint
+from support.seq2seq_shapes import SHAPES
 from test_metamorphic_window import windowed_spec
 
-from engine import Engine, EngineConfig
+from engine import Engine, EngineConfig, Seq2SeqInput
 from engine.disk import tier as disk_tier
-from engine.disk.opening import open_store
+from engine.disk.opening import open_stores
 from engine.disk.store import PageStore
 from engine.disk.tier import longest
 from engine.errors import ConfigError
@@ -151,7 +156,7 @@ def test_pages_of_others_are_not_found(engines: Callable[..., Engine], kept: dic
         engine = engines(**(kept | settings))
         run(engine, [Job(TEXT, greedy(1), options)])
         found = engine.stats().disk_pages_read
-        engine._disk._store.writable = False  # type: ignore[union-attr]
+        engine._disk._pages.store.writable = False  # type: ignore[union-attr]
         engine.close()
         return found
 
@@ -189,29 +194,69 @@ def test_a_disk_that_fails_is_reported_once(
     ]
 
 
-@pytest.mark.parametrize(
-    ("info", "needs"),
-    [
-        ({"encoder_only": True}, SequenceNeeds(paged=False)),
-        ({"max_encoder_len": 64}, SequenceNeeds(encoder_length=64)),
-        ({}, SequenceNeeds(state_size=8)),
-    ],
-    ids=["encoder", "encoder-decoder", "states"],
-)
-def test_models_whose_pages_are_not_enough(info: dict[str, Any], needs: SequenceNeeds, kept: dict[str, Any]) -> None:
-    """They are served without the folder, which is not made."""
-    facts = SimpleNamespace(
-        info=SimpleNamespace(**{"encoder_only": False, "max_encoder_len": None} | info), needs=needs
-    )
-    assert open_store(EngineConfig(model="m", **kept), SimpleNamespace(facts=facts)) is None  # type: ignore[arg-type]
+def test_an_encoder_without_a_decoder_keeps_nothing(kept: dict[str, Any]) -> None:
+    """It is served without the folder, which is not made."""
+    facts = SimpleNamespace(info=SimpleNamespace(encoder_only=True), needs=SequenceNeeds(paged=False))
+    assert open_stores(EngineConfig(model="m", **kept), SimpleNamespace(facts=facts)) == []  # type: ignore[arg-type]
     assert not Path(kept["kv_disk"]).exists()
+
+
+def test_an_encoder_does_not_run_again(kept: dict[str, Any], tmp_path: Path) -> None:
+    """All pages of its input come back, with those of the decoder's prompt; if one is damaged, it runs."""
+    path = tmp_path / "bart"
+    vocab = make_seq2seq_checkpoint(SHAPES["bart"], path).shape.vocab
+    input = Seq2SeqInput(random_prompt(vocab, 1, 30), random_prompt(vocab, 2, 10))
+
+    def ask(**settings: Any) -> tuple[Tokens, tuple[int, ...]]:
+        engine = make_engine(path, max_model_len=100, **settings)
+        engine.add_request("r", input, beams(2, 6))
+        answer, stats = tokens_of(finish(engine)["r"]), engine.stats()
+        engine.close()
+        return answer, (stats.num_encoder_runs, stats.disk_pages_read, stats.prompt_tokens_cached)
+
+    (answer, found) = ask(**SMALL)
+    assert found == (1, 0, 0)
+    assert ask(**kept) == (answer, (1, 0, 0))
+    assert ask(**kept) == (answer, (0, 8 + 2, 30 + 8))
+    for path_ in pages(kept):
+        path_.write_bytes(path_.read_bytes()[:-1])
+    assert ask(**kept) == (answer, (1, 0, 0))
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "falcon-h1"])
+def test_states_after_a_restart(family: str, kept: dict[str, Any], tmp_path: Path) -> None:
+    """A prompt continues from the last page whose state is known, too."""
+    make_family_checkpoint(replace(FAMILY_SHAPES[family], vocab=VOCAB), tmp_path / family)
+
+    def ask(job: Job, **settings: Any) -> tuple[Tokens, tuple[int, ...]]:
+        engine = make_engine(tmp_path / family, max_model_len=100, **settings)
+        (answer,), stats = run(engine, [job]), engine.stats()
+        engine.close()
+        return answer, (stats.disk_pages_read, stats.prompt_tokens_cached, stats.disk_errors)
+
+    whole, other = JOBS[0], JOBS[1]  # their first 50 tokens are equal, but the state is known after 60
+    longer = Job([*TEXT[:60], *prompt(4, 20)], greedy(5))
+    alone = [ask(job, **SMALL)[0] for job in (whole, other, longer)]
+    assert ask(whole, **kept) == (alone[0], (0, 0, 0))
+    assert ask(other, **kept) == (alone[1], (0, 0, 0))
+    assert ask(longer, **kept) == (alone[2], (15 + 1, 60, 0))
+
+
+@pytest.mark.slow
+def test_pages_of_a_runner_in_its_own_process(engines: Callable[..., Engine], kept: dict[str, Any]) -> None:
+    """It finds the pages of an engine in one process, and leaves some for it."""
+    (alone,) = run(engines(**SMALL), JOBS[:1])
+    for apart, read in (("mp", 0), ("mp", 15), ("uni", 15)):
+        one = engines(**kept, distributed_executor_backend=apart)
+        assert run(one, JOBS[:1]) == [alone]
+        assert (one.stats().disk_pages_read, one.stats().disk_errors) == (read, 0)
+        one.close()
+        assert len(pages(kept)) == 18
 
 
 def test_settings_that_contradict_it(engines: Callable[..., Engine], kept: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="enable_prefix_caching is false"):
         engines(**kept, enable_prefix_caching=False)
-    with pytest.raises(ConfigError, match="kv_disk needs distributed_executor_backend uni, got mp"):
-        engines(**kept, distributed_executor_backend="mp")
     with pytest.raises(ConfigError, match=r"kv_disk_size is 100 bytes, but one page takes \d+. Raise --kv-disk-size."):
         engines(**kept | {"kv_disk_size": 100})
     (tmp_path / "file").write_text("")

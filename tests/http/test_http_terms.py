@@ -16,10 +16,10 @@ from support.asgi import Call, counts
 from support.checkpoints import Checkpoint
 from support.local_client import LocalClient
 
-from engine import ChoiceDelta, EngineConfig, PoolingParams, RequestDelta, TokenInput
+from engine import MAX_PRIORITY, ChoiceDelta, EngineConfig, PoolingParams, RequestDelta, TokenInput
 from engine.text.processor import Tokenizer
 from server.answering.terms import scoped_salt
-from server.api.schemas import MAX_PRIORITY, MAX_SALT, MAX_TIMEOUT
+from server.api.schemas import MAX_SALT, MAX_TIMEOUT
 from server.app import create_app
 from server.config.settings import ServerSettings
 from server.context import Service

@@ -27,6 +27,7 @@ from transformers.generation.logits_process import (
     SuppressTokensLogitsProcessor,
 )
 
+from engine import MAX_PRIORITY
 from engine.errors import InvalidRequestError
 from engine.interface.outputs import RequestDelta
 from engine.interface.request import Decoding
@@ -322,6 +323,54 @@ class TestShortPrompts:
                 before = sim.scheduler._groups["long"].sequences[0].num_computed
                 sim.step()
                 assert sim.scheduler._groups["long"].sequences[0].num_computed == before + 4
+
+
+class TestBackground:
+    """Requests with the highest priority number: lines of batches."""
+
+    def test_it_stands_still_while_a_client_waits_for_its_first_token(self) -> None:
+        with simulator(budget=8, num_pages=80) as sim:
+            sim.add(make_request("line", prompt(3), max_tokens=30, priority=MAX_PRIORITY, tenant="a"))
+            sim.step()
+            sim.add(make_request("client", prompt(20, start=3), max_tokens=4, tenant="b"))
+            assert [[delta.request_id for delta in sim.step()] for _ in range(4)] == [
+                [],
+                [],
+                ["client"],
+                ["client", "line"],
+            ]
+            sim.drain()
+            sim.compare()
+
+    def test_clients_of_all_keys_come_first_and_take_its_place(self) -> None:
+        with simulator(max_num_seqs=1, budget=64) as sim:
+            for number in range(2):
+                sim.add(make_request(f"line {number}", prompt(5), max_tokens=9, priority=MAX_PRIORITY, tenant="a"))
+            sim.step()
+            assert not sim.scheduler.snapshot().lacks_room, "a client would not wait"
+            for number, tenant in enumerate("bca"):
+                sim.add(make_request(f"client {number}", prompt(5, number), max_tokens=1, tenant=tenant))
+            order = [delta.request_id for _ in range(3) for delta in sim.step()]
+            assert order == ["client 0", "client 1", "client 2"]
+            sim.drain()
+            sim.compare()
+
+    def test_its_prompts_take_short_steps_while_clients_come(self) -> None:
+        """So that the next client waits only for the end of a short step."""
+        with simulator(budget=64, num_pages=80) as sim:
+            sim.add(make_request("alone", prompt(100), max_tokens=1, priority=MAX_PRIORITY))
+            computed = [0]
+
+            def step() -> int:
+                sim.step()
+                computed.append(sim.scheduler.stats.computed_tokens)
+                return computed[-1] - computed[-2]
+
+            assert step() == 64
+            sim.add(make_request("client", prompt(5, start=3), max_tokens=2))
+            assert [step() for _ in range(3)] == [5, 1 + 7, 8]
+            sim.drain()
+            sim.compare()
 
 
 class TestProgress:

@@ -14,7 +14,7 @@ from paged_simulator import VOCAB, FakeModel, Simulator, make_request
 from support.ahead import AheadSimulator
 
 from engine.errors import InvalidRequestError
-from engine.interface.request import Request
+from engine.interface.request import MAX_PRIORITY, Request
 
 pytestmark = pytest.mark.slow
 
@@ -74,7 +74,7 @@ def requests(draw: st.DrawFn) -> Request:
         eos_ids=frozenset({EOS}),
         logprobs=draw(st.sampled_from([None, None, 0, 3])),
         prompt_logprobs=draw(st.sampled_from([None, None, None, 0, 2])),
-        priority=draw(st.sampled_from([0, 0, 0, -1, 1])),
+        priority=draw(st.sampled_from([0, 0, 0, -1, 1, MAX_PRIORITY])),
         cache_salt=draw(st.sampled_from([None, None, "a"])),
         deadline=draw(st.sampled_from([None, None, None, None, 3.0, 10.0])),
         encoder_token_ids=draw(st.sampled_from([(), (), (), *INPUTS])),
@@ -221,7 +221,7 @@ def random_request(
         eos_ids=frozenset({EOS}),
         logprobs=rng.choice([None, None, 2]),
         prompt_logprobs=rng.choice([None, None, None, 1]),
-        priority=rng.choice([0, 0, 0, 0, -1, 1]),
+        priority=rng.choice([0, 0, 0, 0, -1, 1, MAX_PRIORITY]),
         cache_salt=rng.choice([None, None, "a", "b"]),
         encoder_token_ids=encoder_input,
         tenant=tenant,
