@@ -42,6 +42,11 @@ def graph_sizes(max_rows: int) -> list[int]:
     )
 
 
+def _divisible(plan: StepPlan) -> bool:
+    """Whether each token may be a row."""
+    return plan.cross is None and plan.states is None and plan.searches is None
+
+
 def _one_by_one(plan: StepPlan) -> StepPlan:
     """The same step with a row for each token: all rows write their keys and values before one attends, so a draft sees
     the tokens before it in the pages that it shares with them."""
@@ -120,7 +125,7 @@ class DecodeGraphs:
             bool(self._graphs)
             and sampling is not None
             and plan.num_tokens == len(sampling.rows) <= self._max_rows
-            and (plan.num_tokens == plan.num_rows or plan.cross is plan.states is plan.searches is None)
+            and (plan.num_tokens == plan.num_rows or _divisible(plan))
             and plan.encoder is None
             and plan.prompt_logprobs is None
             and not plan.pooling
