@@ -83,6 +83,7 @@ class LocalExecutor:
     def __init__(self, runner: ModelRunner, facts: ModelFacts):
         self.runner = runner
         self.facts = facts
+        self._contents: Sequence[Content] = ()
 
     def launch(self, plan: StepPlan) -> PendingStep:
         return self.runner.launch(plan)
@@ -91,7 +92,9 @@ class LocalExecutor:
         self.runner.cache.copy_pages(copies)
 
     def contents(self) -> Sequence[Content]:
-        return contents_of(self.runner.cache)
+        if not self._contents:
+            self._contents = contents_of(self.runner.cache)
+        return self._contents
 
     def load_adapter(self, name: str, source: Adapter | str, slot: int) -> AdapterInfo:
         info = self.runner.adapters.load(name, source, slot)
@@ -111,6 +114,6 @@ class LocalExecutor:
 
     def close(self) -> None:
         on_gpu = self.runner.model.device.type == "cuda"
-        del self.runner
+        del self.runner, self._contents
         if on_gpu:
             torch.cuda.empty_cache()

@@ -31,7 +31,7 @@ from engine.config import EngineConfig
 from engine.errors import AdapterError, EngineDeadError, OctavoError
 from engine.execution.executor import Executor, ModelFacts
 from engine.execution.memory import is_out_of_memory
-from engine.execution.page_content import Bytes, Content
+from engine.execution.page_content import Bytes
 from engine.execution.pending import PendingStep
 from engine.host.children import leave_signals_to_parent, signals_held, take_standard_input
 from engine.host.cpus import engine_environment
@@ -380,13 +380,12 @@ def _serve(line: Connection, gone: Callable[[], None] = lambda: None) -> None:
     line.send_bytes(_encoder.encode(Answer(facts=executor.facts)))
     due: SimpleQueue[PendingStep | Answer | Failure] = SimpleQueue()
     threading.Thread(target=_answer, args=(line, due, gone), name="octavo-answers", daemon=True).start()
-    contents = executor.contents() if executor.facts.content_sizes else []
     while (data := orders.get()) is not None:
         order = _orders.decode(data)
         if isinstance(order, Launch) and order.masks_follow:
             due.put(_launch_masked(executor, order.plan, orders))
         else:
-            due.put(_carry_out(executor, contents, order))
+            due.put(_carry_out(executor, order))
 
 
 def _read(line: Connection, orders: SimpleQueue[bytes | None], gone: Callable[[], None]) -> None:
@@ -436,16 +435,16 @@ def _launch_masked(executor: Executor, plan: StepPlan, orders: SimpleQueue[bytes
                 take()
 
 
-def _carry_out(executor: Executor, contents: Sequence[Content], order: Order) -> PendingStep | Answer | Failure:
+def _carry_out(executor: Executor, order: Order) -> PendingStep | Answer | Failure:
     try:
         if isinstance(order, Launch):
             return executor.launch(order.plan)
         if isinstance(order, Copy):
             executor.copy_pages(order.copies)
         elif isinstance(order, ReadPage):
-            return Answer(content=contents[order.kind].read(order.page)())
+            return Answer(content=executor.contents()[order.kind].read(order.page)())
         elif isinstance(order, WritePages):
-            contents[order.kind].write(order.pages.tolist(), order.content)
+            executor.contents()[order.kind].write(order.pages.tolist(), order.content)
         elif isinstance(order, LoadAdapter):
             return Answer(adapter=executor.load_adapter(order.name, order.source, order.slot))
         elif isinstance(order, UnloadAdapter):
