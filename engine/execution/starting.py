@@ -227,7 +227,7 @@ def load(resolved: Resolved) -> ModelRunner:
         KVCache(model.kv_shapes(), int(not whole), config.block_size, cache_dtype, device, centres),
         max_num_batched_tokens=config.max_num_batched_tokens,
         min_rows=min_invariant_rows(model),
-        adapters=LoadedAdapters(model, config.most_loras, rank),
+        adapters=LoadedAdapters(model, config.most_loras, rank, getattr(resolved.hf_config, "model_type", "")),
         activation=find_abilities(resolved.hf_config, model.spec, pipeline).activation,
         parts=load_parts(pipeline, device),
     )

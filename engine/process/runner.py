@@ -18,6 +18,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -29,7 +30,7 @@ import numpy as np
 from engine import errors
 from engine.config import EngineConfig
 from engine.errors import AdapterError, EngineDeadError, OctavoError
-from engine.execution.executor import Executor, ModelFacts
+from engine.execution.executor import LocalExecutor, LocalReading, ModelFacts, Reading
 from engine.execution.memory import is_out_of_memory
 from engine.execution.page_content import Bytes
 from engine.execution.pending import PendingStep
@@ -74,6 +75,13 @@ class Copy(msgspec.Struct, tag=True):
     copies: Int32
 
 
+class ReadAdapter(msgspec.Struct, tag=True):
+    """`Executor.read_adapter`. Its answer is an `AdapterRead`, after those of later messages if reading takes long."""
+
+    name: str
+    source: str
+
+
 class ReadPage(msgspec.Struct, tag=True):
     """`Content.read`. `kind`: the position in `Executor.contents`."""
 
@@ -93,7 +101,6 @@ class LoadAdapter(msgspec.Struct, tag=True):
     """`Executor.load_adapter`."""
 
     name: str
-    source: str
     slot: int
 
 
@@ -138,6 +145,13 @@ class Answer(msgspec.Struct, tag=True, omit_defaults=True):
     adapter: AdapterInfo | None = None
 
 
+class AdapterRead(msgspec.Struct, tag=True):
+    """The answer to the `ReadAdapter` of this name."""
+
+    name: str
+    answer: Answer | Failure
+
+
 class RunnerError(RuntimeError):
     """An exception in the runner's process, with its name and message."""
 
@@ -158,9 +172,13 @@ def _unpack(kind: Any, value: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
-Order = Start | Launch | Filled | Copy | ReadPage | WritePages | LoadAdapter | UnloadAdapter | Trial | Release
+Order = (
+    Start | Launch | Filled | Copy | ReadPage | WritePages | ReadAdapter | LoadAdapter | UnloadAdapter | Trial | Release
+)
 _orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order, dec_hook=_unpack)
-_replies: msgspec.msgpack.Decoder[Answer | Failure] = msgspec.msgpack.Decoder(Answer | Failure, dec_hook=_unpack)
+_replies: msgspec.msgpack.Decoder[Answer | Failure | AdapterRead] = msgspec.msgpack.Decoder(
+    Answer | Failure | AdapterRead, dec_hook=_unpack
+)
 
 
 class _Late:
@@ -188,6 +206,18 @@ class _Late:
         result = self.answer().result
         assert result is not None
         return result
+
+
+class _Reading(_Late):
+    """An adapter that the process reads."""
+
+    def __init__(self, executor: ProcessExecutor, name: str):
+        super().__init__(executor)
+        self.name = name
+
+    def wait(self) -> None:
+        """`Reading.wait`."""
+        self.answer()
 
 
 class _Remote:
@@ -222,6 +252,7 @@ class ProcessExecutor:
         command = [sys.executable, "-P", "-m", f"{__package__}.runner"]
         self._runners = [Connection(ours.detach())]
         self._expected: deque[_Late] = deque()
+        self._reading: dict[str, _Reading] = {}  # adapters that are being read, by name
         self._process: subprocess.Popen[bytes] | None = None
         self._mutex = threading.RLock()  # the threads that move pages between memory and a disk send messages, too
         try:
@@ -245,12 +276,13 @@ class ProcessExecutor:
         batch = plan.sampling
         if batch is None or batch.fill is None:
             return PendingStep(candidates=self.send(Launch(plan)))
-        late = self.send(Launch(replace(plan, sampling=replace(batch, fill=None)), masks_follow=True))
-        masks: Masks | None = None
-        try:
-            masks = batch.fill()
-        finally:
-            self._post(Filled(masks))
+        with self._mutex:  # no thread sends a message between the two
+            late = self.send(Launch(replace(plan, sampling=replace(batch, fill=None)), masks_follow=True))
+            masks: Masks | None = None
+            try:
+                masks = batch.fill()
+            finally:
+                self._post(Filled(masks))
         return PendingStep(candidates=late)
 
     def copy_pages(self, copies: Int32) -> None:
@@ -259,10 +291,16 @@ class ProcessExecutor:
     def contents(self) -> list[_Remote]:
         return [_Remote(self, kind, size) for kind, size in enumerate(self.facts.content_sizes)]
 
-    def load_adapter(self, name: str, source: Adapter | str, slot: int) -> AdapterInfo:
+    def read_adapter(self, name: str, source: Adapter | str) -> _Reading:
         if not isinstance(source, str):
             raise AdapterError("a runner in its own process loads adapters from files. Give the adapter's path.")
-        info = self.send(LoadAdapter(name, source, slot)).answer().adapter
+        reading = self._reading[name] = _Reading(self, name)
+        self._post(ReadAdapter(name, source))
+        return reading
+
+    def load_adapter(self, reading: Reading, slot: int) -> AdapterInfo:
+        assert isinstance(reading, _Reading)
+        info = self.send(LoadAdapter(reading.name, slot)).answer().adapter
         assert info is not None
         return info
 
@@ -297,8 +335,11 @@ class ProcessExecutor:
                     if not self._runners[0].poll(None if wait else 0):
                         return False
                     with self._undivided():
-                        self._expected[0].reply = _replies.decode(self._runners[0].recv_bytes())
-                        self._expected.popleft()
+                        reply = _replies.decode(self._runners[0].recv_bytes())
+                        if isinstance(reply, AdapterRead):
+                            self._reading.pop(reply.name).reply = reply.answer
+                        else:
+                            self._expected.popleft().reply = reply
             except (EOFError, OSError) as error:
                 raise self._ended() from error
         return True
@@ -378,14 +419,17 @@ def _serve(line: Connection, gone: Callable[[], None] = lambda: None) -> None:
         line.send_bytes(_encoder.encode(_failure(error)))
         return
     line.send_bytes(_encoder.encode(Answer(facts=executor.facts)))
-    due: SimpleQueue[PendingStep | Answer | Failure] = SimpleQueue()
+    due: SimpleQueue[PendingStep | Answer | Failure | AdapterRead] = SimpleQueue()
+    read: dict[str, LocalReading] = {}  # adapters that are not in their slots yet, by name
     threading.Thread(target=_answer, args=(line, due, gone), name="octavo-answers", daemon=True).start()
     while (data := orders.get()) is not None:
         order = _orders.decode(data)
         if isinstance(order, Launch) and order.masks_follow:
             due.put(_launch_masked(executor, order.plan, orders))
+        elif isinstance(order, ReadAdapter):
+            _read_adapter(executor, order, due, read)
         else:
-            due.put(_carry_out(executor, order))
+            due.put(_carry_out(executor, order, read))
 
 
 def _read(line: Connection, orders: SimpleQueue[bytes | None], gone: Callable[[], None]) -> None:
@@ -398,7 +442,27 @@ def _read(line: Connection, orders: SimpleQueue[bytes | None], gone: Callable[[]
         gone()
 
 
-def _answer(line: Connection, due: SimpleQueue[PendingStep | Answer | Failure], gone: Callable[[], None]) -> None:
+def _read_adapter(
+    executor: LocalExecutor,
+    order: ReadAdapter,
+    due: SimpleQueue[PendingStep | Answer | Failure | AdapterRead],
+    read: dict[str, LocalReading],
+) -> None:
+    """Read an adapter on another thread, put it into `read`, and answer."""
+    reading = executor.read_adapter(order.name, order.source)
+
+    def answer(future: Future[Any]) -> None:
+        error = future.exception()
+        if error is None:
+            read[order.name] = reading
+        due.put(AdapterRead(order.name, Answer() if error is None else _failure(error)))
+
+    reading.future.add_done_callback(answer)
+
+
+def _answer(
+    line: Connection, due: SimpleQueue[PendingStep | Answer | Failure | AdapterRead], gone: Callable[[], None]
+) -> None:
     """Answer the messages in order."""
     try:
         while True:
@@ -410,7 +474,7 @@ def _answer(line: Connection, due: SimpleQueue[PendingStep | Answer | Failure], 
         gone()
 
 
-def _launch_masked(executor: Executor, plan: StepPlan, orders: SimpleQueue[bytes | None]) -> PendingStep | Failure:
+def _launch_masked(executor: LocalExecutor, plan: StepPlan, orders: SimpleQueue[bytes | None]) -> PendingStep | Failure:
     """Launch a step. The next message holds the step's masks; the step waits for them when it needs them."""
     taken: list[Filled] = []
 
@@ -435,7 +499,7 @@ def _launch_masked(executor: Executor, plan: StepPlan, orders: SimpleQueue[bytes
                 take()
 
 
-def _carry_out(executor: Executor, order: Order) -> PendingStep | Answer | Failure:
+def _carry_out(executor: LocalExecutor, order: Order, read: dict[str, LocalReading]) -> PendingStep | Answer | Failure:
     try:
         if isinstance(order, Launch):
             return executor.launch(order.plan)
@@ -446,7 +510,7 @@ def _carry_out(executor: Executor, order: Order) -> PendingStep | Answer | Failu
         elif isinstance(order, WritePages):
             executor.contents()[order.kind].write(order.pages.tolist(), order.content)
         elif isinstance(order, LoadAdapter):
-            return Answer(adapter=executor.load_adapter(order.name, order.source, order.slot))
+            return Answer(adapter=executor.load_adapter(read.pop(order.name), order.slot))
         elif isinstance(order, UnloadAdapter):
             executor.unload_adapter(order.slot)
         elif isinstance(order, Trial):
@@ -460,7 +524,7 @@ def _carry_out(executor: Executor, order: Order) -> PendingStep | Answer | Failu
         return _failure(error)
 
 
-def _reply(due: PendingStep | Answer | Failure) -> Answer | Failure:
+def _reply(due: PendingStep | Answer | Failure | AdapterRead) -> Answer | Failure | AdapterRead:
     if not isinstance(due, PendingStep):
         return due
     try:
@@ -469,7 +533,7 @@ def _reply(due: PendingStep | Answer | Failure) -> Answer | Failure:
         return _failure(error)
 
 
-def _failure(error: Exception) -> Failure:
+def _failure(error: BaseException) -> Failure:
     if not isinstance(error, OctavoError) and not is_out_of_memory(error):
         logger.error("the runner failed", exc_info=error)
     return Failure(type(error).__name__, str(error), is_out_of_memory(error))

@@ -162,9 +162,12 @@ def test_the_head_drafts_as_the_reference_does(
 
 
 @needs_native
-def test_log_probabilities_are_the_same_bits(predicting: Callable[..., Any], engines: Callable[..., Engine]) -> None:
+@pytest.mark.parametrize("name", ["deepseek", "glm", "eagle3"])
+def test_log_probabilities_are_the_same_bits(
+    name: str, predicting: Callable[..., Any], engines: Callable[..., Engine]
+) -> None:
     """With a head beside the model, and drafts beside the tokens."""
-    made = predicting("eagle3")
+    made = predicting(name)
     jobs = [Job(prompt(1, 40), greedy(24, logprobs=2)), Job(prompt(2, 5), sampled(2, 24, logprobs=2, n=2))]
     plain, one = outputs(engines(made.path), jobs), engines(made.path, **with_head(2, made))
     for found, wanted in zip(outputs(one, jobs), plain, strict=True):

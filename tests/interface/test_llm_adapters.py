@@ -61,6 +61,7 @@ def test_each_prompt_has_its_own_adapter(checkpoint: Callable[[str], Checkpoint]
             answers(GREEDY, lora=folders)
         with pytest.raises(AdapterError, match="nowhere is not a folder"):
             answers(GREEDY, lora=str(tmp_path / "nowhere"))
+        assert set(llm.engine.adapters) == {folders[0], "third"}, "none makes room for one that cannot be loaded"
         with pytest.raises(InvalidRequestError, match="there are 1 inputs but 2 adapters"):
             llm.generate([PROMPT], GREEDY, lora=["third", None])
         with pytest.raises(InvalidRequestError, match="set only one of them"):

@@ -339,10 +339,12 @@ def test_gguf_adapters_are_the_folders(name: str, architecture: str, tmp_path: P
     written = as_gguf(tensors, reference.config, turned=architecture == "llama")
     file.write_bytes(gguf_of(written, architecture))
     expected = read_adapter("a", write_adapter(tmp_path / "a", tensors), model, 4)
-    assert read_adapter("a", file, model, 4).digest == expected.digest
+    assert read_adapter("a", file, model, 4, reference.config.model_type).digest == expected.digest
     if architecture == "llama":
         file.write_bytes(gguf_of(written, "qwen2"))
-        assert read_adapter("a", file, model, 4).digest != expected.digest
+        with pytest.raises(AdapterError, match="architecture is 'qwen2', but the model's type is 'llama', whose"):
+            read_adapter("a", file, model, 4, "llama")
+        assert read_adapter("a", file, model, 4, "another").digest != expected.digest
 
 
 def test_refused_gguf_adapters(llama: tuple[Transformer, dict[str, tuple[int, int]]], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from support.seq2seq_shapes import SHAPES as SEQ2SEQ_SHAPES
 from engine import Engine, InvalidRequestError, PoolingParams, SamplingParams, Seq2SeqInput
 from engine.config import EngineConfig
 from engine.errors import AdapterError, ConfigError
+from engine.execution.adapters import LoadedAdapters
 from engine.model.adapter_slots import AdapterSlots
 from engine.model.adapters import Adapter, LowRank
 
@@ -65,16 +67,19 @@ def engine(subject: Subject) -> Iterator[Engine]:
     engine.close()
 
 
+def greedy(model: Any) -> list[int]:
+    """The reference's answer, which no small error changes."""
+    answer = reference.greedy(model, PROMPT, None, 12)
+    assert answer.margin > 1e-4
+    return list(answer.answers[0].tokens)
+
+
 def of(name: str | None, prompt: list[int] = PROMPT, params: SamplingParams = GREEDY) -> Job:
     return Job(prompt, params, {"adapter": name})
 
 
 def test_greedy_tokens_equal_the_merged_models_alone_and_mixed(subject: Subject, engine: Engine) -> None:
-    expected = []
-    for model in [*subject.merged, subject.model]:
-        answer = reference.greedy(model, PROMPT, None, 12)
-        assert answer.margin > 1e-4
-        expected.append([list(answer.answers[0].tokens)])
+    expected = [[greedy(model)] for model in [*subject.merged, subject.model]]
     assert len({tuple(answer[0]) for answer in expected}) == 9, "each adapter changes the answer"
     jobs = [of(name) for name in [*NAMES, None]]
     with watching(engine) as plans:
@@ -194,9 +199,8 @@ def test_nothing_leaks_between_adapters(subject: Subject) -> None:
     taken = engine.load_adapter("another", subject.adapters[6])
     info = engine.load_adapter(NAMES[1], subject.adapters[7])
     assert {taken.slot, info.slot} == {1, old}
-    answer = reference.greedy(subject.merged[7], PROMPT, None, 12)
     before = engine.stats().prompt_tokens_cached
-    assert run(engine, [of(NAMES[1])]) == [[list(answer.answers[0].tokens)]]
+    assert run(engine, [of(NAMES[1])]) == [[greedy(subject.merged[7])]]
     assert engine.stats().prompt_tokens_cached == before
 
     # The first adapter comes back in another slot and under another name: its pages are its own.
@@ -312,6 +316,34 @@ def test_requests_of_an_unloaded_adapter_end_with_an_error(subject: Subject, eng
     with pytest.raises(InvalidRequestError, match=r"no adapter named 'leaving' is loaded. The loaded adapters are"):
         add(engine, "late", of("leaving"))
     engine.load_adapter(NAMES[7], subject.adapters[7])
+
+
+def test_steps_run_while_an_adapter_is_read(subject: Subject, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, read = threading.Event(), LoadedAdapters._read
+
+    def held(*arguments: Any) -> Any:
+        go.wait()
+        return read(*arguments)
+
+    monkeypatch.setattr(LoadedAdapters, "_read", held)
+    engine.unload_adapter(NAMES[7])
+    reading = engine.read_adapter("slow", subject.adapters[7])
+    assert run(engine, [of(NAMES[0])]) == [[greedy(subject.merged[0])]]
+    assert not reading.ready
+    for name, message in (("slow", "'slow' is being loaded"), ("more", "8 adapters are loaded, and max_loras is 8")):
+        with pytest.raises(AdapterError, match=message):
+            engine.load_adapter(name, subject.adapters[7])
+    with pytest.raises(InvalidRequestError, match="no adapter named 'slow' is loaded"):
+        add(engine, "early", of("slow"))
+    go.set()
+    assert engine.finish_adapter("slow", reading).name == "slow"
+    assert run(engine, [of("slow")]) == [[greedy(subject.merged[7])]]
+    bad = replace(subject.adapters[6], products={})
+    with pytest.raises(AdapterError, match="adds to no product"):
+        engine.load_adapter("bad", bad, replacing="slow")
+    assert "slow" in engine.adapters
+    engine.load_adapter(NAMES[7], subject.adapters[7], replacing="slow")
+    assert sorted(engine.adapters) == NAMES
 
 
 def test_what_cannot_be_loaded_is_refused_by_name(subject: Subject, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_adapters_add_to_the_products_of_their_rows_alone(tmp_path: Path, name: 
         assert linear.adapters is not None
         down = torch.randn(RANK, linear.inputs, generator=generator)
         up = 0.1 * torch.randn(linear.outputs, RANK, generator=generator)
-        linear.adapters.put(2, LowRank(down, up), Arena())
+        linear.adapters.put(2, linear.adapters.lay_out(LowRank(down, up), Arena()))
         other.weight.data += up @ down
     assert len(products) >= 2 * len(model.spec.trunk.blocks)
     found = answers(model, slots)

@@ -43,6 +43,7 @@ from engine.process.messages import (
     Dismiss,
     Failed,
     Join,
+    LoadAdapter,
     Loading,
     News,
     Ready,
@@ -399,6 +400,33 @@ def test_a_burst_of_commands_does_not_delay_a_step() -> None:
     engine.running = ["stream"]
     loop.turn()
     assert (len(channel.commands), engine.steps) == (0, 2)
+
+
+class SlowAdapter:
+    """An adapter that is being read until `ready`."""
+
+    ready = False
+
+
+def test_the_loop_goes_on_while_an_adapter_is_read() -> None:
+    """The command counts as carried out at once; its answer follows the load, and tells all clients of the adapter."""
+    engine, reading = FaultyEngine(), SlowAdapter()
+    engine.read_adapter = lambda name, path: reading  # type: ignore[attr-defined]
+    info = AdapterInfo(name="a", path="p", rank=4, digest=b"d", num_bytes=5, slot=1)
+    engine.finish_adapter = lambda name, done: engine.adapters.update({name: info})  # type: ignore[attr-defined]
+    load, add = encode(LoadAdapter("call", "a", "p")), encode_add("b", [1], SamplingParams())
+    channel = Channel((b"x", encode(Join())), load, add)
+    loop = Loop(engine, channel)  # type: ignore[arg-type]
+    loop.turn()
+    assert [delta.request_id for news in channel.sent for delta in news.deltas] == ["b", "b"]
+    assert channel.sent[-1].num_commands == 2
+    assert channel.sent[-1].adapters is None
+    reading.ready, engine.running = True, ["b"]
+    channel.told.clear()
+    loop.turn()
+    heard = {name: [delta.request_id for delta in news.deltas] for name, news in channel.told[:2]}
+    assert heard == {b"x": [], b"client": ["call"]}
+    assert [news.adapters for _, news in channel.told[:2]] == [[info], [info]]
 
 
 def test_a_fault_while_adding_fails_that_request_alone(caplog: pytest.LogCaptureFixture) -> None:

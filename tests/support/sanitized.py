@@ -16,7 +16,7 @@ from test_gguf import WHOLE
 from engine import LLM, ModelLoadError, SamplingParams
 from engine.audio.decoding import decode_part
 from engine.backends import native
-from engine.backends.native.gguf import take_q4_k, widen_q6_k
+from engine.backends.native.gguf import count_infinite, take_q4_1, take_q4_k, take_q8_0, widen_q6_k
 from engine.model.gguf.container import read_gguf
 from engine.model.gguf.tensors import check_readable, mapped, read_tensor
 
@@ -55,6 +55,11 @@ def read_models(rng: random.Random, folder: Path) -> None:
     for count in (1, 3, 64):
         blocks = torch.randint(0, 256, (count, 144), dtype=torch.uint8)
         take_q4_k(blocks, torch.empty(count, 8, 4, dtype=torch.int32), torch.empty(count, 8, 2, dtype=torch.float16))
+        small = blocks.view(-1)[: count * 34].view(count, 34)
+        take_q8_0(small, torch.empty(count, 32, dtype=torch.int8), torch.empty(count, dtype=torch.float16))
+        small = blocks.view(-1)[: count * 20].view(count, 20)
+        take_q4_1(small, torch.empty(count, 4, dtype=torch.int32), torch.empty(count, 2, dtype=torch.float16))
+        count_infinite(blocks, 142)
         widen_q6_k(torch.randint(0, 256, (count, 210), dtype=torch.uint8), torch.empty(count, 256))
 
 

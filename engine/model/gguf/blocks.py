@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.backends import native
 from engine.backends.native.gemm import FLOAT8, FLOAT8_GROUP, GROUP, BlockKind, Blocks, Quantised
-from engine.backends.native.gguf import take_q4_k, widen_q6_k
+from engine.backends.native.gguf import count_infinite, take_q4_1, take_q4_k, take_q8_0, widen_q6_k
 from engine.errors import UnsupportedModelError
 from engine.model.stored.bits import check_halves
 
@@ -97,8 +97,7 @@ def as_blocks(data: Tensor, format: BlockFormat, rows: int) -> Blocks:
     """A matrix of a format whose `own_kind` is a `BlockKind`, unchanged. `data`: bytes of its rows, which are not
     copied. Raises ModelLoadError if a scale is not a finite number."""
     blocks = data.view(-1, format.size)
-    for place in format.halves:
-        check_halves(blocks[:, place : place + 2].contiguous().view(torch.float16))
+    _check_blocks(blocks, format)
     kind = cast(BlockKind, format.own_kind)
     return Blocks(kind, data.view(rows, -1), len(blocks) // rows * format.numbers)
 
@@ -125,14 +124,20 @@ def as_quantised(data: Tensor, format: BlockFormat, rows: int) -> Quantised:
     of the other formats already are. `data`: bytes of its rows."""
     blocks = data.view(-1, format.size)
     if format.kind == "int8":
-        values, scales = blocks[:, 2:].contiguous().view(torch.int8), blocks[:, :2].contiguous().view(torch.float16)
+        if native.available():
+            values = torch.empty(len(blocks), format.numbers, dtype=torch.int8)
+            scales = torch.empty(len(blocks), dtype=torch.float16)
+            take_q8_0(blocks, values, scales)
+        else:
+            values, scales = blocks[:, 2:].contiguous().view(torch.int8), blocks[:, :2].contiguous().view(torch.float16)
         return Quantised(values.view(rows, -1), scales.view(rows, -1), len(blocks) // rows * format.numbers)
     assert format.lines is not None
     groups = format.numbers // GROUP
     values = torch.empty(len(blocks), groups, 4, dtype=torch.int32)
     lines = torch.empty(len(blocks), groups, 2, dtype=torch.float16)
-    if format.name == "Q4_K" and native.available():
-        take_q4_k(blocks.contiguous(), values, lines)
+    if format.name in ("Q4_K", "Q4_1") and native.available():
+        take = take_q4_k if format.name == "Q4_K" else take_q4_1
+        take(blocks.contiguous(), values, lines)
     else:
         step = _CHUNK // format.numbers
         for start in range(0, len(blocks), step):
@@ -141,6 +146,13 @@ def as_quantised(data: Tensor, format: BlockFormat, rows: int) -> Quantised:
     columns = len(blocks) // rows * format.numbers
     check_halves(lines)
     return Quantised(values.view(torch.uint8).view(rows, -1, GROUP // 2), lines.view(rows, -1, 2), columns)
+
+
+def _check_blocks(blocks: Tensor, format: BlockFormat) -> None:
+    """`check_halves` of those in blocks [count, size]."""
+    for place in format.halves:
+        if not native.available() or count_infinite(blocks, place):
+            check_halves(blocks[:, place : place + 2].contiguous().view(torch.float16))
 
 
 def _half(octets: Tensor) -> Tensor:

@@ -35,8 +35,9 @@ def test_the_kernel_adds_what_torch_adds(dtype: torch.dtype, inputs: int, output
 
     with kernels() as device:
         made = AdapterSlots(inputs, outputs, 4, rank, dtype, device)
-        made.put(1, LowRank(random(rank, inputs, gain=0.1), random(outputs, rank)), Arena())
-        made.put(3, LowRank(random(1, inputs, gain=0.1), random(outputs, 1)), Arena())
+        for slot, own in ((1, rank), (3, 1)):
+            addition = LowRank(random(own, inputs, gain=0.1), random(outputs, own))
+            made.put(slot, made.lay_out(addition, Arena()))
         slots = torch.tensor([0, 3, 3, 1, 1, 0, 2, *[1] * 20, 3], device=device)
         wide = torch.full((len(slots), inputs + 5), torch.nan, dtype=dtype, device=device)
         x = wide[:, :inputs]

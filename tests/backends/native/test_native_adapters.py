@@ -8,7 +8,7 @@ from support.native import each_isa, kernels_of, needs_native
 from torch import Tensor
 
 from engine.backends.native import gemm
-from engine.backends.native.adapters import AdapterTable, find_runs
+from engine.backends.native.adapters import AdapterTable, find_runs, lay_out
 from engine.backends.native.memory import Arena
 from engine.backends.native.program import Program
 
@@ -35,7 +35,7 @@ def matrices() -> list[tuple[Tensor, Tensor]]:
 def table() -> AdapterTable:
     made = AdapterTable(6, INPUTS, OUTPUTS, RANK)
     for slot, (down, up) in enumerate(matrices(), start=1):
-        made.put(slot, down, up, Arena())
+        made.put(slot, lay_out(down, up, Arena()))
     return made
 
 

@@ -19,14 +19,14 @@ from support.blocks import numbers
 from support.checkpoints import random_prompt
 from support.driving import Job, finish, logprobs, make_engine, run
 from support.gguf_files import EMBEDDING, KINDS, dense_matrices, library, put, write_file
-from support.native import each_isa, kernels_of
+from support.native import each_isa, kernels_of, needs_native
 from support.reference import MIN_MARGIN
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from cli.main import main
 from engine import PoolingParams, SamplingParams, quantise_checkpoint
 from engine.backends.native import gemm
-from engine.backends.native.gguf import take_q4_k
+from engine.backends.native.gguf import count_infinite
 from engine.config import EngineConfig
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.execution import starting
@@ -40,6 +40,7 @@ from engine.model.gguf.folder import stand_in
 from engine.model.gguf.tensors import StoredRows
 from engine.model.gguf.weights import GgufWeights
 from engine.model.layers import Linear
+from engine.model.lora.gguf import MODEL_TYPES
 from engine.model.quantisation import Parts
 from engine.model.weight_files import Checkpoint
 from server.facts import log_facts
@@ -80,6 +81,7 @@ def answers(path: Path, prompts: list[list[int]], **settings: Any) -> list[list[
 def test_tokens_are_those_of_transformers(name: str, gguf: Any, tmp_path: Path) -> None:
     kind, path = KINDS[name], tmp_path / "tiny.gguf"
     model = write_file(path, kind, formats=FORMATS)
+    assert model.config.model_type in MODEL_TYPES[kind.name], "adapters for this architecture are for such a model"
     prompts = [random_prompt(kind.shape.vocab, seed, length) for seed, length in ((0, 4), (1, 37), (2, 20))]
     clear = 0
     for prompt, tokens in zip(prompts, answers(path, prompts), strict=True):
@@ -287,23 +289,35 @@ def test_the_kernel_makes_q6_ks_numbers_as_torch_does(isa: str, threads: int, co
     assert torch.equal(found[1], wanted.flatten().bfloat16())
 
 
-def test_the_kernel_takes_q4_k_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [3, 8, 12])
+def test_kernels_take_blocks_as_torch_does(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, of blocks of any bytes whose scales are numbers; many, so that threads share them."""
-    format = find_format(12)
+    format = find_format(number)
     assert format is not None
     octets = torch.randint(0, 256, (4099, format.size), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
-    octets[:, 1] &= 0xBF  # halves below 2
-    octets[:, 3] &= 0xBF
+    for place in format.halves:
+        octets[:, place + 1] &= 0xBF  # halves below 2
     data = torch.cat((torch.zeros(3, dtype=torch.uint8), octets.flatten()))[3:]  # words do not begin where words may
     calls: list[torch.Tensor] = []
     by_kernel = int(blocks.native.available())
-    monkeypatch.setattr(blocks, "take_q4_k", lambda *given: (calls.append(given[0]), take_q4_k(*given)))
+    name = f"take_{format.name.lower()}"
+    take = getattr(blocks, name)
+    monkeypatch.setattr(blocks, name, lambda *given: (calls.append(given[0]), take(*given)))
     found = as_quantised(data, format, 4099)
     monkeypatch.setattr(blocks.native, "available", lambda: False)
     wanted = as_quantised(data, format, 4099)
     assert len(calls) == by_kernel
     assert torch.equal(found.values, wanted.values)
     assert torch.equal(found.scales.view(torch.int16), wanted.scales.view(torch.int16))
+
+
+@needs_native
+def test_halves_that_are_no_numbers_are_counted() -> None:
+    octets = torch.zeros(5000, 22, dtype=torch.uint8)
+    for row, high in ((0, 0x7C), (17, 0x7D), (4998, 0xFC), (4999, 0xFF), (20, 0x7B), (21, 0x80)):
+        octets[row, 5] = high
+    assert count_infinite(octets, 4) == 4
+    assert count_infinite(octets, 6) == 0
 
 
 def test_one_of_plain_numbers_is_written_in_few_bits(

@@ -211,10 +211,14 @@ struct Stored : ByVectors<Stored<Blocks>> {
     each_panel(outputs, inputs, [&](int64_t panel, int64_t first, int64_t rows) {
       char* out = to + panel * panel_bytes(inputs);
       if (rows < PANEL) __builtin_memset(out, 0, static_cast<size_t>(panel_bytes(inputs)));
-      for (int64_t block = 0; block < blocks; ++block, out += Own::BLOCK)
+      const uint8_t* block = from + first * row_size;
+      UnpackedBlock unpacked[PANEL];
+      for (int64_t i = 0; i < blocks; ++i, out += Own::BLOCK, block += Blocks::SIZE) {
+        for (int64_t row = 0; row < rows; ++row) Blocks::unpack(block + row * row_size, unpacked[row]);
+        put_integers(unpacked, rows, out);
         for (int64_t row = 0; row < rows; ++row)
-          put_block(from + (first + row) * row_size + block * Blocks::SIZE, out + Own::integers_at(row / WIDTH),
-                    out + Own::scaling_at(row / WIDTH), row % WIDTH);
+          put_scaling(unpacked[row], out + Own::scaling_at(row / WIDTH), row % WIDTH);
+      }
     });
   }
 
@@ -324,32 +328,38 @@ struct Stored : ByVectors<Stored<Blocks>> {
       return dot_small(acc, weights, x);
   }
 
-  static OCTAVO_INLINE_MEMBER void put_block(const uint8_t* from, char* integers_to, char* scaling_to, int64_t column) {
-    UnpackedBlock block;
-    Blocks::unpack(from, block);
-    for (int64_t chunk = 0; chunk < Own::CHUNKS; ++chunk) {
-      uint32_t units[8];
-      __builtin_memcpy(units, block.q + chunk * CHUNK_INPUTS, sizeof units);
-      const auto put = [&](int64_t i, uint32_t word) {
-        __builtin_memcpy(integers_to + ((chunk * Own::BITS + i) * WIDTH + column) * 4, &word, sizeof word);
-      };
-      if constexpr (Own::BITS >= 4)
-        for (int64_t i = 0; i < 4; ++i) put(i, (units[2 * i] & 0x0f0f0f0f) | (units[2 * i + 1] & 0x0f0f0f0f) << 4);
-      if constexpr (Own::BITS & 2) {
-        constexpr int AT = Own::BITS == 6 ? 4 : 0;
-        for (int64_t i = 0; i < 2; ++i) {
-          uint32_t word = 0;
-          for (int k = 0; k < 4; ++k) word |= (units[4 * i + k] >> AT & 0x03030303) << 2 * k;
-          put(Own::TWOS_AT + i, word);
+  // The integers of a block of each of a panel's rows.
+  static OCTAVO_INLINE_MEMBER void put_integers(const UnpackedBlock* blocks, int64_t rows, char* to) {
+    constexpr int64_t UNITS_OF_CHUNK = CHUNK_INPUTS / UNIT;
+    Words units[2][Blocks::NUMBERS / UNIT];  // of each side
+    transpose_rows(blocks->q, sizeof *blocks, sizeof blocks->q, rows, Blocks::NUMBERS / UNIT,
+                   [&](int64_t unit, int64_t column, Words words) { units[column / WIDTH][unit] = words; });
+    for (int64_t side = 0; side < 2; ++side)
+      for (int64_t chunk = 0; chunk < Own::CHUNKS; ++chunk) {
+        const Words* from = units[side] + chunk * UNITS_OF_CHUNK;
+        char* out = to + Own::integers_at(side) + chunk * Own::BITS * 4 * WIDTH;
+        const auto put = [&](int64_t i, Words words) { store_words(out + i * 4 * WIDTH, words); };
+        if constexpr (Own::BITS >= 4)
+          for (int64_t i = 0; i < 4; ++i) put(i, (from[2 * i] & 0x0f0f0f0f) | (from[2 * i + 1] & 0x0f0f0f0f) << 4);
+        if constexpr (Own::BITS & 2) {
+          constexpr int AT = Own::BITS == 6 ? 4 : 0;
+          for (int64_t i = 0; i < 2; ++i) {
+            Words words{};
+            for (int k = 0; k < 4; ++k) words |= (from[4 * i + k] >> AT & 0x03030303) << 2 * k;
+            put(Own::TWOS_AT + i, words);
+          }
+        }
+        if constexpr (Own::BITS & 1) {
+          constexpr int AT = Own::BITS == 5 ? 4 : 2;
+          Words words{};
+          for (int k = 0; k < 8; ++k) words |= (from[k] >> AT & 0x01010101) << k;
+          put(Own::ONES_AT, words);
         }
       }
-      if constexpr (Own::BITS & 1) {
-        constexpr int AT = Own::BITS == 5 ? 4 : 2;
-        uint32_t word = 0;
-        for (int k = 0; k < 8; ++k) word |= (units[k] >> AT & 0x01010101) << k;
-        put(Own::ONES_AT, word);
-      }
-    }
+  }
+
+  // What scales a block of a row.
+  static OCTAVO_INLINE_MEMBER void put_scaling(const UnpackedBlock& block, char* scaling_to, int64_t column) {
     if constexpr (Own::BYTES)
       for (int64_t group = 0; group < Own::GROUPS; ++group) {
         scaling_to[group * WIDTH + column] = static_cast<char>(block.scales[group]);

@@ -1,4 +1,4 @@
-// Blocks of GGUF's Q4_K as groups of our own 4 bits, and the numbers of Q6_K.
+// Blocks of GGUF's Q4_K and Q4_1 as groups of our own 4 bits, those of Q8_0 as our own 8 bits, and the numbers of Q6_K.
 #include "half.h"
 #include "threads.h"
 
@@ -8,6 +8,8 @@ namespace {
 
 constexpr int64_t BLOCK_BYTES = 144, GROUPS = 8, WORDS = 4;  // of our own, a group has as many words
 constexpr int64_t Q6_BYTES = 210, Q6_NUMBERS = 256;
+constexpr int64_t Q4_1_BYTES = 20, Q8_BYTES = 34, GROUP = 32;
+constexpr uint32_t LOWER = 0x0f0f0f0f;  // of each byte
 
 OCTAVO_INLINE uint32_t word_at(const uint8_t* from) {
   uint32_t word;
@@ -30,7 +32,6 @@ OCTAVO_INLINE void sixths(const uint8_t* packed, int64_t group, int& scale, int&
 
 // values [count, GROUPS, WORDS], as gemm_quantise_int4 makes them; lines [count, GROUPS, 2]: scales and minima as halves.
 OCTAVO_EXPORT(gguf_q4_k)(const uint8_t* blocks, uint32_t* values, uint16_t* lines, int64_t count) {
-  constexpr uint32_t LOWER = 0x0f0f0f0f;  // of each byte
   parallel(count * GROUPS * WORDS >= WORTH_SHARING, [&](int thread, int threads) {
     const Share own = share(count, thread, threads);
     for (int64_t i = own.first; i < own.last; ++i) {
@@ -57,6 +58,50 @@ OCTAVO_EXPORT(gguf_q4_k)(const uint8_t* blocks, uint32_t* values, uint16_t* line
       }
     }
   });
+}
+
+// values [count, WORDS], lines [count, 2]: the same of groups that have halves already. Lower halves of 16 bytes come first.
+OCTAVO_EXPORT(gguf_q4_1)(const uint8_t* blocks, uint32_t* values, uint16_t* lines, int64_t count) {
+  parallel(count * GROUP >= WORTH_SHARING, [&](int thread, int threads) {
+    const Share own = share(count, thread, threads);
+    for (int64_t i = own.first; i < own.last; ++i) {
+      const uint8_t* block = blocks + i * Q4_1_BYTES;
+      __builtin_memcpy(lines + 2 * i, block, 4);
+      uint32_t* to = values + i * WORDS;
+      for (int64_t j = 0; j < WORDS / 2; ++j) {
+        const uint32_t first = word_at(block + 4 + 8 * j), second = word_at(block + 8 + 8 * j);
+        to[j] = (first & LOWER) | (second & LOWER) << 4;
+        to[WORDS / 2 + j] = (first >> 4 & LOWER) | (second & ~LOWER);
+      }
+    }
+  });
+}
+
+// values [count, GROUP], scales [count], halves.
+OCTAVO_EXPORT(gguf_q8_0)(const uint8_t* blocks, int8_t* values, uint16_t* scales, int64_t count) {
+  parallel(count * GROUP >= WORTH_SHARING, [&](int thread, int threads) {
+    const Share own = share(count, thread, threads);
+    for (int64_t i = own.first; i < own.last; ++i) {
+      __builtin_memcpy(scales + i, blocks + i * Q8_BYTES, 2);
+      __builtin_memcpy(values + i * GROUP, blocks + i * Q8_BYTES + 2, GROUP);
+    }
+  });
+}
+
+// found: how many of the halves at `place` in `count` blocks of `size` bytes are infinite or not numbers.
+OCTAVO_EXPORT(gguf_infinite_halves)(const uint8_t* blocks, int64_t count, int64_t size, int64_t place, int64_t* found) {
+  int64_t infinite = 0;
+  parallel(count * GROUP >= WORTH_SHARING, [&](int thread, int threads) {
+    const Share own = share(count, thread, threads);
+    int64_t mine = 0;
+    for (int64_t i = own.first; i < own.last; ++i) {
+      uint16_t half;
+      __builtin_memcpy(&half, blocks + i * size + place, sizeof half);
+      mine += (half & 0x7c00) == 0x7c00;
+    }
+    __atomic_fetch_add(&infinite, mine, __ATOMIC_RELAXED);
+  });
+  *found = infinite;
 }
 
 // numbers [count, Q6_NUMBERS], 16 groups of 16, with a scale of 8 bits each, which a half scales.
