@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -156,10 +156,9 @@ class Trial:
                 if made.status_code == 200:
                     self.batches.append(made.json()["id"])
 
-    def disturb(self) -> None:
-        """Kill something, or unload a model."""
+    def disturb(self, what: str) -> None:
+        """Kill a child of the service or the service itself, stop the service, or unload a model."""
         self._count_hits()
-        what = self.random.choice(["child"] * 6 + ["unload"] * 2 + ["kill", "stop"])
         self.counts[what] += 1
         own = self.service.process.pid
         if what == "child":
@@ -253,8 +252,15 @@ def _body(model: str, prompt: str) -> dict[str, Any]:
     return {"model": model, "prompt": prompt, "max_tokens": 8, "temperature": 0}
 
 
-def run(seconds: float, seed: int, clients: int) -> Trial:
-    """Disturb the service for this long, and check what is left."""
+def disturbances(seconds: float, seed: int) -> Iterator[str]:
+    """Random ones for this long."""
+    chance, until = random.Random(seed), time.monotonic() + seconds
+    while time.monotonic() < until:
+        yield chance.choice(["child"] * 6 + ["unload"] * 2 + ["kill", "stop"])
+
+
+def run(kinds: Iterable[str], seed: int, clients: int) -> Trial:
+    """Disturb the service in these ways, and check what is left."""
     with tempfile.TemporaryDirectory(prefix="okill-", dir="/tmp") as folder:
         service = Service(Path(folder))
         try:
@@ -263,10 +269,9 @@ def run(seconds: float, seed: int, clients: int) -> Trial:
             threads.append(threading.Thread(target=trial.batcher))
             for thread in threads:
                 thread.start()
-            until = time.monotonic() + seconds
-            while time.monotonic() < until:
+            for kind in kinds:
                 time.sleep(trial.random.uniform(0.2, 3.0))
-                trial.disturb()
+                trial.disturb(kind)
             trial.ends.set()
             for thread in threads:
                 thread.join()
@@ -288,7 +293,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--clients", type=int, default=4)
     given = parser.parse_args()
-    trial = run(60 * given.minutes, given.seed, given.clients)
+    trial = run(disturbances(60 * given.minutes, given.seed), given.seed, given.clients)
     counts = dict(sorted(trial.counts.items()))
     print(
         json.dumps(
