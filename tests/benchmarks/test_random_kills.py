@@ -1,4 +1,4 @@
-"""The trial of random kills (`benchmarks/random_kills.py`) in short: each kind of disturbance, once or twice."""
+"""The trial of random kills (`benchmarks/random_kills.py`) in short. It stops the service at its end."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ pytestmark = pytest.mark.slow
 
 
 def test_nothing_is_lost_wrong_or_left_behind() -> None:
-    kinds = ["child", "unload", "kill", "child", "stop"]
+    kinds = ["child", "unload", "kill"]
     trial = run(kinds, seed=5, clients=2)
     assert trial.problems == []
-    assert {kind: trial.counts[kind] for kind in kinds} == {"child": 2, "unload": 1, "kill": 1, "stop": 1}
+    assert [trial.counts[kind] for kind in kinds] == [1, 1, 1]
     assert trial.counts["status 200"] > 0
