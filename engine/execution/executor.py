@@ -114,6 +114,7 @@ class LocalExecutor:
     def __init__(self, runner: ModelRunner, facts: ModelFacts):
         self.runner = runner
         self.facts = facts
+        self._contents: Sequence[Content] = ()
 
     def launch(self, plan: StepPlan) -> PendingStep:
         return self.runner.launch(plan)
@@ -150,6 +151,6 @@ class LocalExecutor:
 
     def close(self) -> None:
         on_gpu = self.runner.model.device.type == "cuda"
-        del self.runner
+        del self.runner, self._contents
         if on_gpu:
             torch.cuda.empty_cache()

@@ -276,12 +276,13 @@ class ProcessExecutor:
         batch = plan.sampling
         if batch is None or batch.fill is None:
             return PendingStep(candidates=self.send(Launch(plan)))
-        late = self.send(Launch(replace(plan, sampling=replace(batch, fill=None)), masks_follow=True))
-        masks: Masks | None = None
-        try:
-            masks = batch.fill()
-        finally:
-            self._post(Filled(masks))
+        with self._mutex:  # no thread sends a message between the two
+            late = self.send(Launch(replace(plan, sampling=replace(batch, fill=None)), masks_follow=True))
+            masks: Masks | None = None
+            try:
+                masks = batch.fill()
+            finally:
+                self._post(Filled(masks))
         return PendingStep(candidates=late)
 
     def copy_pages(self, copies: Int32) -> None:
