@@ -95,8 +95,8 @@ class SettingsParser(OneLineParser):
         return given, rest
 
     def load(self, given: argparse.Namespace) -> Loaded:
-        """The settings from these flags, the environment and the file. Raises ConfigError if one sentence that names
-        the wrong flag, variable or key of the file."""
+        """The settings from these flags, the environment and the file. Raises ConfigError, with one sentence that
+        names the wrong flag, variable or key of the file."""
         named = {name: value for name, value in vars(given).items() if name in _FIELDS}
         # Joins repeated flags into one text, which every version of pydantic-settings understands.
         named = {name: ",".join(value) if isinstance(value, list) else value for name, value in named.items()}

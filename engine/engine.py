@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.config import EngineConfig
-from engine.disk.opening import check_kv_disk, open_store
+from engine.disk.opening import check_kv_disk, open_stores
 from engine.disk.tier import DiskTier
 from engine.errors import ConfigError, EngineDeadError, InvalidRequestError
 from engine.execution.draft_model import DraftModel
-from engine.execution.executor import Executor, LocalExecutor
+from engine.execution.executor import Executor, LocalExecutor, Reading
 from engine.execution.profiling import warn_if_short
 from engine.execution.runner import ModelRunner
 from engine.execution.starting import start
@@ -123,8 +123,8 @@ class Engine:
         encoder_only, path = info.encoder_only, Path(info.model_path)
         limits = SchedulerConfig.of(config, facts.needs)
         states = BlockPool(facts.num_states) if facts.num_states else None
-        opened = open_store(config, self.executor)
-        hasher = None if opened is None else PageHasher(opened[0].hash_key)
+        opened = open_stores(config, self.executor)
+        hasher = PageHasher(opened[0][0].hash_key) if opened else None
         self.scheduler = Scheduler(limits, BlockPool(info.num_blocks), hasher, states=states)
         if self._publisher is not None:
             if encoder_only or info.max_encoder_len is not None:
@@ -135,8 +135,8 @@ class Engine:
             self.scheduler.record_events()
             self._publisher.start("GPU" if device.type == "cuda" else "CPU")
             self._publish_events()
-        if opened is not None:
-            self._disk = DiskTier(*opened, self.scheduler)
+        if opened:
+            self._disk = DiskTier(opened, self.scheduler)
         # On a GPU a step with one token per row is recorded, and takes less time than one that checks several.
         self.scheduler.drafts_forced_tokens = device.type == "cpu"
         step_time = config.max_step_time
@@ -374,11 +374,34 @@ class Engine:
         """The loaded adapters by name."""
         return {info.name: info for info in self._adapters}
 
-    def load_adapter(self, name: str, source: Adapter | str) -> AdapterInfo:
+    def load_adapter(self, name: str, source: Adapter | str, *, replacing: str | None = None) -> AdapterInfo:
         """Load a low-rank adapter; running requests continue. `source`: the adapter's folder or file, or the adapter
-        itself, if the model is loaded in this process. Raises AdapterError: all `max_loras` slots are taken, the name
-        is taken, or the adapter does not match the model; nothing was changed."""
-        info = self.executor.load_adapter(name, source, self._adapters.free_slot(name))
+        itself, if the model is loaded in this process. `replacing`: the name of an adapter to unload, once the new one
+        is read. Raises AdapterError: all `max_loras` slots are taken, the name is taken, or the adapter does not match
+        the model; nothing was changed."""
+        return self.finish_adapter(name, self.read_adapter(name, source, replacing=replacing), replacing=replacing)
+
+    def read_adapter(self, name: str, source: Adapter | str, *, replacing: str | None = None) -> Reading:
+        """Start `load_adapter`: the adapter is read while steps run. Raises AdapterError if no slot is free, or the
+        name is taken."""
+        self._adapters.reserve(name, replacing)
+        try:
+            return self.executor.read_adapter(name, source)
+        except BaseException:
+            self._adapters.cancel(name)
+            raise
+
+    def finish_adapter(self, name: str, reading: Reading, *, replacing: str | None = None) -> AdapterInfo:
+        """Finish `load_adapter`: put the adapter into its slot when it has been read. Raises AdapterError if it does
+        not match the model; nothing was changed."""
+        try:
+            reading.wait()
+            if replacing is not None:
+                self.unload_adapter(replacing)
+            info = self.executor.load_adapter(reading, self._adapters.free_slot())
+        except BaseException:
+            self._adapters.cancel(name)
+            raise
         self._adapters.add(info)
         logger.info("Loaded the adapter %s from %s (%.1f MiB)", name, info.path, info.num_bytes / (1 << 20))
         return info

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from engine import LLM, Engine
     from engine.model.spec import ModelSpec
 
+# Tests import from each other by name, whatever folder they are in.
+FILES = (*Path(__file__).parent.glob("*/test_*.py"), *Path(__file__).parent.glob("*/*/test_*.py"))
+sys.path.extend(sorted({str(file.parent) for file in FILES}))
+
 # Tiny matrices gain nothing from threads, and threads that wait for each other on busy cores take ten
 # times as long. Set before torch is imported; servers that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

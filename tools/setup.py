@@ -71,10 +71,10 @@ ALL_TESTS = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
 TESTS: dict[str, tuple[str, ...]] = {
     "test": (*ALL_TESTS, "-m", "not slow"),
     "test-all": (*ALL_TESTS, "-m", "not exhaustive", "--maxfail", "10"),
-    "test-real": ("tests/test_real_embeddings.py", "tests/test_real_gguf.py"),
-    "test-examples": ("tests/test_examples.py",),
-    "test-browser": ("tests/test_browser.py",),
-    "test-agents": ("tests/test_agents.py",),
+    "test-real": ("tests/pooled/test_real_embeddings.py", "tests/model/gguf/test_real_gguf.py"),
+    "test-examples": ("tests/tooling/docs/test_examples.py",),
+    "test-browser": ("tests/browser/test_browser.py",),
+    "test-agents": ("tests/clients/test_agents.py",),
 }
 # What Node.js needs for these: a package-lock.json says it.
 NODE_PACKAGES = {"test-browser": Path("tests") / "browser", "test-agents": CLIENTS / "agents"}

@@ -5,14 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from engine.backends import native
 from engine.config import EngineConfig
 from engine.interface.outputs import EngineInfo
 
@@ -21,25 +19,26 @@ _WEIGHTS = {".safetensors", ".bin", ".pt", ".gguf"}
 _HEAD, _SAMPLE, _SAMPLES = 2**20, 2**14, 64  # bytes that are read from a file of weights
 
 
-def identity(config: EngineConfig, info: EngineInfo, key_centres: Sequence[Tensor | None]) -> bytes:
+def identity(config: EngineConfig, info: EngineInfo, shape: str) -> bytes:
     """16 bytes that differ if pages may differ: for another model or format, other code, or another kind of machine.
-    `key_centres`: the pages' `KVCache.key_centres`. Raises OSError if the model's files are gone."""
-    device, library = torch.device(info.device), native.current()
-    centres = hashlib.blake2b(digest_size=16)
-    for centre in key_centres:
-        centres.update(b"-" if centre is None else centre.float().cpu().numpy().tobytes())
+    `shape`: `ModelFacts.page_shape`. Raises OSError if the model's files are gone."""
+    device = torch.device(info.device)
     facts = [
         FORMAT,
         _code(),
         torch.__version__,
         torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        None if library is None else library.name,
         [info.dtype, info.kv_cache_dtype, info.quantization, info.block_size, info.max_model_len],
         [config.flash_prefill, config.enforce_eager],
-        centres.hexdigest(),
+        shape,
         _model(info),
     ]
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).digest()
+
+
+def of_states(model: bytes) -> bytes:
+    """The identity of the states of a model whose pages have this one."""
+    return hashlib.blake2b(b"states" + model, digest_size=16).digest()
 
 
 def _code() -> str:

@@ -1,4 +1,4 @@
-"""Keeps pages of the prefix cache in a folder if memory has no room for them, or a process ends.
+"""Keeps pages and state snapshots of the prefix cache in a folder if memory has no room for them, or a process ends.
 
 Out: a page is written when it is evicted, when the engine has been idle for a moment, and when the engine ends. In: a
 request whose prompt begins like pages in the folder waits while a thread reads them; other requests continue.
@@ -21,11 +21,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
 
 import numpy as np
 
 from engine.disk.store import Bytes, PageStore
+from engine.execution.page_content import Content
 from engine.interface.outputs import EngineStats
 from engine.scheduling.block_pool import BlockPool, PageHash
 from engine.scheduling.scheduler import Scheduler
@@ -43,23 +44,33 @@ _PATIENCE = 0.02  # seconds that the engine waits for pages before it looks at n
 _TURN = 16 * 2**20  # bytes that are copied into pages between two steps of other requests
 
 
-class Content(Protocol):
-    """Pages as bytes on the host (`engine.execution.page_content`). `size`: bytes of a page."""
+class Shelf:
+    """A store of one kind of content: pages, or state slots, which count as pages here.
 
-    size: int
+    Attributes:
+        most: number of evicted pages that may wait to be written.
+        leaving: evicted pages that wait to be written.
+        room: for read pages that wait to be used.
+        offered: hashes of pages that were written during their present stay in memory, though perhaps removed.
+    """
 
-    def read(self, page: int) -> Callable[[], Bytes]:
-        """Copy a page; the result waits for the copy."""
+    def __init__(self, store: PageStore, content: Content, pool: BlockPool):
+        self.store, self.content, self.pool = store, content, pool
+        self.most = max(_MOST_WAITING // content.size, 2)
+        self.room = threading.Semaphore(self.most)
+        self.leaving: deque[tuple[PageHash, Callable[[], Bytes]]] = deque()
+        self.offered: set[PageHash] = set()
 
-    def write(self, pages: Sequence[int], content: Bytes) -> None:
-        """Fill pages [P] from content [P, size]."""
+    def knows(self, page_hash: PageHash) -> bool:
+        """Whether a page with this content is in memory or in the folder."""
+        return page_hash in self.store.known or self.pool.is_known(page_hash)
 
 
 @dataclass(slots=True, kw_only=True)
 class DiskCounts:
     """Counters since the start."""
 
-    # written, read: numbers of pages
+    # written, read: numbers of pages and states
     written: int = 0
     read: int = 0
     dropped: int = 0  # evicted pages that were not written because the disk was too slow, or failed
@@ -68,54 +79,68 @@ class DiskCounts:
 
 
 @dataclass(slots=True)
+class _Need:
+    """Pages of one kind that a request needs."""
+
+    shelf: Shelf
+    # hashes, seen: those of the beginning to find, as for `BlockPool.match`
+    hashes: list[PageHash]
+    seen: int | None
+    places: list[int]  # positions of the needed pages that are on the disk
+    kept: int  # number of pages in memory
+    publish: Callable[[list[int], list[int]], None]  # called with places and the pages that hold their content now
+    placed: int = 0
+
+    def hold(self, end: int) -> None:
+        """Mark what memory has of the first `end` pages as used now: the last ones are evicted first."""
+        pool = self.shelf.pool
+        pool.free(pool.adopt(pool.match(self.hashes[:end], self.seen)))
+
+
+@dataclass(slots=True)
 class _Restore:
     """A request that waits for pages."""
 
     group: SequenceGroup
-    # hashes, seen: those of the beginning to find, as for `BlockPool.match`
-    hashes: list[PageHash]
-    places: list[int]  # positions of the needed pages that are on the disk
-    kept: int  # number of pages in memory
-    seen: int | None
-    placed: int = 0
+    needs: list[_Need]  # without the pages of one, those of the next ones are useless
     over: bool = False  # whether no more of its pages are wanted
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """Pages that were read; the last chunk of a request may have none."""
+    """Pages that were read; the last chunk of a request has none."""
 
     restore: _Restore
+    need: _Need | None = None
     places: list[int] = field(default_factory=list)
     content: Bytes | None = None
-    last: bool = False
 
 
 class DiskTier:
     """Moves pages between a pool and a store."""
 
-    def __init__(self, store: PageStore, content: Content, scheduler: Scheduler):
+    def __init__(self, opened: Sequence[tuple[PageStore, Content]], scheduler: Scheduler):
+        """`opened`: the stores of pages and, for a model whose layers carry a state, of states, each with access to the
+        content in memory."""
         self.counts = DiskCounts()
-        self._store = store
-        self._content = content  # the content of the pool's pages
-        self._scheduler = scheduler  # the scheduler of the waiting requests, with its pool
-        self._pool: BlockPool = scheduler.pool
-        self._most = max(_MOST_WAITING // content.size, 2)  # pages
+        self._scheduler = scheduler  # the scheduler of the waiting requests, with its pools
+        pools = [scheduler.pool, *([] if scheduler.states is None else [scheduler.states.pool])]
+        self._shelves = [Shelf(*one, pool) for one, pool in zip(opened, pools, strict=True)]
+        self._pages = self._shelves[0]
+        self._states = self._shelves[1] if len(self._shelves) > 1 else None
         self._wanted: deque[_Restore] = deque()
         self._waiting: deque[_Restore] = deque()  # those whose last chunk has not arrived
         self._reading_since: float | None = None  # `time.monotonic()` seconds; of a page
         self._ready: deque[_Chunk] = deque()
         self._arrived = threading.Event()  # something is ready
         self._to_read = threading.Semaphore(0)
-        self._room = threading.Semaphore(self._most)  # for pages that are ready
-        self._leaving: deque[tuple[PageHash, Callable[[], Bytes]]] = deque()
         self._to_write = threading.Event()
-        self._offered: set[PageHash] = set()  # written during their present stay in memory, though perhaps removed
         self._flushing = threading.Lock()
         self._retry_at = 0.0
         self._reported: set[str] = set()
         self._closed = False
-        self._pool.evicted = self.evicted
+        for shelf in self._shelves:
+            shelf.pool.evicted = partial(self.evicted, shelf)
         scheduler.restores = self
         for name, work in (("read", _read_for), ("write", _write_for)):
             threading.Thread(target=work, args=(weakref.ref(self),), name=f"octavo-disk-{name}", daemon=True).start()
@@ -124,23 +149,39 @@ class DiskTier:
     # ---------------------------------------------------------------- the engine's thread
 
     def begin(self, group: SequenceGroup, hashes: Sequence[PageHash], seen: int | None) -> bool:
-        """Whether a request waits from now on because pages of its prompt are on the disk and not in memory;
-        `Scheduler.restored` returns it. `hashes`, `seen`: as for `BlockPool.match`."""
-        store = self._store.known
-        if not store or not hashes or self._hangs:
+        """Whether a request waits from now on because pages of its prompt, of its encoder's input, or the state after
+        them are on the disk and not in memory; `Scheduler.restored` returns it. `hashes`, `seen`: as for
+        `BlockPool.match`."""
+        if self._hangs or not any(shelf.store.known for shelf in self._shelves):
             return False
-        is_known = self._pool.is_known
-        start, end = longest(hashes, seen, lambda page_hash: page_hash in store or is_known(page_hash))
-        places = [place for place in range(start, end) if not is_known(hashes[place])]
-        if not places:
+        needs = self._needs(group, hashes, seen)
+        if not any(need.places for need in needs):
             return False
-        # The pages that it needs beside those must not be evicted for them.
-        self._pool.free(self._pool.adopt(self._pool.match(hashes[: places[0]], seen)))
-        restore = _Restore(group, list(hashes[:end]), places, end - start - len(places), seen)
+        for need in needs:  # the pages that it needs beside those must not be evicted for them
+            need.hold(need.places[0] if need.places else len(need.hashes))
+        restore = _Restore(group, needs)
         self._waiting.append(restore)
         self._wanted.append(restore)
         self._to_read.release()
         return True
+
+    def _needs(self, group: SequenceGroup, hashes: Sequence[PageHash], seen: int | None) -> list[_Need]:
+        """The content that spares a request most of its work; empty if its encoder must run again."""
+        pages, needs = self._pages, []
+        if group.encoder_input is not None:
+            encoded = group.encoder_input.hashes
+            if not all(map(pages.knows, encoded)):
+                return []
+            needs.append(_need(pages, encoded, range(len(encoded))))
+        start, end = longest(hashes, seen, pages.knows)
+        if self._states is not None:
+            while end and (count := last_known(hashes[:end], self._states.knows)) < end:
+                start, end = longest(hashes[:count], seen, pages.knows)
+            if end:
+                needs.append(_need(self._states, hashes[end - 1 : end], range(1)))
+        own = _need(pages, hashes[:end], range(start, end), seen)
+        own.publish = partial(self._scheduler.publish_restored, group)
+        return [*needs, own]
 
     def turn(self) -> None:
         """Copy read pages into the cache: only a part of them if something else is to be computed; else wait for
@@ -156,13 +197,14 @@ class DiskTier:
                 self._scheduler.restored(restore.group)
         while self._ready and (alone or room > 0):
             chunk = self._ready.popleft()
-            room -= len(chunk.places) * self._content.size
-            if chunk.content is not None:
-                self._place(chunk)
-                self._room.release(len(chunk.content))
-            if chunk.last:
+            if chunk.need is None:
                 self._waiting.popleft()  # they end in the order in which they began
                 self._finish(chunk.restore)
+                continue
+            shelf = chunk.need.shelf
+            room -= len(chunk.places) * shelf.content.size
+            self._place(chunk, chunk.need)
+            shelf.room.release(len(chunk.places))
         if not self._ready:
             self._arrived.clear()
             if self._ready:
@@ -178,44 +220,45 @@ class DiskTier:
         counts = self.counts
         stats.disk_pages_written, stats.disk_pages_read = counts.written, counts.read
         stats.disk_pages_dropped, stats.disk_errors = counts.dropped, counts.errors
-        stats.disk_hits, stats.disk_bytes = counts.hits, self._store.bytes_used
+        stats.disk_hits, stats.disk_bytes = counts.hits, max(shelf.store.bytes_used for shelf in self._shelves)
 
-    def evicted(self, page: int, page_hash: PageHash) -> None:
+    def evicted(self, shelf: Shelf, page: int, page_hash: PageHash) -> None:
         """A page is about to be overwritten."""
-        self._offered.discard(page_hash)
-        if page_hash in self._store.known or not self._store.writable:
+        shelf.offered.discard(page_hash)
+        if page_hash in shelf.store.known or not shelf.store.writable:
             return
-        if len(self._leaving) >= self._most or time.monotonic() < self._retry_at:
+        if len(shelf.leaving) >= shelf.most or time.monotonic() < self._retry_at:
             self.counts.dropped += 1
             return
-        self._leaving.append((page_hash, self._content.read(page)))
+        shelf.leaving.append((page_hash, shelf.content.read(page)))
         self._to_write.set()
 
-    def _place(self, chunk: _Chunk) -> None:
-        restore, content = chunk.restore, chunk.content
+    def _place(self, chunk: _Chunk, need: _Need) -> None:
+        restore, content, pool = chunk.restore, chunk.content, need.shelf.pool
         assert content is not None
         if restore.over or restore.group.status is not Status.RESTORING:
             restore.over = True
             return
-        rows = [row for row, place in enumerate(chunk.places) if not self._pool.is_known(restore.hashes[place])]
+        rows = [row for row, place in enumerate(chunk.places) if not pool.is_known(need.hashes[place])]
         # Pages of its beginning must not be evicted for other pages of it.
-        count = min(len(rows), self._pool.num_available - restore.placed - restore.kept)
-        pages = self._pool.reserve(count) if count > 0 else None
+        held = sum(other.placed + other.kept for other in restore.needs if other.shelf is need.shelf)
+        count = min(len(rows), pool.num_available - held)
+        pages = pool.reserve(count) if count > 0 else None
         restore.over = count < len(rows)
         if pages is None:
             return
         rows = rows[:count]
-        self._content.write(pages, content[rows])
-        self._scheduler.publish_restored(restore.group, [chunk.places[row] for row in rows], pages)
-        self._pool.free(pages)
-        restore.placed += count
+        need.shelf.content.write(pages, content[rows])
+        need.publish([chunk.places[row] for row in rows], pages)
+        pool.free(pages)
+        need.placed += count
         self.counts.read += count
 
     def _finish(self, restore: _Restore) -> None:
-        if restore.placed:
+        if any(need.placed for need in restore.needs):
             self.counts.hits += 1
-            # The last pages are evicted first.
-            self._pool.free(self._pool.adopt(self._pool.match(restore.hashes, restore.seen)))
+            for need in restore.needs:
+                need.hold(len(need.hashes))
         self._scheduler.restored(restore.group)
 
     # ---------------------------------------------------------------- the reader's thread
@@ -223,50 +266,58 @@ class DiskTier:
     def read_one(self) -> None:
         """Read the pages of the first request that waits."""
         restore = self._wanted.popleft()
-        size, found = self._content.size, list[int]()
-        per_chunk = max(min(_CHUNK // size, self._most // 2), 1)
-        places = restore.places
         try:
-            for first in range(0, len(places), per_chunk):
-                wanted = places[first : first + per_chunk]
-                content = np.empty((len(wanted), size), dtype=np.uint8)
-                count = self._read(restore, wanted, content)
-                found += wanted[:count]
-                if count:
-                    if not self._take_room(count, restore):
-                        break
-                    self._hand_over(_Chunk(restore, wanted[:count], content[:count]))
-                if count < len(wanted):
+            for need in restore.needs:
+                if self._read_need(restore, need) < len(need.places):
                     break
         finally:  # the request waits for this
-            self._hand_over(_Chunk(restore, last=True))
-        self._store.touch([restore.hashes[place] for place in found])
+            self._hand_over(_Chunk(restore))
 
-    def _read(self, restore: _Restore, places: Sequence[int], content: Bytes) -> int:
+    def _read_need(self, restore: _Restore, need: _Need) -> int:
+        """Read pages of one kind up to the first one that cannot be read; returns how many."""
+        shelf, found = need.shelf, 0
+        size = shelf.content.size
+        per_chunk = max(min(_CHUNK // size, shelf.most // 2), 1)
+        for first in range(0, len(need.places), per_chunk):
+            wanted = need.places[first : first + per_chunk]
+            content = np.empty((len(wanted), size), dtype=np.uint8)
+            count = self._read(restore, need, wanted, content)
+            if count and not self._take_room(count, shelf, restore):
+                break
+            found += count
+            if count:
+                self._hand_over(_Chunk(restore, need, wanted[:count], content[:count]))
+            if count < len(wanted):
+                break
+        shelf.store.touch([need.hashes[place] for place in need.places[:found]])
+        return found
+
+    def _read(self, restore: _Restore, need: _Need, places: Sequence[int], content: Bytes) -> int:
         """Read pages up to the first one that cannot be read; returns how many."""
-        damaged = self._store.damaged
+        store = need.shelf.store
+        damaged = store.damaged
         for row, place in enumerate(places):
             if restore.over or restore.group.status is not Status.RESTORING or self._closed:
                 return row
             self._reading_since = time.monotonic()
             try:
-                whole = self._store.read(restore.hashes[place], content[row])
+                whole = store.read(need.hashes[place], content[row])
             except OSError as error:
                 self._report("read", error)
                 return row
             finally:
                 self._reading_since = None
             if not whole:
-                self.counts.errors += self._store.damaged - damaged
+                self.counts.errors += store.damaged - damaged
                 return row
         return len(places)
 
-    def _take_room(self, count: int, restore: _Restore) -> bool:
+    def _take_room(self, count: int, shelf: Shelf, restore: _Restore) -> bool:
         for taken in range(count):
-            while not self._room.acquire(timeout=0.5):
+            while not shelf.room.acquire(timeout=0.5):
                 if self._closed or restore.over:
                     if taken:
-                        self._room.release(taken)
+                        shelf.room.release(taken)
                     return False
         return True
 
@@ -281,9 +332,15 @@ class DiskTier:
         with self._flushing:
             self._write_leaving()
             if not self._scheduler.has_unfinished():
-                self._write_resident(lambda: self._scheduler.has_unfinished() or bool(self._leaving))
+                self._write_resident(
+                    lambda: self._scheduler.has_unfinished() or any(one.leaving for one in self._shelves)
+                )
         with contextlib.suppress(OSError):
-            self._store.refresh()
+            for shelf in self._shelves:
+                shelf.store.refresh()
+
+    def _is_busy(self) -> bool:
+        return self._scheduler.has_unfinished() or any(shelf.leaving for shelf in self._shelves)
 
     def flush(self, seconds: float = FLUSH_SECONDS) -> None:
         """Write all pages that are worth it, within a time limit. The engine computes nothing meanwhile."""
@@ -300,10 +357,11 @@ class DiskTier:
         """Write what is worth it, and stop."""
         self.flush()
         self._closed = True
-        self._pool.evicted = None
         self._to_read.release()
         self._to_write.set()
-        self._store.close()
+        for shelf in self._shelves:
+            shelf.pool.evicted = None
+            shelf.store.close()
 
     @property
     def is_closed(self) -> bool:
@@ -320,39 +378,46 @@ class DiskTier:
         self._to_write.clear()
 
     def _write_leaving(self, stop: Callable[[], bool] = lambda: False) -> None:
-        while self._leaving and not stop():
-            page_hash, content = self._leaving[0]
-            if not self._write(page_hash, content()):
-                self.counts.dropped += 1
-            self._leaving.popleft()  # after the store knows it
+        for shelf in self._shelves:
+            while shelf.leaving and not stop():
+                page_hash, content = shelf.leaving[0]
+                written = False
+                try:
+                    written = self._write(shelf, page_hash, content())
+                finally:
+                    self.counts.dropped += not written
+                    shelf.leaving.popleft()  # after the store knows it
 
     def _write_resident(self, stop: Callable[[], bool]) -> None:
-        """Write pages that memory holds, parents before their children."""
-        if not self._store.writable:
-            return
-        pool, hashes = self._pool, self._pool.hashes()
-        if len(self._offered) > 2 * pool.total:
-            self._offered.intersection_update(hashes)
+        """Write what memory holds, parents before their children."""
+        for shelf in self._shelves:
+            if shelf.store.writable:
+                self._write_shelf(shelf, stop)
+
+    def _write_shelf(self, shelf: Shelf, stop: Callable[[], bool]) -> None:
+        pool, hashes, offered = shelf.pool, shelf.pool.hashes(), shelf.offered
+        if len(offered) > 2 * pool.total:
+            offered.intersection_update(hashes)
         for page_hash in hashes:
             if stop() or time.monotonic() < self._retry_at:
                 break
-            if page_hash in self._store.known or page_hash in self._offered:
+            if page_hash in shelf.store.known or page_hash in offered:
                 continue
             forgotten = pool.num_forgotten
             page = pool.page_of(page_hash)
             if page is None:
                 continue
-            content = self._content.read(page)()
+            content = shelf.content.read(page)()
             if pool.num_forgotten != forgotten:
                 continue  # it may have been overwritten meanwhile
-            if self._write(page_hash, content):
-                self._offered.add(page_hash)
+            if self._write(shelf, page_hash, content):
+                offered.add(page_hash)
 
-    def _write(self, page_hash: PageHash, content: Bytes) -> bool:
+    def _write(self, shelf: Shelf, page_hash: PageHash, content: Bytes) -> bool:
         if time.monotonic() < self._retry_at:
             return False
         try:
-            self.counts.written += self._store.write(page_hash, content)
+            self.counts.written += shelf.store.write(page_hash, content)
         except OSError as error:
             self._retry_at = time.monotonic() + _RETRY_SECONDS
             self._report("written", error)
@@ -367,8 +432,24 @@ class DiskTier:
             advice = " Free some space, or lower --kv-disk-size." if error.errno == errno.ENOSPC else ""
             logger.warning(
                 "Pages cannot be %s in %s: %s. Requests continue without them.%s This is reported once.",
-                done, self._store.folder, cause, advice,
+                done, self._pages.store.folder, cause, advice,
             )  # fmt: skip
+
+
+def _need(shelf: Shelf, hashes: Sequence[PageHash], wanted: range, seen: int | None = None) -> _Need:
+    """The wanted places of these pages."""
+    places = [place for place in wanted if not shelf.pool.is_known(hashes[place])]
+
+    def publish(places: list[int], pages: list[int]) -> None:
+        for place, page in zip(places, pages, strict=True):
+            shelf.pool.publish(page, hashes[place])
+
+    return _Need(shelf, list(hashes), seen, places, len(wanted) - len(places), publish)
+
+
+def last_known(hashes: Sequence[PageHash], is_known: Callable[[PageHash], bool]) -> int:
+    """The largest number of pages whose last one is known; 0 if none is."""
+    return next((count for count in range(len(hashes), 0, -1) if is_known(hashes[count - 1])), 0)
 
 
 def longest(hashes: Sequence[PageHash], seen: int | None, is_known: Callable[[PageHash], bool]) -> tuple[int, int]:

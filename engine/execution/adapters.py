@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,6 +12,7 @@ from engine.backends.native.memory import Arena
 from engine.errors import AdapterError
 from engine.interface.adapters import AdapterInfo
 from engine.model import spec
+from engine.model.adapter_slots import LaidOut
 from engine.model.adapters import Adapter, LowRank
 from engine.model.heads import Head
 from engine.model.layers import Linear
@@ -20,41 +22,53 @@ from engine.model.transformer import Transformer
 _WHOLE = ("float32", "bfloat16", "amx_float32", "amx_bfloat16")  # kinds of weights that are not quantised
 
 
+@dataclass(frozen=True, slots=True)
+class ReadAdapter:
+    """An adapter that was read and checked, in the form of its model's slots."""
+
+    info: AdapterInfo  # without a slot
+    products: list[tuple[Linear, LaidOut]]  # in the order in which a step reads them
+    head: Head | None
+
+
 class LoadedAdapters:
     """The adapters of a model.
 
     Args:
         max_loras: number of slots; 0: the model does not support adapters.
         max_rank: the maximum rank of an adapter.
+        model_type: the type of the model in its config.
     """
 
-    def __init__(self, model: Transformer, max_loras: int, max_rank: int):
-        self._model, self._max_loras, self.max_rank = model, max_loras, max_rank
+    def __init__(self, model: Transformer, max_loras: int, max_rank: int, model_type: str = ""):
+        self._model, self._max_loras, self.max_rank, self._model_type = model, max_loras, max_rank, model_type
         self._filled: dict[int, list[Linear]] = {}
+        self._reader: ThreadPoolExecutor | None = None
         self.heads: dict[int, Head] = {}  # adapters' own heads, by slot
 
-    def load(self, name: str, source: Adapter | str, slot: int) -> AdapterInfo:
-        """Load an adapter, or the one in a folder or file, into an empty slot. Raises AdapterError if the adapter does
-        not fit the model; nothing was changed."""
-        adapter = self._read(name, source) if isinstance(source, str) else replace(source, name=name)
+    def read(self, name: str, source: Adapter | str) -> Future[ReadAdapter]:
+        """Read and check an adapter, or the one in a folder or file, on another thread. The result raises AdapterError
+        if the adapter does not fit the model."""
+        if self._reader is None:  # one thread, so that adapters read at the same time do not take all cores
+            self._reader = ThreadPoolExecutor(1, "octavo-adapters")
+        return self._reader.submit(self._read, name, source)
+
+    def load(self, adapter: ReadAdapter, slot: int) -> AdapterInfo:
+        """Put an adapter into an empty slot, between two steps. If that fails, nothing was changed."""
         if not 1 <= slot <= self._max_loras:
             raise AdapterError(f"slot {slot} must be from 1 to {self._max_loras} (max_loras).")
-        linears, head = self._check(adapter), self._head(adapter)
-        arena = Arena()
+        linears = [linear for linear, _ in adapter.products]
         try:
-            for path, linear in linears.items():
+            for linear, addition in adapter.products:
                 assert linear.adapters is not None
-                linear.adapters.put(slot, _in_format(adapter.products[path], linear, self._model.dtype), arena)
+                linear.adapters.put(slot, addition)
         except BaseException:
-            self._empty(list(linears.values()), slot)
+            self._empty(linears, slot)
             raise
-        self._filled[slot] = list(linears.values())
-        if head is not None:
-            self.heads[slot] = head
-        return AdapterInfo(
-            name=name, path=adapter.path, rank=adapter.rank, digest=adapter.digest, num_bytes=adapter.num_bytes,
-            slot=slot,
-        )  # fmt: skip
+        self._filled[slot] = linears
+        if adapter.head is not None:
+            self.heads[slot] = adapter.head
+        return replace(adapter.info, slot=slot)
 
     def unload(self, slot: int) -> None:
         self._empty(self._filled.pop(slot, []), slot)
@@ -66,11 +80,25 @@ class LoadedAdapters:
             assert linear.adapters is not None
             linear.adapters.clear(slot)
 
-    def _read(self, name: str, path: str) -> Adapter:
+    def _read(self, name: str, source: Adapter | str) -> ReadAdapter:
         try:
-            return read_adapter(name, path, self._model, self.max_rank)
+            adapter = (
+                read_adapter(name, source, self._model, self.max_rank, self._model_type)
+                if isinstance(source, str)
+                else replace(source, name=name)
+            )
         except AdapterError as error:
             raise AdapterError(f"adapter {name!r} cannot be loaded: {error}") from error
+        linears, head, arena = self._check(adapter), self._head(adapter), Arena()
+        products: list[tuple[Linear, LaidOut]] = []
+        for path, linear in linears.items():
+            assert linear.adapters is not None
+            part = _in_format(adapter.products[path], linear, self._model.dtype)
+            products.append((linear, linear.adapters.lay_out(part, arena)))
+        info = AdapterInfo(
+            name=name, path=adapter.path, rank=adapter.rank, digest=adapter.digest, num_bytes=adapter.num_bytes
+        )
+        return ReadAdapter(info, products, head)
 
     def _head(self, adapter: Adapter) -> Head | None:
         if not adapter.replaced:

@@ -3,11 +3,15 @@ about a device."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from engine.execution.adapters import ReadAdapter
+from engine.execution.page_content import Content, contents_of
 from engine.execution.pending import PendingStep
 from engine.execution.runner import ModelRunner
 from engine.execution.warmup import trial
@@ -30,6 +34,8 @@ class ModelFacts:
         measured: small steps, each with the seconds that it took.
         weights: bytes of its parameters.
         num_states: number of state slots; 0 if no layer has a state.
+        page_shape: `engine.execution.page_content.shape_of`.
+        content_sizes: bytes of a page, then of a state slot if there are any.
     """
 
     info: EngineInfo
@@ -38,6 +44,20 @@ class ModelFacts:
     measured: list[tuple[StepWork, float]]
     weights: int
     num_states: int = 0
+    page_shape: str = ""
+    content_sizes: tuple[int, ...] = ()
+
+
+class Reading(Protocol):
+    """An adapter that is being read."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether `wait` returns without waiting."""
+
+    def wait(self) -> None:
+        """Wait until the adapter is read. Raises AdapterError if it does not fit the model, and other errors that
+        occurred."""
 
 
 class Executor(Protocol):
@@ -51,9 +71,14 @@ class Executor(Protocol):
     def copy_pages(self, copies: Int32) -> None:
         """Copy pages [C, 2] (source, destination), without a step."""
 
-    def load_adapter(self, name: str, source: Adapter | str, slot: int) -> AdapterInfo:
-        """Load an adapter, or the one in a folder or file, into an empty slot. Raises AdapterError if the adapter does
-        not fit the model; nothing was changed."""
+    def contents(self) -> Sequence[Content]:
+        """Access to the content of pages, then of state slots if there are any. Several threads may use it."""
+
+    def read_adapter(self, name: str, source: Adapter | str) -> Reading:
+        """Start reading and checking an adapter, or the one in a folder or file, while steps run."""
+
+    def load_adapter(self, reading: Reading, slot: int) -> AdapterInfo:
+        """Put an adapter that was read into an empty slot. If that fails, nothing was changed."""
 
     def unload_adapter(self, slot: int) -> None:
         """Empty a slot. No later step may have rows with its adapter."""
@@ -66,6 +91,20 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Free the model and the pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalReading:
+    """An adapter that another thread reads."""
+
+    future: Future[ReadAdapter]
+
+    @property
+    def ready(self) -> bool:
+        return self.future.done()
+
+    def wait(self) -> None:
+        self.future.result()
 
 
 class LocalExecutor:
@@ -81,8 +120,15 @@ class LocalExecutor:
     def copy_pages(self, copies: Int32) -> None:
         self.runner.cache.copy_pages(copies)
 
-    def load_adapter(self, name: str, source: Adapter | str, slot: int) -> AdapterInfo:
-        info = self.runner.adapters.load(name, source, slot)
+    def contents(self) -> Sequence[Content]:
+        return contents_of(self.runner.cache)
+
+    def read_adapter(self, name: str, source: Adapter | str) -> LocalReading:
+        return LocalReading(self.runner.adapters.read(name, source))
+
+    def load_adapter(self, reading: Reading, slot: int) -> AdapterInfo:
+        assert isinstance(reading, LocalReading)
+        info = self.runner.adapters.load(reading.future.result(), slot)
         self.runner.kind.use_head(slot, self.runner.adapters.heads.get(slot))
         return info
 

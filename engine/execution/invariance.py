@@ -62,7 +62,7 @@ def min_invariant_rows(model: nn.Module) -> int:
 
 
 def _is_invariant(module: Linear | ExpertMatrices) -> bool:
-    """Whether its kernels promise what is measured for others."""
+    """Whether all kernels of this module are invariant by design, so that nothing has to be measured."""
     packed = module.packed if isinstance(module.packed, list) else [module.packed]
     return all(product is not None and product.invariant for product in packed)
 

@@ -32,6 +32,7 @@ from engine.execution.loading import (
     find_max_model_len,
     find_quantization,
 )
+from engine.execution.page_content import contents_of, shape_of
 from engine.execution.pooler import PoolingParts
 from engine.execution.profiling import allocate_pages
 from engine.execution.runner import ModelRunner
@@ -226,7 +227,7 @@ def load(resolved: Resolved) -> ModelRunner:
         KVCache(model.kv_shapes(), int(not whole), config.block_size, cache_dtype, device, centres),
         max_num_batched_tokens=config.max_num_batched_tokens,
         min_rows=min_invariant_rows(model),
-        adapters=LoadedAdapters(model, config.most_loras, rank),
+        adapters=LoadedAdapters(model, config.most_loras, rank, getattr(resolved.hf_config, "model_type", "")),
         activation=find_abilities(resolved.hf_config, model.spec, pipeline).activation,
         parts=load_parts(pipeline, device),
     )
@@ -309,6 +310,8 @@ def prepare(resolved: Resolved, runner: ModelRunner, *, beside: int = 0) -> Loca
         measured=measured,
         weights=runner.model.weight_bytes(),
         num_states=0 if runner.cache.states is None else runner.cache.states.slots,
+        page_shape=shape_of(runner.cache),
+        content_sizes=tuple(content.size for content in contents_of(runner.cache)) if runner.kind.needs.paged else (),
     )
     return LocalExecutor(runner, facts)
 

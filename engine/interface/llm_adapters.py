@@ -52,8 +52,15 @@ class AdapterUse:
         if len(listed) != count:
             raise InvalidRequestError(f"there are {count} inputs but {len(listed)} adapters.", param="lora")
         named = [_named(one) for one in listed]
+        needed = {one[0] for one in named if one is not None}
+        together, most = needed | (set(self._engine.adapters) - set(self._own)), self._engine.info.max_loras
+        if len(together) > most > 0:
+            raise AdapterError(
+                f"the call needs {len(together)} adapters at the same time, with those of lora_modules, but "
+                f"max_loras is {most}. Raise max_loras."
+            )
         for name, path in dict.fromkeys(filter(None, named)):
-            self._load(name, path, {one[0] for one in named if one is not None})
+            self._load(name, path, needed)
         return [None if one is None else one[0] for one in named]
 
     def _load(self, name: str, path: str, needed: set[str]) -> None:
@@ -66,10 +73,10 @@ class AdapterUse:
                 raise AdapterError(f"the adapter {name} is loaded from {loaded[name].path}, not from {path}.")
             return
         spare = [own for own in self._own if own not in needed]
-        if len(loaded) == self._engine.info.max_loras and spare:
-            self._engine.unload_adapter(spare[0])
-            self._own.remove(spare[0])
-        self._engine.load_adapter(name, path)
+        oldest = spare[0] if len(loaded) == self._engine.info.max_loras and spare else None
+        self._engine.load_adapter(name, path, replacing=oldest)
+        if oldest is not None:
+            self._own.remove(oldest)
         self._own.append(name)
 
 

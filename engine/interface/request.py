@@ -48,6 +48,7 @@ MAX_STOP_LENGTH = 1024
 MAX_LOGPROBS = 20
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_PREDICTED = 1 << 20
+MAX_PRIORITY = 2**31 - 1  # that of background requests
 
 # The numeric fields of `SamplingParams`; those of the sampling table are declared there.
 NUMBER_RANGES: Mapping[str, NumberRange] = {
@@ -531,7 +532,8 @@ class Request:
     request_id: str  # the caller's id, unique among unfinished requests
     prompt_token_ids: tuple[int, ...]  # the prompt; for an encoder-decoder model, the beginning of the decoder's tokens
     decoding: Decoding  # the decoding parameters, with all defaults filled in
-    priority: int = 0  # lower runs earlier (as in vLLM); ties by arrival. Between named tenants it has no effect.
+    # lower runs earlier (as in vLLM); ties by arrival. Between named tenants only MAX_PRIORITY has an effect.
+    priority: int = 0
     cache_salt: str | None = None  # requests share cached pages only with requests with the same salt
     deadline: float | None = None  # `time.monotonic()` seconds after which the request is aborted, or None
     tenant: str | None = None  # the request's tenant; waiting tenants are served in turn. None counts as a tenant too.
@@ -544,6 +546,11 @@ class Request:
     signal: NDArray[np.float32] | None = field(default=None, compare=False)
     adapter: AdapterInfo | None = None  # the request's adapter; None for the base model alone
     images: tuple[SeenImage, ...] = field(default=(), compare=False)  # those among the tokens of the prompt
+
+    @property
+    def is_background(self) -> bool:
+        """Whether it waits while any other request has prompt tokens to compute, whoever sent that one."""
+        return self.priority >= MAX_PRIORITY
 
     @property
     def reach(self) -> int:

@@ -7,11 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.backends import triton as gpu
-from engine.backends.native.adapters import AdapterTable
+from engine.backends.native.adapters import AdapterTable, Part, lay_out
 from engine.backends.native.memory import Arena
 from engine.model.adapters import LowRank
 
 _ROWS = 16  # minimum rows of each product that torch computes
+
+
+LaidOut = LowRank | list[Part]
+"""An addition in the form of a GPU's slots, or of a CPU's."""
 
 
 class AdapterSlots:
@@ -40,15 +44,21 @@ class AdapterSlots:
             self.down = torch.zeros(1 + slots, rank, inputs, dtype=dtype, device=device)
             self.up = torch.zeros(1 + slots, outputs, rank, dtype=dtype, device=device)
 
-    def put(self, slot: int, part: LowRank, arena: Arena) -> None:
-        """Fill an empty slot; a CPU stores an adapter's numbers in its arena."""
+    def lay_out(self, addition: LowRank, arena: Arena) -> LaidOut:
+        """An addition in the form that `put` takes. Changes nothing here, so any thread may call it while steps run. A
+        CPU stores an adapter's numbers in its arena."""
+        return addition if self.table is None else lay_out(addition.down, addition.up, arena)
+
+    def put(self, slot: int, addition: LaidOut) -> None:
+        """Fill an empty slot, between two steps."""
         self._filled.add(slot)
-        if self.table is not None:
-            self.table.put(slot, part.down, part.up, arena)
+        if isinstance(addition, LowRank):
+            rank = len(addition.down)
+            self.down[slot, :rank].copy_(addition.down)
+            self.up[slot, :, :rank].copy_(addition.up)
         else:
-            rank = len(part.down)
-            self.down[slot, :rank].copy_(part.down)
-            self.up[slot, :, :rank].copy_(part.up)
+            assert self.table is not None
+            self.table.put(slot, addition)
 
     def clear(self, slot: int) -> None:
         self._filled.discard(slot)

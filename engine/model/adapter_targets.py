@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from engine.model.attention_operations import AttendBeside, AttendToBlocks, FeedBeside
+from engine.model.block_sums import BlockSumAttention
+from engine.model.blocks import SequentialBlock, Sublayer
+from engine.model.global_stream import StreamAttention
 from engine.model.global_tokens import GlobalAttention
 from engine.model.layers import CrossAttention, GatedFeedForward, Linear, SelfAttention
 from engine.model.operations import AddAdapters
@@ -22,20 +24,19 @@ def adaptable(stack: TransformerStack) -> dict[Linear, int]:
     Two kinds are excluded: matrices that also multiply rows other than those of tokens, such as vectors beside the
     tokens or sums of blocks, and matrices without their own operation, such as those of experts.
     """
-    operations = stack.program.operations
-    elsewhere = {linear for operation in operations for linear in _elsewhere(operation)}
+    elsewhere = {linear for module in stack.modules() for linear in _elsewhere(module)}
     joined = dict(_joined(stack))
-    products = (operation.linear for operation in operations if isinstance(operation, AddAdapters))
+    products = (operation.linear for operation in stack.program.operations if isinstance(operation, AddAdapters))
     return {linear: joined.get(linear, 1) for linear in products if linear not in elsewhere}
 
 
-def _elsewhere(operation: object) -> Iterator[Linear]:
-    """The matrices of an operation that multiply rows other than its tokens'."""
-    match operation:
-        case AttendToBlocks(module) | AttendBeside(module):
+def _elsewhere(module: nn.Module) -> Iterator[Linear]:
+    """The matrices of a module that multiply rows other than its tokens'."""
+    match module:
+        case BlockSumAttention() | StreamAttention():
             yield from _linears(module)
-        case FeedBeside(_, module):
-            yield from _linears(module)
+        case SequentialBlock(attention=Sublayer(inner=StreamAttention()), ffn=Sublayer(inner=network)):
+            yield from _linears(network)
 
 
 def _linears(module: nn.Module) -> Iterator[Linear]:

@@ -6,9 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.backends.attention.base import AttentionBackend, AttentionMetadata
+from engine.backends.attention.base import AttentionBackend, AttentionMetadata, Window
+from engine.backends.torch import attention_blocks
 from engine.model import spec
-from engine.model.layers import SelfAttention
+from engine.model.inputs import RunningPass
+from engine.model.layers import SelfAttention, heads_of
 from engine.model.norms import build_norm
 from engine.model.place import Place
 
@@ -21,6 +23,17 @@ class BlockSumAttention(SelfAttention):
         assert part.block_sums is not None
         self.size = part.block_sums.size
         self.block_norm = build_norm(part.block_sums.norm, hidden_size, place)
+
+    def attend(self, state: RunningPass, x: Tensor, *heads: Tensor) -> Tensor:
+        """Attention of the queries, the first of three `heads`, to nearby keys and values, and to those that are made
+        from sums of blocks of their rows' x."""
+        part, inputs = self.part, state.inputs
+        assert isinstance(part.window, Window)
+        blocks = self.of_blocks(x, inputs.metadata, inputs.min_rows)
+        return attention_blocks.attend(
+            heads_of(heads, part.head_dim), blocks, inputs.metadata, self.size, part.window, part.scale,
+            *state.block_biases(self),
+        ).flatten(1)  # fmt: skip
 
     def of_blocks(self, x: Tensor, metadata: AttentionMetadata, min_rows: int) -> tuple[Tensor, Tensor]:
         """Keys and values [blocks, heads, head_dim] of the sums of rows x [Tp, features], input by input. `min_rows`:

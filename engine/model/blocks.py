@@ -11,6 +11,7 @@ from engine.model.block_sums import BlockSumAttention
 from engine.model.convolution import TokenConvolution
 from engine.model.disentangled import DisentangledAttention
 from engine.model.experts import ExpertsFeedForward, NormedExperts, SharedExperts
+from engine.model.fourier import FourierMixing
 from engine.model.global_stream import StreamAttention
 from engine.model.global_tokens import GlobalAttention
 from engine.model.latent import LatentAttention
@@ -18,7 +19,6 @@ from engine.model.layer_vectors import LayerInputs, LowRankPath
 from engine.model.layers import (
     CrossAttention,
     DenseFeedForward,
-    FourierMixing,
     GatedFeedForward,
     Linear,
     SelfAttention,

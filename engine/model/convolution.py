@@ -46,23 +46,3 @@ def neighbours(metadata: AttentionMetadata, taps: int, nothing: int) -> Tensor:
     places = torch.arange(len(end), device="cpu")[:, None] + torch.arange(taps, device="cpu") - taps // 2
     inside = (places >= begin[:, None]) & (places < end[:, None])
     return places.where(inside, nothing)
-
-
-def weigh_taps(windows: Tensor, weights: Tensor) -> Tensor:
-    """[Tp, features] of windows [Tp, taps * features]: the sum of the taps, each times its weights [features, taps]."""
-    taps = windows.view(len(windows), weights.shape[1], -1).unbind(1)
-    total = taps[0] * weights[:, 0]
-    for tap, weight in zip(taps[1:], weights.unbind(1)[1:], strict=True):
-        total = total + tap * weight
-    return total
-
-
-def mix_taps(windows: Tensor, scores: Tensor, heads: int, taps: int) -> Tensor:
-    """[Tp, features] of windows [Tp, taps * features]: the sum of the taps, each head's weighted by the softmax of its
-    scores [Tp, heads * taps]."""
-    shares = F.softmax(scores.reshape(len(scores), heads, taps), dim=-1)
-    of_taps = windows.view(len(windows), taps, heads, -1).unbind(1)
-    total = of_taps[0] * shares[..., :1]
-    for i, tap in enumerate(of_taps[1:], 1):
-        total = total + tap * shares[..., i : i + 1]
-    return total.flatten(1)

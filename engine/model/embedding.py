@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from engine.backends.attention.base import AttentionMetadata
 from engine.model import spec
 from engine.model.convolution import gather_neighbours
+from engine.model.inputs import RunningPass
 from engine.model.joining import Joining
 from engine.model.layers import Linear
 from engine.model.norms import build_norm
@@ -107,24 +108,18 @@ class TokenEmbedding(nn.Module):
         self.look_up = look_up
         self.tokens = nn.Parameter(self.tokens.new_empty(0, self.tokens.shape[1]), requires_grad=False)
 
-    def ahead(self, positions: Tensor, vector: Tensor) -> Tensor:
-        """The vectors [Tp, hidden] of next tokens. Only their positions are known, which follow these [Tp]; `vector`
-        replaces a token's vector."""
+    def ahead(self, vectors: Tensor, state: RunningPass) -> Tensor:
+        """The vectors [Tp, hidden] of next tokens, of which only the positions are known: those after the tokens'. The
+        last of `vectors` replaces a token's vector."""
         assert self.positions is not None
-        x = vector + F.embedding(positions + (self.offset + 1), self.positions)
+        x = vectors[-1] + F.embedding(state.inputs.positions + (self.offset + 1), self.positions)
         return x if self.norm is None else self.norm(x)
 
-
-class TokenVectors:
-    """The norms of tokens' vectors, as the vectors that one layer reads beside the stream."""
-
-    def __init__(self, embedding: TokenEmbedding):
-        self._embedding = embedding
-
-    def __call__(self, token_ids: Tensor, x: Tensor) -> Tensor:
-        """[Tp, 1, hidden]; the stream x plays no part."""
-        assert self._embedding.joining is not None
-        return self._embedding.joining.normed(self._embedding.vectors(token_ids)).unsqueeze(1)
+    def beside(self, state: RunningPass) -> Tensor:
+        """The norms of tokens' vectors [Tp, hidden], which a layer reads beside the stream."""
+        assert self.joining is not None
+        normed: Tensor = self.joining.normed(self.vectors(state.inputs.token_ids))
+        return normed
 
 
 def with_images(x: Tensor, images: Tensor | None, sides: Mapping[str, Tensor]) -> Tensor:

@@ -6,9 +6,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.backends.attention.base import AttentionBackend
+from engine.backends.torch import attention_stream
 from engine.model import spec
 from engine.model.activations import activate_by_name
-from engine.model.layers import DenseFeedForward, SelfAttention
+from engine.model.inputs import RunningPass
+from engine.model.layers import DenseFeedForward, SelfAttention, heads_of
 from engine.model.norms import build_norm
 from engine.model.place import Place
 
@@ -22,26 +24,35 @@ class StreamAttention(SelfAttention):
         self.size, self.shift = part.stream.size, part.stream.shift
         self.global_norm = build_norm(part.stream.norm, hidden_size, place)
 
-    def heads_of(self, vectors: Tensor, min_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [N, heads, head_dim] of vectors [N, features]. `min_rows`: minimum rows of a matrix
-        product."""
+    def attend(self, state: RunningPass, *heads: Tensor) -> Tensor:
+        """Attention of the queries, the first of three `heads`, to the keys and values beside them in their block, and
+        to those of the vectors beside the tokens; these vectors add the results of their own attention to all tokens
+        and to each other."""
+        part, inputs, vectors = self.part, state.inputs, state.beside
+        assert vectors is not None
         assert self.global_norm is not None
-        heads = self.qkv(self.global_norm(_filled(vectors, min_rows)))[: len(vectors)]
-        queries, keys, values = heads.view(len(vectors), 3, self.part.heads, self.part.head_dim).unbind(1)
-        return queries, keys, values
+        count = len(vectors)
+        made = self.qkv(self.global_norm(_filled(vectors, inputs.min_rows)))[:count]
+        of_vectors = made.view(count, 3, part.heads, part.head_dim).unbind(1)
+        attended, seen = attention_stream.attend(
+            heads_of(heads, part.head_dim), of_vectors, inputs.metadata, part.scale, size=self.size, shift=self.shift
+        )
+        state.beside = vectors + self.out(_filled(seen.flatten(1), inputs.min_rows))[:count]
+        return attended.flatten(1)
 
-    def joined(self, vectors: Tensor, attended: Tensor, min_rows: int) -> Tensor:
-        """The vectors [N, features] plus their attention results, [N, heads, head_dim]."""
-        seen: Tensor = self.out(_filled(attended.flatten(1), min_rows))[: len(vectors)]
-        return vectors + seen
+
+def begin(vectors: Tensor, state: RunningPass) -> None:
+    """Each input of the pass gets these vectors, [count, features], which pass through the layers beside its tokens."""
+    state.beside = vectors.repeat(len(state.inputs.metadata.query_lens), 1)
 
 
-def feed(vectors: Tensor, before: nn.Module | None, network: DenseFeedForward, min_rows: int) -> Tensor:
-    """vectors + network(before(vectors)), [N, features]."""
-    x = _filled(vectors, min_rows)
+def feed(before: nn.Module | None, network: DenseFeedForward, state: RunningPass) -> None:
+    """Add a feed-forward network of their norms to the vectors beside the tokens."""
+    assert state.beside is not None
+    x = _filled(state.beside, state.inputs.min_rows)
     up = network.up(x if before is None else before(x))
-    fed: Tensor = network.down(activate_by_name(network.activation, up))[: len(vectors)]
-    return vectors + fed
+    fed = network.down(activate_by_name(network.activation, up))
+    state.beside = state.beside + fed[: len(state.beside)]
 
 
 def _filled(x: Tensor, rows: int) -> Tensor:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.backends.attention.base import AttentionBackend, AttentionMetadata
+from engine.backends.attention.base import AttentionBackend, AttentionMetadata, Window
+from engine.backends.torch import attention_global
 from engine.model import spec
-from engine.model.layers import Linear, SelfAttention
+from engine.model.inputs import RunningPass
+from engine.model.layers import Linear, SelfAttention, heads_of
 from engine.model.place import Place
 
 
@@ -17,6 +19,18 @@ class GlobalAttention(SelfAttention):
     def __init__(self, part: spec.Attention, hidden_size: int, backend: AttentionBackend, place: Place):
         super().__init__(part, hidden_size, backend, place)
         self.global_qkv = Linear(hidden_size, 3 * part.heads * part.head_dim, part.qkv_bias, place)
+
+    def attend(self, state: RunningPass, queries: Tensor, keys: Tensor, values: Tensor, of_global: Tensor) -> Tensor:
+        """Attention of the queries to nearby keys and values beside them and to those of global tokens; for global
+        tokens, attention of their own queries to the global keys and values of their whole rows. `of_global`: queries,
+        keys and values side by side, for global tokens."""
+        part, inputs = self.part, state.inputs
+        assert part.global_tokens is not None
+        assert isinstance(part.window, Window)
+        own = heads_of((queries, keys, values), part.head_dim)
+        others = heads_of(of_global.chunk(3, dim=1), part.head_dim)
+        found = find_global(part.global_tokens, inputs.token_ids, inputs.metadata)
+        return attention_global.attend(own, others, inputs.metadata, found, part.window, part.scale).flatten(1)
 
 
 def find_global(part: spec.GlobalTokens, token_ids: Tensor, metadata: AttentionMetadata) -> list[range]:

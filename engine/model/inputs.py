@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.backends.attention.base import AttentionMetadata, Paged
+from engine.backends.attention.base import AttentionMetadata, DistanceBias, Paged
 from engine.backends.states import States
 from engine.model.kernels import LIBRARY, RowForm
-from engine.model.layers import CrossPages
+from engine.model.layers import CrossPages, SelfAttention
 
 
 class QueryKeeper(Protocol):
@@ -20,6 +20,22 @@ class QueryKeeper(Protocol):
 
     def __call__(self, layer: int, queries: Tensor) -> None:
         """Take the queries of a layer, [Tp, heads, head_dim], which are overwritten later."""
+        ...
+
+
+class RunningPass(Protocol):
+    """What a part's own computation (`Apply`) sees of a pass besides its rows."""
+
+    inputs: Inputs
+    beside: Tensor | None
+    """Vectors that pass through the layers beside the tokens, [inputs * count, features], if any."""
+
+    def pages(self, layer: int | None) -> Paged:
+        """The pages of a decoder's layer."""
+        ...
+
+    def block_biases(self, module: SelfAttention) -> tuple[DistanceBias, DistanceBias]:
+        """The biases for the scores of tokens and of sums of blocks."""
         ...
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.model import spec
+from engine.model.inputs import RunningPass
 from engine.model.layers import Linear
 from engine.model.norms import build_norm
 from engine.model.place import Place
@@ -25,14 +28,15 @@ class LayerEmbedding(nn.Module):
         self.scale = torch.tensor(part.scale, dtype=place.dtype, device="cpu").item()
         self.of_projection = hidden_size**-0.5
 
-    def forward(self, token_ids: Tensor, x: Tensor) -> Tensor:
-        """[Tp, layers, width] of token ids [Tp] and their embedding [Tp, hidden]."""
+    def embed(self, state: RunningPass, x: Tensor) -> Sequence[Tensor]:
+        """Each layer's vectors [Tp, width] of the tokens, whose embedding is x [Tp, hidden]."""
+        token_ids = state.inputs.token_ids
         made = (self.projection(x) * self.of_projection).view(len(x), self.layers, self.width)
         assert self.norm is not None
         known = torch.where(token_ids < len(self.table), token_ids, 0)
         looked_up = F.embedding(known, self.table) * self.scale
         summed: Tensor = (self.norm(made) + looked_up.view_as(made)) * 2.0**-0.5
-        return summed
+        return summed.unbind(1)
 
 
 class LayerInputs(nn.Module):

@@ -7,7 +7,7 @@ initialised: the code that builds a module fills them (`engine.model.weights`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,7 +20,7 @@ from engine.backends.native import gemm
 from engine.backends.native.arguments import FORMATS
 from engine.backends.native.gemm import Packed, Quantised, Weight
 from engine.model import kernels, spec
-from engine.model.activations import activate
+from engine.model.activations import activate, gate_by_name
 from engine.model.adapter_slots import AdapterSlots
 from engine.model.bias import BucketTable
 from engine.model.kernels import LIBRARY, RowForm
@@ -134,6 +134,17 @@ class Linear(nn.Module):
         return gemm.matmul(packed, x, dtype=torch.float32)
 
 
+def split_heads(x: Tensor, head_dim: int) -> Tensor:
+    """[T, heads, head_dim] of rows [T, heads * head_dim]."""
+    return x if x.dim() == 3 else x.view(len(x), -1, head_dim)
+
+
+def heads_of(rows: Iterable[Tensor], head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [T, heads, head_dim] of their rows."""
+    queries, keys, values = (split_heads(x, head_dim) for x in rows)
+    return queries, keys, values
+
+
 class QkNorm(nn.Module):
     """Norms of queries and keys, each over a head's features or over all heads' at once, before or after rotation; and
     of values, over a head's features."""
@@ -177,6 +188,24 @@ class SpanConvolution(nn.Module):
         self.mix = Linear(hidden_size, width, True, place)
         self.scores = Linear(width, part.heads * spans.kernel, True, place)
         self.values = Linear(hidden_size, width, True, place)
+
+    def weigh(self, windows: Tensor) -> Tensor:
+        """[Tp, features] of windows [Tp, taps * features]: the sum of the taps, each feature with its own weights."""
+        taps = windows.view(len(windows), self.taps, -1).unbind(1)
+        total = taps[0] * self.neighbours[:, 0]
+        for tap, weight in zip(taps[1:], self.neighbours.unbind(1)[1:], strict=True):
+            total = total + tap * weight
+        return total
+
+    def mix_windows(self, windows: Tensor, scores: Tensor) -> Tensor:
+        """[Tp, features] of windows [Tp, taps * features]: the sum of the taps, each head's weighted by the softmax of
+        its scores [Tp, heads * taps]."""
+        shares = F.softmax(scores.reshape(len(scores), self.heads, self.taps), dim=-1)
+        of_taps = windows.view(len(windows), self.taps, self.heads, -1).unbind(1)
+        total = of_taps[0] * shares[..., :1]
+        for i, tap in enumerate(of_taps[1:], 1):
+            total = total + tap * shares[..., i : i + 1]
+        return total.flatten(1)
 
 
 class SelfAttention(nn.Module):
@@ -278,9 +307,12 @@ class SparseFeedForward(nn.Module):
         self.down = Linear(part.width, hidden_size, False, place)
         self.part = part
 
-
-class FourierMixing(nn.Module):
-    """A mixing of tokens without weights."""
+    def activate(self, x: Tensor) -> Tensor:
+        """function(relu(a - m - cutoff * s)) * b of rows [a | b] of x, m and s being the mean and the deviation of
+        a."""
+        gates, values = x.chunk(2, dim=-1)
+        least = gates.mean(dim=-1, keepdim=True) + gates.std(dim=-1, keepdim=True, unbiased=False) * self.part.cutoff
+        return gate_by_name(self.part.activation, torch.cat((F.relu(gates - least), values), dim=-1))
 
 
 class OpenedFeedForward(nn.Module):

@@ -1,11 +1,14 @@
 """The operations of a layer program on rows of features; those of attention are in `attention_operations`.
 
+A computation that only one part needs is no kind of operation: it is a function beside the part's weights, which
+`Apply` calls.
+
 Rows are in buffers, one row per token. An operation may overwrite its input only if its docstring says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeVar, dataclass_transform
 
@@ -17,13 +20,13 @@ from engine.model import spec
 from engine.model.embedding import Embedding, PatchEmbedding, TokenEmbedding, with_images
 from engine.model.experts import ExpertsFeedForward
 from engine.model.inputs import Inputs
-from engine.model.layers import Linear, SpanConvolution, XieluFeedForward
+from engine.model.layers import Linear
 
-T = TypeVar("T", bound="HasRows")
+T = TypeVar("T", bound="Operation")
 
 
-class HasRows:
-    """The buffers that an operation reads and writes."""
+class Operation:
+    """An element of a program, with the buffers that it reads and writes."""
 
     __slots__ = ()
     READS: ClassVar[tuple[str, ...]] = ()  # names of its fields
@@ -56,7 +59,7 @@ def operation(reads: str = "", writes: str = "") -> Callable[[type[T]], type[T]]
 
 
 @operation(writes="out")
-class Embed(HasRows):
+class Embed(Operation):
     """out = the vectors of token ids, with their positions and sides, or of images in their positions; or those of
     signals."""
 
@@ -77,24 +80,30 @@ class Embed(HasRows):
         return F.pad(x, (0, 0, 0, len(inputs.token_ids) - len(x)))
 
 
+@operation(reads="given", writes="made")
+class Apply(Operation):
+    """made = a part's own computation of given; torch runs it on every device.
+
+    Attributes:
+        name: what is computed, for log lines.
+        compute: called with the pass and the given rows; returns a tensor for each of the made rows.
+    """
+
+    name: str
+    compute: Callable[..., Tensor | Sequence[Tensor] | None]
+    given: tuple[Rows, ...] = ()
+    made: tuple[Rows, ...] = ()
+
+
 @operation(writes="out")
-class EmbedAhead(HasRows):
-    """out = the vectors of the next tokens, made from their positions and the last of these vectors."""
-
-    module: TokenEmbedding
-    vectors: nn.Parameter
-    out: Rows
-
-
-@operation(writes="out")
-class Take(HasRows):
+class Take(Operation):
     """out = the rows that the pass receives."""
 
     out: Rows
 
 
 @operation(reads="x residual", writes="x out")
-class Normalize(HasRows):
+class Normalize(Operation):
     """out = norm of x, or of x + residual, which then becomes x; out may be x."""
 
     module: nn.Module
@@ -104,7 +113,7 @@ class Normalize(HasRows):
 
 
 @operation(reads="x", writes="out")
-class Multiply(HasRows):
+class Multiply(Operation):
     """out = x @ weight.T + bias."""
 
     linear: Linear
@@ -113,7 +122,7 @@ class Multiply(HasRows):
 
 
 @operation(reads="x out", writes="out")
-class AddAdapters(HasRows):
+class AddAdapters(Operation):
     """out += the additions of a product's adapters for its x; nothing if no row has an adapter."""
 
     linear: Linear
@@ -122,14 +131,14 @@ class AddAdapters(HasRows):
 
 
 @operation(reads="x", writes="x")
-class AllReduce(HasRows):
+class AllReduce(Operation):
     """x = the sum of all devices' x, each of which has a part of the layer; unchanged on one device."""
 
     x: Rows
 
 
 @operation(reads="x", writes="out")
-class Activate(HasRows):
+class Activate(Operation):
     """out = function(x), or function(a) * b of x = [a | b]."""
 
     function: spec.Activation
@@ -138,17 +147,8 @@ class Activate(HasRows):
     gated: bool
 
 
-@operation(reads="x", writes="out")
-class ActivateXielu(HasRows):
-    """out = xielu(x), with the layer's learned slopes."""
-
-    module: XieluFeedForward
-    x: Rows
-    out: Rows
-
-
 @operation(reads="x opening", writes="x")
-class Open(HasRows):
+class Open(Operation):
     """x = sigmoid(opening) * x; an opening is one number per row."""
 
     opening: Rows
@@ -156,7 +156,7 @@ class Open(HasRows):
 
 
 @operation(reads="x opening", writes="x")
-class OpenHeads(HasRows):
+class OpenHeads(Operation):
     """x = function(opening) * x, where an opening has one number per feature, or per head."""
 
     function: Literal["sigmoid", "softplus"]
@@ -165,7 +165,7 @@ class OpenHeads(HasRows):
 
 
 @operation(reads="x judged", writes="out")
-class MixExperts(HasRows):
+class MixExperts(Operation):
     """out = the results of each token's experts for x; they are chosen by `judged`, or by x as well."""
 
     module: ExpertsFeedForward
@@ -175,7 +175,7 @@ class MixExperts(HasRows):
 
 
 @operation(reads="x", writes="out")
-class GatherNeighbours(HasRows):
+class GatherNeighbours(Operation):
     """out = the `taps` tokens of x around each token, side by side; zeros beyond the ends of its input."""
 
     x: Rows
@@ -183,35 +183,8 @@ class GatherNeighbours(HasRows):
     taps: int
 
 
-@operation(reads="x", writes="out")
-class WeighTaps(HasRows):
-    """out = the sum of the windows x (`GatherNeighbours`) over their taps. Each feature has its own weights."""
-
-    module: SpanConvolution
-    x: Rows
-    out: Rows
-
-
-@operation(reads="scores x", writes="out")
-class MixTaps(HasRows):
-    """out = the sum of the windows x over their taps, each head's weighted by the softmax of its scores."""
-
-    module: SpanConvolution
-    scores: Rows
-    x: Rows
-    out: Rows
-
-
-@operation(reads="x", writes="out")
-class TransformFourier(HasRows):
-    """out = the real part of the Fourier transform of each input's rows x, over tokens and features."""
-
-    x: Rows
-    out: Rows
-
-
 @operation(reads="x y", writes="out")
-class Concatenate(HasRows):
+class Concatenate(Operation):
     """out = [x | y]."""
 
     x: Rows
@@ -220,7 +193,7 @@ class Concatenate(HasRows):
 
 
 @operation(reads="x y", writes="out")
-class Scale(HasRows):
+class Scale(Operation):
     """out = x * y, element by element; out may be x."""
 
     x: Rows
@@ -229,9 +202,32 @@ class Scale(HasRows):
 
 
 @operation(reads="x y", writes="out")
-class Add(HasRows):
+class Add(Operation):
     """out = x + y; out may be either."""
 
     x: Rows
     y: Rows
     out: Rows
+
+
+@operation(reads="x", writes="x")
+class MultiplyAll(Operation):
+    """x = x * factor, a learned number or a constant."""
+
+    factor: nn.Parameter | float
+    x: Rows
+
+
+@operation(reads="x")
+class Keep(Operation):
+    """Append x to the pass's `kept`."""
+
+    x: Rows
+
+
+@operation(reads="x", writes="x")
+class AddImages(Operation):
+    """x = x + a vector of an image for each token that has some; `number`: which of a token's vectors."""
+
+    x: Rows
+    number: int

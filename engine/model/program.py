@@ -8,52 +8,27 @@ operations without a kernel to torch, one by one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from engine.backends.native.program import Rows
-from engine.model import spec
-from engine.model.attention_operations import (
-    Attend,
-    AttendBeside,
-    AttendByBuckets,
-    AttendGlobally,
-    AttendInBlocks,
-    AttendToBlocks,
-    BeginBeside,
-    ExpandLatent,
-    FeedBeside,
-    PrepareHeads,
-    PrepareLatent,
-    StoreEncoded,
-    Temper,
-)
+from engine.model import sparse_blocks, spec
+from engine.model.attention_operations import Attend, PrepareHeads, PrepareLatent, StoreEncoded, Temper
 from engine.model.block_sums import BlockSumAttention
 from engine.model.blocks import BottleneckBlock, ConvolvedBlock, ParallelBlock, SequentialBlock, Sublayer
-from engine.model.embedding import Embedding, TokenEmbedding, TokenVectors
+from engine.model.embedding import Embedding, TokenEmbedding
 from engine.model.experts import ExpertsFeedForward, NormedExperts, SharedExperts
-from engine.model.global_stream import StreamAttention
+from engine.model.fourier import FourierMixing
+from engine.model.global_stream import StreamAttention, begin, feed
 from engine.model.global_tokens import GlobalAttention
 from engine.model.latent import LatentAttention
-from engine.model.layer_operations import (
-    ActivateSparsely,
-    AddImages,
-    AddToVersions,
-    CorrectVersions,
-    EmbedLayers,
-    ExpandVersions,
-    Keep,
-    MergeVersions,
-    MultiplyAll,
-    PredictVersions,
-)
 from engine.model.layer_vectors import LayerEmbedding, LayerInputs, LowRankPath
 from engine.model.layers import (
     CrossAttention,
     DenseFeedForward,
-    FourierMixing,
     GatedFeedForward,
     Linear,
     OpenedFeedForward,
@@ -64,25 +39,24 @@ from engine.model.layers import (
 )
 from engine.model.operations import (
     Activate,
-    ActivateXielu,
     Add,
     AddAdapters,
+    AddImages,
     AllReduce,
+    Apply,
     Concatenate,
     Embed,
-    EmbedAhead,
     GatherNeighbours,
-    HasRows,
+    Keep,
     MixExperts,
-    MixTaps,
     Multiply,
+    MultiplyAll,
     Normalize,
     Open,
     OpenHeads,
+    Operation,
     Scale,
     Take,
-    TransformFourier,
-    WeighTaps,
 )
 from engine.model.query_buckets import BucketedAttention
 from engine.model.reading import ReadingAttention
@@ -96,53 +70,7 @@ from engine.model.state_layers import (
 from engine.model.state_operations import ApplyDelta, ApplyScan, Convolve
 from engine.model.versions import LayerVersions, VersionEnds
 
-Operation = (
-    Embed
-    | EmbedLayers
-    | Keep
-    | MultiplyAll
-    | AddImages
-    | ActivateSparsely
-    | ExpandVersions
-    | PredictVersions
-    | CorrectVersions
-    | AddToVersions
-    | MergeVersions
-    | EmbedAhead
-    | Take
-    | Normalize
-    | Multiply
-    | AddAdapters
-    | AllReduce
-    | PrepareHeads
-    | Temper
-    | PrepareLatent
-    | ExpandLatent
-    | StoreEncoded
-    | Attend
-    | AttendByBuckets
-    | AttendGlobally
-    | AttendToBlocks
-    | AttendInBlocks
-    | BeginBeside
-    | AttendBeside
-    | FeedBeside
-    | Activate
-    | ActivateXielu
-    | Open
-    | OpenHeads
-    | MixExperts
-    | GatherNeighbours
-    | WeighTaps
-    | MixTaps
-    | TransformFourier
-    | Concatenate
-    | Scale
-    | Add
-    | Convolve
-    | ApplyDelta
-    | ApplyScan
-)
+RowFunction = Callable[..., Tensor | Sequence[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +83,7 @@ class Program:
     result: Rows
 
 
-def last_uses(operations: Sequence[HasRows], result: Rows) -> list[tuple[int, ...]]:
+def last_uses(operations: Sequence[Operation], result: Rows) -> list[tuple[int, ...]]:
     """For each operation, the buffers that nothing reads after it before they are written again."""
     found: list[tuple[int, ...]] = []
     needed = {result.buffer}
@@ -198,16 +126,16 @@ def compile_stack(
     builder = Builder(hidden_size, paged)
     builder.begin(embedding)
     if beside is not None:
-        builder.add(BeginBeside(beside))
+        builder.add(Apply("vectors beside tokens", partial(begin, beside)))
     if predicting is not None:
         assert isinstance(embedding, TokenEmbedding)
         builder.ahead = builder.rows("stream ahead", hidden_size)
-        builder.add(EmbedAhead(embedding, predicting, builder.ahead))
+        builder.add(Apply("vectors of next tokens", partial(embedding.ahead, predicting), made=(builder.ahead,)))
     if layer_vectors is not None:
         builder.embed_layers(layer_vectors)
     if versions is not None:
         builder.versions = builder.rows("versions", versions.part.count * hidden_size)
-        builder.add(ExpandVersions(versions, builder.stream, builder.versions))
+        builder.apply("versions of the stream", versions.expand, (builder.stream,), builder.versions)
     pages = 0
     for number, block in enumerate(blocks):
         inner = block.attention.inner if isinstance(block, SequentialBlock) and block.attention is not None else None
@@ -218,7 +146,7 @@ def compile_stack(
         if number < image_layers:
             builder.add(AddImages(builder.normed(None), number + 1))
     if versions is not None and builder.versions is not None:
-        builder.add(MergeVersions(versions, builder.versions, builder.stream))
+        builder.apply("the end of versions", versions.merge, (builder.versions,), builder.stream)
     result = builder.ahead or builder.normed(final_norm)
     if projection is not None:
         result = builder.product(projection, result, "projected")
@@ -277,6 +205,10 @@ class Builder:
     def add(self, operation: Operation) -> None:
         self.operations.append(operation)
 
+    def apply(self, name: str, function: RowFunction, given: tuple[Rows, ...], *made: Rows) -> None:
+        """Add a computation of rows that reads nothing else of the pass."""
+        self.add(Apply(name, lambda _, *values: function(*values), given, made))
+
     def program(self, result: Rows) -> Program:
         """The operations that were added."""
         return Program(tuple(self.operations), tuple(self.widths), self.stream, result)
@@ -314,7 +246,8 @@ class Builder:
                 if block.attention is not None and isinstance(block.attention.inner, StreamAttention):
                     assert block.ffn is not None
                     assert isinstance(block.ffn.inner, DenseFeedForward)
-                    self.add(FeedBeside(block.ffn.before, block.ffn.inner))
+                    network = partial(feed, block.ffn.before, block.ffn.inner)
+                    self.add(Apply("the network of vectors beside tokens", network))
             case _:
                 raise TypeError(f"{type(block).__name__} is not a block")
 
@@ -335,7 +268,7 @@ class Builder:
         """[the norms of tokens' vectors, x]."""
         assert isinstance(embedding, TokenEmbedding)
         vectors, both = self.rows("token vectors", x.width), self.rows("joined", 2 * x.width)
-        self.add(EmbedLayers(TokenVectors(embedding), self.stream, (vectors,)))
+        self.add(Apply("vectors of tokens beside the stream", embedding.beside, made=(vectors,)))
         self.add(Concatenate(vectors, x, both))
         return both
 
@@ -343,7 +276,7 @@ class Builder:
         """Add the vectors that layers read beside the stream."""
         self.layer_vectors = self.rows("layer vectors", module.layers * module.width)
         parts = tuple(self.layer_vectors.part(i * module.width, module.width) for i in range(module.layers))
-        self.add(EmbedLayers(module, self.stream, parts))
+        self.add(Apply("vectors of layers", module.embed, (self.stream,), parts))
 
     def _layer_input(self, module: LayerInputs, x: Rows, layer: int) -> Rows:
         """norm(projection(activation(gate(x)) * own)), own being the layer's vector."""
@@ -363,17 +296,18 @@ class Builder:
         assert self.versions is not None
         assert block.attention is not None
         assert block.ffn is not None
-        self.add(PredictVersions(versions, self.versions, self.stream))
+        self.apply("predictions of versions", versions.predict, (self.versions,), self.versions, self.stream)
         if block.low_rank is None:
             self.sublayer(block.attention, layer)
         else:
             self._beside_low_rank(block.attention, block.low_rank, layer)
         self.sublayer(block.ffn, layer)
         read = self.rows("read of versions", self.stream.width)
-        self.add(CorrectVersions(versions, self.versions, self.normed(None), read))
+        made = (self.versions, self.normed(None))
+        self.apply("corrections of versions", versions.correct, made, self.versions, read)
         if block.input is not None:
             given = self._layer_input(block.input, read, layer)
-            self.add(AddToVersions(versions, self.versions, given))
+            self.apply("the sum of versions", versions.add, (self.versions, given), self.versions)
 
     def _beside_low_rank(self, part: Sublayer, path: LowRankPath, layer: int) -> None:
         """(x + after(attention(y)) + y + norm(right(left(y)))) / root of 2 of y = before(x)."""
@@ -477,7 +411,7 @@ class Builder:
                 return self._self_attention(module, x, name, layer)
             case FourierMixing():
                 out = self.rows(name, x.width)
-                self.add(TransformFourier(x, out))
+                self.add(Apply("the Fourier transform", module.mix, (x,), (out,)))
                 return out
             case DeltaRuleAttention():
                 return self._delta_rule(module, x, name)
@@ -503,7 +437,7 @@ class Builder:
             case XieluFeedForward():
                 wide = self.product(module.up, x, "wide")
                 hidden = self.rows("hidden", module.down.inputs)
-                self.add(ActivateXielu(module, wide, hidden))
+                self.apply("xIELU", module.activate, (wide,), hidden)
                 return self._reduced(module.down, hidden, name)
             case ExpertsFeedForward():
                 out = self.rows(name, self.stream.width)
@@ -513,7 +447,7 @@ class Builder:
             case SparseFeedForward():
                 wide = self.product(module.gate_up, x, "wide")
                 hidden = self.rows("hidden", module.down.inputs)
-                self.add(ActivateSparsely(module.part.activation, module.part.cutoff, wide, hidden))
+                self.apply("a sparse activation", module.activate, (wide,), hidden)
                 return self._reduced(module.down, hidden, name)
             case NormedExperts():
                 return self._normed_experts(module, x, name)
@@ -546,17 +480,20 @@ class Builder:
             self.add(Temper(module.part.temperature, prepared.queries))
         kv = None if self._paged else (prepared.keys, prepared.values)
         attended = self.rows("attended", prepared.queries.width)
-        if isinstance(module, GlobalAttention):
-            of_global = self.product(module.global_qkv, x, "heads of global tokens")
-            self.add(AttendGlobally(module, heads, of_global, attended))
-        elif isinstance(module, BlockSumAttention):
-            self.add(AttendToBlocks(module, x, heads, attended))
-        elif isinstance(module, StreamAttention):
-            self.add(AttendBeside(module, heads, attended))
-        elif module.part.blocks is not None:
-            self.add(AttendInBlocks(module.part, heads, attended))
-        else:
-            self.add(Attend(module, prepared.queries, kv, attended, own))
+        parts = (prepared.queries, prepared.keys, prepared.values)
+        match module:
+            case GlobalAttention():
+                of_global = self.product(module.global_qkv, x, "heads of global tokens")
+                self.add(Apply("attention to global tokens", module.attend, (*parts, of_global), (attended,)))
+            case BlockSumAttention():
+                self.add(Apply("attention to sums of blocks", module.attend, (x, *parts), (attended,)))
+            case StreamAttention():
+                self.add(Apply("attention to vectors beside tokens", module.attend, parts, (attended,)))
+            case SelfAttention(part=spec.Attention(blocks=spec.SparseBlocks())):
+                attend = partial(sparse_blocks.attend, module.part)
+                self.add(Apply("attention to some blocks", attend, parts, (attended,)))
+            case _:
+                self.add(Attend(module, prepared.queries, kv, attended, own))
         if module.spans is not None:
             convolved = self._spans(module.spans, x, prepared.queries)
             both = self.rows("attended and convolved", attended.width + convolved.width)
@@ -573,9 +510,10 @@ class Builder:
         ahead = self.stream == self.ahead
         prepared = PrepareHeads(module.part, None, heads, None if ahead else layer)
         self.add(prepared)
-        own = (prepared.keys, prepared.values) if ahead else None
+        own = (prepared.keys, prepared.values) if ahead else ()
         attended = self.rows("attended", prepared.queries.width)
-        self.add(AttendByBuckets(module, prepared.queries, scores, own, attended, layer))
+        given = (prepared.queries, scores, *own)
+        self.add(Apply("attention by buckets of queries", partial(module.attend, layer), given, (attended,)))
         return self._reduced(module.out, attended, name)
 
     def _spans(self, module: SpanConvolution, x: Rows, queries: Rows) -> Rows:
@@ -583,7 +521,7 @@ class Builder:
         windows = self.rows("windows", module.taps * x.width)
         self.add(GatherNeighbours(x, windows, module.taps))
         weighed = self.rows("weighed", x.width)
-        self.add(WeighTaps(module, windows, weighed))
+        self.apply("the weighted sum of a window", module.weigh, (windows,), weighed)
         mixed = self.product(module.mix, weighed, "mixed")
         self.add(Scale(mixed, queries, mixed))
         scores = self.product(module.scores, mixed, "scores of taps")
@@ -591,7 +529,7 @@ class Builder:
         windows = self.rows("windows", module.taps * values.width)
         self.add(GatherNeighbours(values, windows, module.taps))
         out = self.rows("convolved", values.width)
-        self.add(MixTaps(module, scores, windows, out))
+        self.apply("the mixture of a window", module.mix_windows, (windows, scores), out)
         return out
 
     def _normed_experts(self, module: NormedExperts, x: Rows, name: str) -> Rows:
@@ -637,7 +575,7 @@ class Builder:
         attended = self.rows("attended", prepared.width)
         self.add(Attend(module, prepared, None, attended, layer))
         expanded = self.rows("expanded", module.out.inputs)
-        self.add(ExpandLatent(module, attended, expanded))
+        self.apply("the expansion of latents", module.expand, (attended,), expanded)
         return self._reduced(module.out, expanded, name)
 
     def _delta_rule(self, module: DeltaRuleAttention, x: Rows, name: str) -> Rows:

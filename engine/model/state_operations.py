@@ -7,20 +7,16 @@ steps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from engine.backends.native.program import Rows
-from engine.model.operations import HasRows
+from engine.model.operations import Operation, operation
 from engine.model.state_layers import CausalConvolution, DeltaRuleAttention, SelectiveStateSpace
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Convolve(HasRows):
+@operation(reads="x", writes="out")
+class Convolve(Operation):
     """out = b * convolution(a * x) of [a | b | x], or silu(convolution(x)). `layer`: the layer's number among those
     with a state."""
 
-    READS = ("x",)
-    WRITES = ("out",)
     module: CausalConvolution
     x: Rows
     out: Rows
@@ -28,12 +24,10 @@ class Convolve(HasRows):
     layer: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ApplyDelta(HasRows):
+@operation(reads="x rates opening", writes="out")
+class ApplyDelta(Operation):
     """out = silu(opening) * norm of what each head's matrix gives for its query. The token has changed the matrix."""
 
-    READS = ("x", "rates", "opening")
-    WRITES = ("out",)
     module: DeltaRuleAttention
     x: Rows  # queries, keys and values
     rates: Rows  # as of `DeltaRuleAttention`
@@ -42,13 +36,11 @@ class ApplyDelta(HasRows):
     layer: int  # the layer's number among those with a state. Its matrices follow the convolution's part of the state.
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ApplyScan(HasRows):
+@operation(reads="x rates opening", writes="out")
+class ApplyScan(Operation):
     """out = norm(silu(opening) * result of each head's matrix), or silu(opening) * norm(result). The token has changed
     the matrix."""
 
-    READS = ("x", "rates", "opening")
-    WRITES = ("out",)
     module: SelectiveStateSpace
     x: Rows  # x of all heads, B and C of all groups
     rates: Rows  # of each head the number that its step follows from

@@ -61,15 +61,16 @@ class LayerVersions(nn.Module):
         self.corrections = exact.parameter(part.count, part.count)
         self.scale = place.parameter(hidden_size)
 
-    def predict(self, versions: Tensor) -> Tensor:
-        """[Tp, count * hidden] of the same: each version plus a sum of all."""
+    def predict(self, versions: Tensor) -> tuple[Tensor, Tensor]:
+        """(predictions [Tp, count * hidden]: each version plus a sum of all; the active one [Tp, hidden])."""
         apart = versions.view(len(versions), self.part.count, self.hidden_size)
         odds = self._odds(apart[:, self.part.active].contiguous())
         factors = _product(odds, self.predictions).view(len(odds), self.part.count, self.part.count)
         summed = sum(
             (factors[:, :, p, None] * apart[:, p, None].float() for p in range(self.part.count)), apart.float()
         )
-        return summed.to(versions.dtype).view_as(versions)
+        predicted = summed.to(versions.dtype)
+        return predicted.view_as(versions), predicted[:, self.part.active].contiguous()
 
     def correct(self, predicted: Tensor, made: Tensor) -> tuple[Tensor, Tensor]:
         """(versions [Tp, count * hidden], what is read of them beside [Tp, hidden]), given what the layer has made of
@@ -80,7 +81,7 @@ class LayerVersions(nn.Module):
         versions = (apart.float() + factors[:, :, None] * news[:, None]).to(predicted.dtype)
         active = versions[:, self.part.active]
         read = active * self.scale if self.part.scaled else active
-        return versions.view_as(predicted), read
+        return versions.view_as(predicted), read.contiguous()
 
     def add(self, versions: Tensor, x: Tensor) -> Tensor:
         """Versions plus rows x [Tp, hidden], except for the first one."""

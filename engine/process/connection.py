@@ -55,7 +55,6 @@ class ConnectedClient(EngineClient):
         self._streams: dict[str, _Stream] = {}
         self._settling: list[tuple[int, asyncio.Future[None]]] = []  # awaited commands by number
         self._looking: list[tuple[int, asyncio.Future[CacheMap]]] = []
-        self._calls: dict[str, asyncio.Future[None]] = {}  # commands that change adapters
         self._loop: asyncio.AbstractEventLoop | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._rest: asyncio.TimerHandle | None = None  # until news is read again
@@ -124,14 +123,19 @@ class ConnectedClient(EngineClient):
         self._attach()
         self._check_alive()
         call = f"{self._num_sent} adapters"  # no request id contains a space
-        self._send(encode(command(call)))
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._calls[call] = future
-        self._settling.append((self._num_sent, future))
-        try:
-            await future
-        finally:
-            self._calls.pop(call, None)
+
+        def deliver(item: RequestDelta | OctavoError) -> None:
+            if future.done():  # cancelled
+                return
+            if isinstance(item, OctavoError):
+                future.set_exception(item)
+            else:
+                future.set_result(None)
+
+        self._send(encode(command(call)))
+        self._streams[call] = _Stream(self._num_sent, deliver)
+        await future
 
     async def settled(self) -> None:
         if self.is_alive and self._num_obeyed < self._num_sent:
@@ -251,8 +255,6 @@ class ConnectedClient(EngineClient):
         if news.adapters is not None:
             self.adapters = {info.name: info for info in news.adapters}
         for request_id, failure in news.failed.items():
-            if (call := self._calls.get(request_id)) is not None and not call.done():
-                call.set_exception(failure.error())
             self._hand_over(request_id, failure.error(), news.num_commands)
         for delta in news.deltas:
             self._hand_over(delta.request_id, delta, news.num_commands)
@@ -289,9 +291,6 @@ class ConnectedClient(EngineClient):
                     )
 
     def _end_streams(self, reason: str) -> None:
-        for call in self._calls.values():
-            if not call.done():
-                call.set_exception(EngineDeadError(reason))
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.deliver(EngineDeadError(reason))

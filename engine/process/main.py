@@ -59,11 +59,13 @@ from engine.process.messages import (
 
 if TYPE_CHECKING:
     from engine.engine import Engine
+    from engine.execution.executor import Reading
     from engine.interface.cache_map import CacheMap
 
 logger = logging.getLogger("octavo.process")
 
 MOST_COMMANDS = 512  # taken between two steps; one request for embeddings can bring 2,048
+READING_PAUSE = 20  # milliseconds between two looks at an adapter that is being read
 WARM_AFTER = 1.0  # seconds after the start, so that the first requests go first
 
 
@@ -197,6 +199,7 @@ class Loop:
         self._busy = False  # as last told to the clients
         # Requests whose grammars are being compiled, by client and id.
         self._compiling: dict[tuple[bytes, str], tuple[Add, Future[Any]]] = {}
+        self._reading: list[tuple[_Client, LoadAdapter, Reading]] = []  # adapters that are being read
         self._woken, self._wake = socket.socketpair()  # readable once one of these grammars is compiled
         self._woken.setblocking(False)
 
@@ -225,6 +228,8 @@ class Loop:
                 self._carry_out(client, data)
         if self._compiling:
             concerned |= {client.name: client for client in self._add_compiled()}
+        if self._reading:
+            concerned |= {client.name: client for client in self._load_read()}
         busy = self._engine.has_unfinished_requests()
         if concerned:
             # Send this at once: the step may take a while. All clients are told when work begins and ends.
@@ -255,19 +260,39 @@ class Loop:
             client.failed[command[0]] = Failed.of(command[1])
 
     def _change_adapters(self, client: _Client, command: LoadAdapter | UnloadAdapter) -> None:
-        try:
+        with self._answering(client, command):
             if isinstance(command, LoadAdapter):
-                self._engine.load_adapter(command.name, command.path)
-            else:
-                self._engine.unload_adapter(command.name)
+                reading = self._engine.read_adapter(command.name, command.path)
+                self._reading.append((client, command, reading))
+                return
+            self._engine.unload_adapter(command.name)
+            self._adapters_changed(client, command)
+
+    def _load_read(self) -> list[_Client]:
+        """Load the adapters that have been read. Their clients."""
+        ready = [entry for entry in self._reading if entry[2].ready]
+        for client, command, reading in ready:
+            self._reading.remove((client, command, reading))
+            with self._answering(client, command):
+                self._engine.finish_adapter(command.name, reading)
+                self._adapters_changed(client, command)
+        return [client for client, _, _ in ready]
+
+    def _adapters_changed(self, client: _Client, command: LoadAdapter | UnloadAdapter) -> None:
+        client.deltas.append(RequestDelta(request_id=command.call, choices=(), finished=True))
+        for each in self._clients.values():
+            each.knows_adapters = False
+
+    @contextlib.contextmanager
+    def _answering(self, client: _Client, command: LoadAdapter | UnloadAdapter) -> Iterator[None]:
+        """Answer a command with the error that carrying it out raises."""
+        try:
+            yield
         except OctavoError as error:
             client.failed[command.call] = Failed.of(error)
         except Exception as error:  # a bug of ours, which must not end the requests
             logger.exception("the adapter %s could not be loaded or unloaded", command.name)
             client.failed[command.call] = Failed.of(RequestFailedError(f"{type(error).__name__}: {error}"))
-        else:
-            for each in self._clients.values():
-                each.knows_adapters = False
 
     def _abort(self, client: _Client, command: Abort) -> None:
         if self._compiling.pop((client.name, command.request_id), None) is not None:
@@ -337,7 +362,7 @@ class Loop:
         """
         busy = self._engine.has_unfinished_requests()
         if not busy:
-            if self._compiling:
+            if self._compiling or self._reading:
                 self._wait()
             else:
                 yield self._channel.recv_multipart()
@@ -348,11 +373,11 @@ class Loop:
                 return
 
     def _wait(self) -> None:
-        """Wait for a command, or until a grammar is compiled."""
+        """Wait for a command, until a grammar is compiled, or a moment while an adapter is being read."""
         poller = zmq.Poller()
         poller.register(self._channel, zmq.POLLIN)
         poller.register(self._woken.fileno(), zmq.POLLIN)
-        poller.poll()
+        poller.poll(READING_PAUSE if self._reading else None)
 
     def _add(self, client: _Client, command: Add) -> OctavoError | None:
         try:

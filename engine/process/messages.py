@@ -238,7 +238,7 @@ class Warm(msgspec.Struct, tag=True):
 
 
 class LoadAdapter(msgspec.Struct, tag=True):
-    """`Engine.load_adapter`. `call`: identifies this command in an error."""
+    """`Engine.load_adapter`. `call`: identifies the answer: an empty `RequestDelta`, or an error."""
 
     call: str
     name: str

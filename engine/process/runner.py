@@ -17,7 +17,8 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -29,8 +30,9 @@ import numpy as np
 from engine import errors
 from engine.config import EngineConfig
 from engine.errors import AdapterError, EngineDeadError, OctavoError
-from engine.execution.executor import Executor, ModelFacts
+from engine.execution.executor import LocalExecutor, LocalReading, ModelFacts, Reading
 from engine.execution.memory import is_out_of_memory
+from engine.execution.page_content import Bytes, Content
 from engine.execution.pending import PendingStep
 from engine.host.children import leave_signals_to_parent, signals_held, take_standard_input
 from engine.host.cpus import engine_environment
@@ -73,11 +75,32 @@ class Copy(msgspec.Struct, tag=True):
     copies: Int32
 
 
+class ReadAdapter(msgspec.Struct, tag=True):
+    """`Executor.read_adapter`. Its answer is an `AdapterRead`, after those of later messages if reading takes long."""
+
+    name: str
+    source: str
+
+
+class ReadPage(msgspec.Struct, tag=True):
+    """`Content.read`. `kind`: the position in `Executor.contents`."""
+
+    kind: int
+    page: int
+
+
+class WritePages(msgspec.Struct, tag=True):
+    """`Content.write`."""
+
+    kind: int
+    pages: Int32
+    content: Bytes
+
+
 class LoadAdapter(msgspec.Struct, tag=True):
     """`Executor.load_adapter`."""
 
     name: str
-    source: str
     slot: int
 
 
@@ -114,11 +137,19 @@ class Failure(msgspec.Struct, tag=True):
 
 
 class Answer(msgspec.Struct, tag=True, omit_defaults=True):
-    """The result of a message: facts at the start, the result of a step, facts about an adapter, or nothing."""
+    """The result of a message: facts at the start, the result of a step, facts about an adapter, a page, or nothing."""
 
     facts: ModelFacts | None = None
+    content: Bytes | None = None
     result: StepResult | None = None
     adapter: AdapterInfo | None = None
+
+
+class AdapterRead(msgspec.Struct, tag=True):
+    """The answer to the `ReadAdapter` of this name."""
+
+    name: str
+    answer: Answer | Failure
 
 
 class RunnerError(RuntimeError):
@@ -141,9 +172,13 @@ def _unpack(kind: Any, value: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
-Order = Start | Launch | Filled | Copy | LoadAdapter | UnloadAdapter | Trial | Release
+Order = (
+    Start | Launch | Filled | Copy | ReadPage | WritePages | ReadAdapter | LoadAdapter | UnloadAdapter | Trial | Release
+)
 _orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order, dec_hook=_unpack)
-_replies: msgspec.msgpack.Decoder[Answer | Failure] = msgspec.msgpack.Decoder(Answer | Failure, dec_hook=_unpack)
+_replies: msgspec.msgpack.Decoder[Answer | Failure | AdapterRead] = msgspec.msgpack.Decoder(
+    Answer | Failure | AdapterRead, dec_hook=_unpack
+)
 
 
 class _Late:
@@ -173,6 +208,38 @@ class _Late:
         return result
 
 
+class _Reading(_Late):
+    """An adapter that the process reads."""
+
+    def __init__(self, executor: ProcessExecutor, name: str):
+        super().__init__(executor)
+        self.name = name
+
+    def wait(self) -> None:
+        """`Reading.wait`."""
+        self.answer()
+
+
+class _Remote:
+    """`Content` of the runner's process."""
+
+    def __init__(self, executor: ProcessExecutor, kind: int, size: int):
+        self._executor, self._kind, self.size = executor, kind, size
+
+    def read(self, page: int) -> Callable[[], Bytes]:
+        late = self._executor.send(ReadPage(self._kind, page))
+
+        def wait() -> Bytes:
+            content = late.answer().content
+            assert content is not None
+            return content
+
+        return wait
+
+    def write(self, pages: Sequence[int], content: Bytes) -> None:
+        self._executor.send(WritePages(self._kind, np.array(pages, dtype=np.int32), content)).answer()
+
+
 class ProcessExecutor:
     """The engine's side of the connection. Raises OctavoError: why the model cannot be loaded, with the type raised in
     the process; EngineDeadError: the process ended without a message."""
@@ -185,12 +252,14 @@ class ProcessExecutor:
         command = [sys.executable, "-P", "-m", f"{__package__}.runner"]
         self._runners = [Connection(ours.detach())]
         self._expected: deque[_Late] = deque()
+        self._reading: dict[str, _Reading] = {}  # adapters that are being read, by name
         self._process: subprocess.Popen[bytes] | None = None
+        self._mutex = threading.RLock()  # the threads that move pages between memory and a disk send messages, too
         try:
             with theirs, signals_held():
                 self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment)
             start = Start(config, logging.getLogger().getEffectiveLevel(), configured())
-            facts = self._send(start).answer().facts
+            facts = self.send(start).answer().facts
         except BaseException:
             self.close()
             raise
@@ -206,8 +275,8 @@ class ProcessExecutor:
     def launch(self, plan: StepPlan) -> PendingStep:
         batch = plan.sampling
         if batch is None or batch.fill is None:
-            return PendingStep(candidates=self._send(Launch(plan)))
-        late = self._send(Launch(replace(plan, sampling=replace(batch, fill=None)), masks_follow=True))
+            return PendingStep(candidates=self.send(Launch(plan)))
+        late = self.send(Launch(replace(plan, sampling=replace(batch, fill=None)), masks_follow=True))
         masks: Masks | None = None
         try:
             masks = batch.fill()
@@ -216,23 +285,32 @@ class ProcessExecutor:
         return PendingStep(candidates=late)
 
     def copy_pages(self, copies: Int32) -> None:
-        self._send(Copy(copies)).answer()
+        self.send(Copy(copies)).answer()
 
-    def load_adapter(self, name: str, source: Adapter | str, slot: int) -> AdapterInfo:
+    def contents(self) -> list[_Remote]:
+        return [_Remote(self, kind, size) for kind, size in enumerate(self.facts.content_sizes)]
+
+    def read_adapter(self, name: str, source: Adapter | str) -> _Reading:
         if not isinstance(source, str):
             raise AdapterError("a runner in its own process loads adapters from files. Give the adapter's path.")
-        info = self._send(LoadAdapter(name, source, slot)).answer().adapter
+        reading = self._reading[name] = _Reading(self, name)
+        self._post(ReadAdapter(name, source))
+        return reading
+
+    def load_adapter(self, reading: Reading, slot: int) -> AdapterInfo:
+        assert isinstance(reading, _Reading)
+        info = self.send(LoadAdapter(reading.name, slot)).answer().adapter
         assert info is not None
         return info
 
     def unload_adapter(self, slot: int) -> None:
-        self._send(UnloadAdapter(slot)).answer()
+        self.send(UnloadAdapter(slot)).answer()
 
     def trial(self) -> None:
-        self._send(Trial()).answer()
+        self.send(Trial()).answer()
 
     def release(self) -> None:
-        self._send(Release()).answer()
+        self.send(Release()).answer()
 
     def close(self) -> None:
         for runner in self._runners:
@@ -250,11 +328,17 @@ class ProcessExecutor:
         EngineDeadError if the process has ended."""
         while late.reply is None:
             try:
-                if not self._runners[0].poll(None if wait else 0):
-                    return False
-                with self._undivided():
-                    self._expected[0].reply = _replies.decode(self._runners[0].recv_bytes())
-                    self._expected.popleft()
+                with self._mutex:
+                    if late.reply is not None:  # another thread has read it
+                        break
+                    if not self._runners[0].poll(None if wait else 0):
+                        return False
+                    with self._undivided():
+                        reply = _replies.decode(self._runners[0].recv_bytes())
+                        if isinstance(reply, AdapterRead):
+                            self._reading.pop(reply.name).reply = reply.answer
+                        else:
+                            self._expected.popleft().reply = reply
             except (EOFError, OSError) as error:
                 raise self._ended() from error
         return True
@@ -272,7 +356,8 @@ class ProcessExecutor:
                 runner.close()
             raise
 
-    def _send(self, message: msgspec.Struct) -> _Late:
+    def send(self, message: msgspec.Struct) -> _Late:
+        """Send a message that is answered."""
         late = _Late(self)
         self._post(message, late)
         return late
@@ -281,7 +366,7 @@ class ProcessExecutor:
         """Send a message, and expect an answer if it has one."""
         data = _encoder.encode(message)
         try:
-            with self._undivided():
+            with self._mutex, self._undivided():
                 if late is not None:
                     self._expected.append(late)
                 for runner in self._runners:
@@ -333,14 +418,18 @@ def _serve(line: Connection, gone: Callable[[], None] = lambda: None) -> None:
         line.send_bytes(_encoder.encode(_failure(error)))
         return
     line.send_bytes(_encoder.encode(Answer(facts=executor.facts)))
-    due: SimpleQueue[PendingStep | Answer | Failure] = SimpleQueue()
+    due: SimpleQueue[PendingStep | Answer | Failure | AdapterRead] = SimpleQueue()
+    read: dict[str, LocalReading] = {}  # adapters that are not in their slots yet, by name
     threading.Thread(target=_answer, args=(line, due, gone), name="octavo-answers", daemon=True).start()
+    contents = executor.contents() if executor.facts.content_sizes else []
     while (data := orders.get()) is not None:
         order = _orders.decode(data)
         if isinstance(order, Launch) and order.masks_follow:
             due.put(_launch_masked(executor, order.plan, orders))
+        elif isinstance(order, ReadAdapter):
+            _read_adapter(executor, order, due, read)
         else:
-            due.put(_carry_out(executor, order))
+            due.put(_carry_out(executor, contents, order, read))
 
 
 def _read(line: Connection, orders: SimpleQueue[bytes | None], gone: Callable[[], None]) -> None:
@@ -353,7 +442,27 @@ def _read(line: Connection, orders: SimpleQueue[bytes | None], gone: Callable[[]
         gone()
 
 
-def _answer(line: Connection, due: SimpleQueue[PendingStep | Answer | Failure], gone: Callable[[], None]) -> None:
+def _read_adapter(
+    executor: LocalExecutor,
+    order: ReadAdapter,
+    due: SimpleQueue[PendingStep | Answer | Failure | AdapterRead],
+    read: dict[str, LocalReading],
+) -> None:
+    """Read an adapter on another thread, put it into `read`, and answer."""
+    reading = executor.read_adapter(order.name, order.source)
+
+    def answer(future: Future[Any]) -> None:
+        error = future.exception()
+        if error is None:
+            read[order.name] = reading
+        due.put(AdapterRead(order.name, Answer() if error is None else _failure(error)))
+
+    reading.future.add_done_callback(answer)
+
+
+def _answer(
+    line: Connection, due: SimpleQueue[PendingStep | Answer | Failure | AdapterRead], gone: Callable[[], None]
+) -> None:
     """Answer the messages in order."""
     try:
         while True:
@@ -365,7 +474,7 @@ def _answer(line: Connection, due: SimpleQueue[PendingStep | Answer | Failure], 
         gone()
 
 
-def _launch_masked(executor: Executor, plan: StepPlan, orders: SimpleQueue[bytes | None]) -> PendingStep | Failure:
+def _launch_masked(executor: LocalExecutor, plan: StepPlan, orders: SimpleQueue[bytes | None]) -> PendingStep | Failure:
     """Launch a step. The next message holds the step's masks; the step waits for them when it needs them."""
     taken: list[Filled] = []
 
@@ -390,14 +499,20 @@ def _launch_masked(executor: Executor, plan: StepPlan, orders: SimpleQueue[bytes
                 take()
 
 
-def _carry_out(executor: Executor, order: Order) -> PendingStep | Answer | Failure:
+def _carry_out(
+    executor: LocalExecutor, contents: Sequence[Content], order: Order, read: dict[str, LocalReading]
+) -> PendingStep | Answer | Failure:
     try:
         if isinstance(order, Launch):
             return executor.launch(order.plan)
         if isinstance(order, Copy):
             executor.copy_pages(order.copies)
+        elif isinstance(order, ReadPage):
+            return Answer(content=contents[order.kind].read(order.page)())
+        elif isinstance(order, WritePages):
+            contents[order.kind].write(order.pages.tolist(), order.content)
         elif isinstance(order, LoadAdapter):
-            return Answer(adapter=executor.load_adapter(order.name, order.source, order.slot))
+            return Answer(adapter=executor.load_adapter(read.pop(order.name), order.slot))
         elif isinstance(order, UnloadAdapter):
             executor.unload_adapter(order.slot)
         elif isinstance(order, Trial):
@@ -411,7 +526,7 @@ def _carry_out(executor: Executor, order: Order) -> PendingStep | Answer | Failu
         return _failure(error)
 
 
-def _reply(due: PendingStep | Answer | Failure) -> Answer | Failure:
+def _reply(due: PendingStep | Answer | Failure | AdapterRead) -> Answer | Failure | AdapterRead:
     if not isinstance(due, PendingStep):
         return due
     try:
@@ -420,7 +535,7 @@ def _reply(due: PendingStep | Answer | Failure) -> Answer | Failure:
         return _failure(error)
 
 
-def _failure(error: Exception) -> Failure:
+def _failure(error: BaseException) -> Failure:
     if not isinstance(error, OctavoError) and not is_out_of_memory(error):
         logger.error("the runner failed", exc_info=error)
     return Failure(type(error).__name__, str(error), is_out_of_memory(error))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from engine.scheduling.sequence import SequenceGroup, Status
 
-_Name = tuple[str | None, bool]  # a tenant, and whether its pooling inputs are meant
+_Name = tuple[str | None, bool, bool]  # a tenant, and whether its background requests and pooling inputs are meant
 
 _SPARE = 16  # finished groups that a line may hold, besides as many as wait
 
@@ -22,14 +22,21 @@ class WaitingQueue:
     tenant passes it at most once. If a group was admitted and preempted, its tenant gets the turn back. Tenants without
     a waiting group leave no trace.
 
-    A tenant's pooling inputs have a separate line and separate turns. `lacks_room`: whether rows or pages were missing
-    for the first in line when it was last examined.
+    A tenant's pooling inputs have a separate line and separate turns. So do its background requests, whose turns come
+    when no other group waits. `lacks_room`: whether rows or pages were missing for the first in line, other than a
+    background request, when it was last examined.
     """
 
     def __init__(self) -> None:
         self.lacks_room = False
         self._lines: OrderedDict[_Name, _Line] = OrderedDict()  # in the order of their turns
         self._count = 0
+        self.num_background = 0  # number of groups that are background requests
+
+    @property
+    def has_clients(self) -> bool:
+        """Whether a group waits that is not a background request."""
+        return self._count > self.num_background
 
     def __len__(self) -> int:
         return self._count
@@ -41,17 +48,24 @@ class WaitingQueue:
         heapq.heappush(line.heap, (group.request.priority, group.arrival, group))
         line.num_waiting += 1
         self._count += 1
+        self.num_background += group.is_background
 
     def push_back(self, group: SequenceGroup) -> None:
         """Let an admitted group wait again: it is its tenant's turn."""
         self.push(group)
         self._lines.move_to_end(_line_of(group), last=False)
-        self.lacks_room = True
+        self.lacks_room = self.lacks_room or not group.is_background
 
     def first(self, pooled: bool = True) -> SequenceGroup | None:
         """The group that is admitted next. `pooled`: whether it may be a pooling input."""
-        lines = (line for (_, is_pooled), line in self._lines.items() if pooled or not is_pooled)
-        return None if (line := next(lines, None)) is None else line.first()
+        found: _Line | None = None
+        for (_, is_background, is_pooled), line in self._lines.items():
+            if is_pooled and not pooled:
+                continue
+            if not is_background:
+                return line.first()
+            found = found or line
+        return None if found is None else found.first()
 
     def pop(self, group: SequenceGroup) -> None:
         """Admit a group, its tenant's first."""
@@ -67,7 +81,8 @@ class WaitingQueue:
         line = self._lines[_line_of(group)]
         line.num_waiting -= 1
         self._count -= 1
-        self.lacks_room = self.lacks_room and self._count > 0
+        self.num_background -= group.is_background
+        self.lacks_room = self.lacks_room and self.has_clients
         if not line.num_waiting:
             del self._lines[_line_of(group)]
         elif len(line.heap) > 2 * line.num_waiting + _SPARE:
@@ -76,7 +91,7 @@ class WaitingQueue:
 
 
 def _line_of(group: SequenceGroup) -> _Name:
-    return group.request.tenant, group.request.pooling is not None
+    return group.request.tenant, group.is_background, group.request.pooling is not None
 
 
 @dataclass(slots=True)

@@ -7,11 +7,13 @@ up by as many as the step's budget allows. The design is that of vLLM's v1 sched
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from itertools import takewhile
 from typing import Protocol
 
 from engine.errors import InvalidRequestError
@@ -44,6 +46,9 @@ from engine.scheduling.sequence import Sequence, SequenceGroup, Status
 from engine.scheduling.state_slots import StateSlots
 from engine.scheduling.step import SearchAhead, Step
 from engine.scheduling.tables import Tables
+
+# Seconds after the arrival of a client's request in which background requests get short steps only.
+_CLIENTS_RETURN = 60.0
 
 
 class Restores(Protocol):
@@ -83,6 +88,7 @@ class Scheduler:
         self._running: list[SequenceGroup] = []  # in order of service
         self._deadlines = Deadlines()
         self._arrivals = 0
+        self._client_came = -math.inf  # `time.monotonic()` seconds of the last request that is not in the background
         self.states: StateSlots | None = None
         if states is not None:
             self.states = StateSlots(states, config.block_size, publishes=config.enable_prefix_caching)
@@ -129,6 +135,8 @@ class Scheduler:
         self._arrivals += 1
         self._groups[request.request_id] = group
         self._deadlines.add(group)
+        if not group.is_background:
+            self._client_came = time.monotonic()
         restores = self.restores
         if restores is not None and restores.begin(group, self._tables.hashes(group), self.config.seen_pages):
             group.status = Status.RESTORING
@@ -220,7 +228,7 @@ class Scheduler:
 
     def _schedule(self, limit: StepLimit | Callable[[], StepLimit], ahead: bool) -> StepPlan | None:
         self._expire()
-        step = Step(self.config.max_num_batched_tokens, ahead=ahead)
+        step = Step(self.config.max_num_batched_tokens, ahead=ahead, clients_only=self._clients_have_prompts())
         self.drafting = self.drafter is not None and any(map(self._drafts_for, self._running))
         if self.drafting or (self.drafts_forced_tokens and any(group.may_be_forced for group in self._running)):
             step.limit = limit() if callable(limit) else limit
@@ -233,6 +241,8 @@ class Scheduler:
                 ahead and not group.may_run_ahead(drafting=self._drafts_for(group))
             ):
                 continue  # preempted for an older group, or needs an answer first
+            if step.clients_only and group.is_background:
+                break  # so are all that follow
             work = group.work()
             if sum([count for _, count in work]) == len(work):
                 self._plan_group(step, group, work)
@@ -336,6 +346,18 @@ class Scheduler:
 
     # ---------------------------------------------------------------- planning
 
+    def _clients_have_prompts(self) -> bool:
+        """Whether background requests exist and must wait, because a client waits for its first token."""
+        if not (self._waiting.num_background or (self._running and self._running[-1].is_background)):
+            return False
+        clients = takewhile(lambda group: not group.is_background, self._running)
+        return self._waiting.has_clients or any(group.num_missing > len(group.sequences) for group in clients)
+
+    @property
+    def _clients_return(self) -> bool:
+        """Whether a client's request came a short time ago, so that another one may follow."""
+        return time.monotonic() < self._client_came + _CLIENTS_RETURN
+
     def _plan_prompts(self, step: Step, chunked: list[SequenceGroup]) -> None:
         """Give what is left to sequences with several tokens to compute, and to waiting requests.
 
@@ -346,6 +368,9 @@ class Scheduler:
         step.begin_prompts()
         pooled = [group for group in chunked if group.request.pooling is not None]
         head = self._waiting.first()
+        first_prompt = chunked[0] if chunked else head
+        if first_prompt is not None and first_prompt.is_background and self._clients_return:
+            step.shorten()
         if pooled or (head is not None and head.request.pooling is not None):
             self._pools_last = not self._pools_last
             if not self._pools_last and self._has_other_work(step):
@@ -360,7 +385,8 @@ class Scheduler:
         if last and not self._has_other_work(step):
             self._plan_chunks(step, last[::-1])  # with several requests, each gets its turn
         if not (step.preempted or self._drains):
-            self._waiting.lacks_room = (head := self._waiting.first()) is not None and not self._can_admit(step, head)
+            head = self._waiting.first() if self._waiting.has_clients else None
+            self._waiting.lacks_room = head is not None and not self._can_admit(step, head)
 
     def _plan_chunks(self, step: Step, groups: list[SequenceGroup]) -> None:
         for group in groups:
@@ -369,7 +395,8 @@ class Scheduler:
 
     def _next_waiting(self, step: Step) -> SequenceGroup | None:
         """The group that is admitted next; not a pooling input if other work comes first and there is some."""
-        return self._waiting.first(pooled=not (self._pools_last and self._has_other_work(step)))
+        group = self._waiting.first(pooled=not (self._pools_last and self._has_other_work(step)))
+        return None if group is not None and group.is_background and step.clients_only else group
 
     def _has_other_work(self, step: Step) -> bool:
         """Whether the step has work other than pooling inputs."""
@@ -445,6 +472,8 @@ class Scheduler:
         for group in self._running:
             if not (group.started and group.beam is None and group.fork_point is None and self._drafts_for(group)):
                 continue
+            if step.clients_only and group.is_background:
+                break
             if step.ahead and not group.may_run_ahead(drafting=True):
                 continue
             if any(count != 1 for _, count in group.work()):

@@ -349,9 +349,15 @@ class SequenceGroup:
     @property
     def key(self) -> tuple[int, int]:
         """The order in which running groups are served: lower priority number first, then arrival. A tenant's
-        priorities are its own
-        affair: against others its requests have arrival alone."""
-        return (0 if self.request.tenant is not None else self.request.priority, self.arrival)
+        priorities are its own affair: against others its requests have arrival alone. Background requests come
+        last."""
+        own = self.request.tenant is not None and not self.is_background
+        return (0 if own else self.request.priority, self.arrival)
+
+    @property
+    def is_background(self) -> bool:
+        """See `Request.is_background`."""
+        return self.request.is_background
 
     @property
     def rows(self) -> int:

@@ -14,6 +14,9 @@ from engine.scheduling.encoder_input import EncoderInput
 from engine.scheduling.row import Row
 from engine.scheduling.sequence import SequenceGroup
 
+# Share of a step that prompts of background requests get while clients come and go.
+_BACKGROUND = 0.125
+
 
 @dataclass(slots=True)
 class EncoderRun:
@@ -54,6 +57,7 @@ class Step:
     # the beam searches among the groups whose last answer is not known
     searches: dict[SequenceGroup, SearchAhead] = field(default_factory=dict)
     preempted: bool = False
+    clients_only: bool = False  # whether background requests are left out
     ahead: bool = False  # whether another step is in flight, so that nothing is preempted for this one
     num_drafts: int = 0  # number of tokens that may still be drafted: none once prompts are planned
     gain: DraftGain = field(default_factory=lambda: DraftGain(None, 0))
@@ -71,6 +75,11 @@ class Step:
     def halve(self) -> None:
         """Plan at most half of the work that is left."""
         self.left /= 2
+
+    def shorten(self) -> None:
+        """Plan only so much that a client's request need not wait for long."""
+        self.left *= _BACKGROUND
+        self.budget = max(int(self.budget * _BACKGROUND), 1)
 
     @contextmanager
     def half(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, Field, PlainValidator, WithJsonSchema, create_model
 from pydantic_core import PydanticCustomError
 
-from engine import MAX_LOGPROBS, SamplingParams
+from engine import MAX_LOGPROBS, MAX_PRIORITY, SamplingParams
 from server.api.base import Body
 from server.api.fields import COUNTS_OF_LOGPROBS, ELSEWHERE, Name, at_most, sampling_fields
 from server.api.structured import StructuredBody
@@ -21,7 +21,6 @@ from server.api.template_fields import TemplateFields
 MAX_PROMPTS = 2048  # maximum prompts in one request, as at OpenAI
 MAX_MESSAGES = 8192  # maximum messages in one conversation
 MAX_SALT = 256  # maximum characters of a cache_salt
-MAX_PRIORITY = 2**31 - 1
 MAX_TIMEOUT = 86_400  # seconds
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from server.api.schemas import MAX_PRIORITY
+from engine import MAX_PRIORITY
 from server.batches.backdoor import BackDoor
 from server.batches.lines import Place, Problem, check_file, places, read_line
 from server.batches.store import BatchStore, Row

@@ -14,8 +14,9 @@ from server.errors import ApiError
 
 logger = logging.getLogger("octavo.server")
 
-AT_ONCE = 100  # refusals per second that are answered at once
-LONGEST_PAUSE = 0.5  # maximum seconds that any other refusal is delayed
+AT_ONCE = 100  # refusals that are answered at once after a pause
+PER_SECOND = 25  # refusals per second after these
+LONGEST_PAUSE = 1.0  # maximum seconds that a refusal is delayed
 MOST_PAUSING = 256  # maximum delayed refusals, each of which holds a connection; beyond that all are answered at once
 LOG_INTERVAL = 1.0  # seconds; refusals in between share a log line
 # Takes the tenant; raises ApiError if there is no room for any of its requests.
@@ -64,7 +65,7 @@ class FullGate:
     async def _slow_down(self) -> None:
         """Wait if there are too many refusals. A second's worth of refusals may be answered at once."""
         now = self._clock()
-        self._due = min(max(self._due, now - 1.0) + 1 / AT_ONCE, now + LONGEST_PAUSE)
+        self._due = min(max(self._due, now - AT_ONCE / PER_SECOND) + 1 / PER_SECOND, now + LONGEST_PAUSE)
         if self._due > now and self._num_pausing < MOST_PAUSING:
             self._num_pausing += 1
             try:

@@ -23,7 +23,7 @@ _Slot = structure("AdapterSlot", "pointer parts | int count")
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class Part:
     """Some ranks of an adapter: down [rank, in], up [panels, rank, _PANEL], for outputs from `first` on."""
 
     down: Tensor
@@ -51,21 +51,13 @@ class AdapterTable:
 
     def __init__(self, slots: int, inputs: int, outputs: int, rank: int):
         self.inputs, self.outputs, self.rank = inputs, outputs, rank
-        self._parts: list[list[_Part]] = [[] for _ in range(slots)]
+        self._parts: list[list[Part]] = [[] for _ in range(slots)]
         self._kept: list[object] = [None] * slots
         self._slots = (_Slot * slots)()
         self.address = ctypes.addressof(self._slots)  # the address of the structures that the library reads
 
-    def put(self, slot: int, down: Tensor, up: Tensor, arena: Arena) -> None:
-        """Fill a slot with down [rank, in] and up [out, rank], between two steps. `arena`: the adapter's memory; its
-        products are put there in the order in which steps read them."""
-        blocks = list(_blocks(up))
-        downs = [_kept(down[ranks], arena) for ranks, _, _ in blocks]
-        ups = [_kept(_panels(up[first:end, ranks]), arena) for ranks, first, end in blocks]
-        parts = [
-            _Part(down_part, up_part, first, end - first)
-            for down_part, up_part, (_, first, end) in zip(downs, ups, blocks, strict=True)
-        ]
+    def put(self, slot: int, parts: list[Part]) -> None:
+        """Fill a slot between two steps."""
         made = (_LowRank * len(parts))(*(part.structure() for part in parts))
         self._parts[slot], self._kept[slot] = parts, made
         self._slots[slot].parts, self._slots[slot].count = ctypes.addressof(made), len(parts)
@@ -87,6 +79,18 @@ class AdapterTable:
             up[part.first : part.first + part.outputs, before : before + rank] = block
             before += rank
         return torch.cat([part.down.float() for part in parts]), up
+
+
+def lay_out(down: Tensor, up: Tensor, arena: Arena) -> list[Part]:
+    """The parts of an addition of down [rank, in] and up [out, rank]. `arena`: the adapter's memory; its products are
+    put there in the order in which steps read them."""
+    blocks = list(_blocks(up))
+    downs = [_kept(down[ranks], arena) for ranks, _, _ in blocks]
+    ups = [_kept(_panels(up[first:end, ranks]), arena) for ranks, first, end in blocks]
+    return [
+        Part(down_part, up_part, first, end - first)
+        for down_part, up_part, (_, first, end) in zip(downs, ups, blocks, strict=True)
+    ]
 
 
 def find_runs(slots: Tensor) -> Tensor | None:

@@ -37,16 +37,18 @@ from engine.model.operations import (
     Add,
     AddAdapters,
     AllReduce,
+    Apply,
     Embed,
     GatherNeighbours,
     MixExperts,
     Multiply,
     Normalize,
     Open,
+    Operation,
     Take,
 )
 from engine.model.positions import Rotary
-from engine.model.program import Operation, Program
+from engine.model.program import Program
 from engine.model.slots import find_slots
 from engine.model.state_operations import ApplyDelta, ApplyScan, Convolve
 from engine.model.tables import Tables
@@ -112,6 +114,8 @@ def unsupported(operation: Operation, dtype: torch.dtype) -> str | None:
             return None if known else "experts' matrices are not laid out for our kernels"
         case Activate():
             return None if operation.function in FUNCTIONS else f"{operation.function} has no kernel"
+        case Apply():
+            return f"{operation.name} has no kernel"
         case _:
             return f"{type(operation).__name__} has no kernel"
 

@@ -5,7 +5,7 @@ Single operations use our own kernels if there are some (`engine.model.kernels`)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -13,72 +13,40 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.backends.attention.base import Bias, DistanceBias, Paged, Ragged, Window
+from engine.backends.attention.base import Bias, DistanceBias, Paged, Ragged
 from engine.backends.native.program import Rows
-from engine.backends.torch import attention_blocks, attention_global, attention_sparse, attention_stream
-from engine.backends.torch.attention import OwnKey, QueryBias
 from engine.backends.torch.states import apply_delta, apply_scan, convolve, each_row
 from engine.model import kernels
 from engine.model.activations import activate, activate_by_name, gate_by_name
-from engine.model.attention_operations import (
-    Attend,
-    AttendBeside,
-    AttendByBuckets,
-    AttendGlobally,
-    AttendInBlocks,
-    AttendToBlocks,
-    BeginBeside,
-    ExpandLatent,
-    FeedBeside,
-    PrepareHeads,
-    PrepareLatent,
-    StoreEncoded,
-    Temper,
-)
-from engine.model.block_sums import BlockSumAttention
-from engine.model.convolution import gather_neighbours, mix_taps, weigh_taps
+from engine.model.attention_operations import Attend, PrepareHeads, PrepareLatent, StoreEncoded, Temper
+from engine.model.convolution import gather_neighbours
 from engine.model.embedding import add_images
-from engine.model.global_stream import feed
-from engine.model.global_tokens import find_global
 from engine.model.inputs import Inputs
 from engine.model.latent import LatentAttention
-from engine.model.layer_operations import (
-    ActivateSparsely,
-    AddImages,
-    AddToVersions,
-    CorrectVersions,
-    EmbedLayers,
-    ExpandVersions,
-    Keep,
-    MergeVersions,
-    MultiplyAll,
-    PredictVersions,
-)
-from engine.model.layers import CrossAttention, SelfAttention
+from engine.model.layers import CrossAttention, SelfAttention, split_heads
 from engine.model.operations import (
     Activate,
-    ActivateXielu,
     Add,
     AddAdapters,
+    AddImages,
     AllReduce,
+    Apply,
     Concatenate,
     Embed,
-    EmbedAhead,
     GatherNeighbours,
-    HasRows,
+    Keep,
     MixExperts,
-    MixTaps,
     Multiply,
+    MultiplyAll,
     Normalize,
     Open,
     OpenHeads,
+    Operation,
     Scale,
     Take,
-    TransformFourier,
-    WeighTaps,
 )
 from engine.model.positions import AttentionPosition, Disentangled, RelativeBuckets, Rotary
-from engine.model.program import Operation, Program, last_uses
+from engine.model.program import Program, last_uses
 from engine.model.reading import ReadingAttention
 from engine.model.rotary import rotate
 from engine.model.slots import find_slots
@@ -148,7 +116,7 @@ class Pass:
             biases[owner] = tables.bias(operation.module)
         return biases[owner]
 
-    def block_biases(self, module: BlockSumAttention) -> tuple[DistanceBias, DistanceBias]:
+    def block_biases(self, module: SelfAttention) -> tuple[DistanceBias, DistanceBias]:
         """The biases for the scores of tokens and of sums of blocks."""
         bias, of_blocks = self._tables.bias(module), self._tables.block_bias
         assert isinstance(bias, DistanceBias)
@@ -167,7 +135,7 @@ Handler = Callable[[Any, Pass], None]
 class Calls:
     """Operations with their functions, in order; rows are released after their last use."""
 
-    def __init__(self, operations: Sequence[HasRows], handlers: Mapping[type, Handler], result: Rows):
+    def __init__(self, operations: Sequence[Operation], handlers: Mapping[type, Handler], result: Rows):
         self._result = result
         uses = last_uses(operations, result)
         self._calls = [(handlers[type(one)], one, dead) for one, dead in zip(operations, uses, strict=True)]
@@ -206,8 +174,11 @@ def _embed(operation: Embed, state: Pass) -> None:
     state.values[operation.out] = operation.vectors(state.inputs)
 
 
-def _embed_ahead(operation: EmbedAhead, state: Pass) -> None:
-    state.values[operation.out] = operation.module.ahead(state.inputs.positions, operation.vectors[-1])
+def _apply(operation: Apply, state: Pass) -> None:
+    found = operation.compute(state, *(state.values[rows] for rows in operation.given))
+    results = (found,) if isinstance(found, Tensor) else found or ()
+    for rows, value in zip(operation.made, results, strict=True):
+        state.values[rows] = value
 
 
 def _take(operation: Take, state: Pass) -> None:
@@ -284,10 +255,6 @@ def _prepare_latent(operation: PrepareLatent, state: Pass) -> None:
     state.values[operation.out] = queries.flatten(1)
 
 
-def _expand_latent(operation: ExpandLatent, state: Pass) -> None:
-    state.values[operation.out] = operation.module.expand(state.values[operation.x])
-
-
 def _store_encoded(operation: StoreEncoded, state: Pass) -> None:
     part, slots = operation.part, state.inputs.slots
     assert slots is not None
@@ -304,7 +271,7 @@ def _attend(operation: Attend, state: Pass) -> None:
         assert inputs.parts is not None
         metadata = inputs.parts
     if operation.kv is not None:
-        keys, values = (_heads(state.values[rows], part.head_dim)[: inputs.tokens] for rows in operation.kv)
+        keys, values = (split_heads(state.values[rows], part.head_dim)[: inputs.tokens] for rows in operation.kv)
         kv = Ragged(keys, values, metadata.query_start[:-1])
     elif operation.is_cross:
         assert inputs.cross is not None
@@ -312,11 +279,11 @@ def _attend(operation: Attend, state: Pass) -> None:
         kv = replace(state.pages(operation.layer), block_tables=inputs.cross.block_tables, key_centre=None)
         if inputs.keeper is not None:
             assert operation.layer is not None
-            inputs.keeper(operation.layer, _heads(state.values[operation.queries], part.head_dim))
+            inputs.keeper(operation.layer, split_heads(state.values[operation.queries], part.head_dim))
     else:
         kv = state.pages(operation.layer)
     attended = operation.backend.attend(
-        _heads(state.values[operation.queries], part.head_dim),
+        split_heads(state.values[operation.queries], part.head_dim),
         kv,
         metadata,
         causal=operation.causal,
@@ -327,12 +294,6 @@ def _attend(operation: Attend, state: Pass) -> None:
         sinks=operation.sinks,
     )
     state.values[operation.out] = attended.reshape(len(attended), operation.out.width)
-
-
-def _embed_layers(operation: EmbedLayers, state: Pass) -> None:
-    vectors = operation.module(state.inputs.token_ids, state.values[operation.x])
-    for layer, rows in enumerate(operation.out):
-        state.values[rows] = vectors[:, layer]
 
 
 def _multiply_all(operation: MultiplyAll, state: Pass) -> None:
@@ -349,152 +310,9 @@ def _add_images(operation: AddImages, state: Pass) -> None:
         state.values[operation.x] = add_images(state.values[operation.x], inputs.images, inputs.sides, operation.number)
 
 
-def _activate_sparsely(operation: ActivateSparsely, state: Pass) -> None:
-    gates, values = state.values[operation.x].chunk(2, dim=-1)
-    least = gates.mean(dim=-1, keepdim=True) + gates.std(dim=-1, keepdim=True, unbiased=False) * operation.cutoff
-    opened = torch.cat((F.relu(gates - least), values), dim=-1)
-    state.values[operation.out] = gate_by_name(operation.function, opened)
-
-
-def _expand_versions(operation: ExpandVersions, state: Pass) -> None:
-    state.values[operation.versions] = operation.module.expand(state.values[operation.x])
-
-
-def _predict_versions(operation: PredictVersions, state: Pass) -> None:
-    predicted = operation.module.predict(state.values[operation.versions])
-    width, active = operation.out.width, operation.module.part.active
-    state.values[operation.versions] = predicted
-    state.values[operation.out] = predicted[:, active * width : (active + 1) * width].contiguous()
-
-
-def _correct_versions(operation: CorrectVersions, state: Pass) -> None:
-    versions, read = operation.module.correct(state.values[operation.versions], state.values[operation.x])
-    state.values[operation.versions], state.values[operation.out] = versions, read.contiguous()
-
-
-def _add_to_versions(operation: AddToVersions, state: Pass) -> None:
-    state.values[operation.versions] = operation.module.add(state.values[operation.versions], state.values[operation.x])
-
-
-def _merge_versions(operation: MergeVersions, state: Pass) -> None:
-    state.values[operation.out] = operation.module.merge(state.values[operation.versions])
-
-
-def _attend_by_buckets(operation: AttendByBuckets, state: Pass) -> None:
-    module, part, own = operation.module, operation.module.part, None
-    scores = state.values[operation.scores]
-    scores = scores.view(len(scores), -1, part.heads)
-    zero = module.zero
-    if operation.own is not None:
-        keys, values = (_heads(state.values[rows], part.head_dim) for rows in operation.own)
-        # A next token is one position further from all keys except its own, which has the first bucket.
-        own, zero = OwnKey(keys, values, scores[:, 0]), zero - 1
-    attended = module.reference.attend(
-        _heads(state.values[operation.queries], part.head_dim),
-        state.pages(operation.layer),
-        state.inputs.metadata,
-        scale=part.scale,
-        bias=QueryBias(scores, module.columns, zero),
-        own=own,
-    )
-    state.values[operation.out] = attended.reshape(len(attended), operation.out.width)
-
-
-def _attend_globally(operation: AttendGlobally, state: Pass) -> None:
-    part, inputs = operation.module.part, state.inputs
-    assert part.window is not None
-    assert part.global_tokens is not None
-    assert isinstance(part.window, Window)
-    width = part.heads * part.head_dim
-
-    def split(parts: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        queries, keys, values = (_heads(x, part.head_dim) for x in parts)
-        return queries, keys, values
-
-    attended = attention_global.attend(
-        split(state.values[operation.heads.part(i * width, width)] for i in range(3)),
-        split(state.values[operation.of_global].chunk(3, dim=1)),
-        inputs.metadata,
-        find_global(part.global_tokens, inputs.token_ids, inputs.metadata),
-        part.window,
-        part.scale,
-    )
-    state.values[operation.out] = attended.reshape(len(attended), width)
-
-
-def _attend_to_blocks(operation: AttendToBlocks, state: Pass) -> None:
-    module, inputs = operation.module, state.inputs
-    part, width = module.part, module.part.heads * module.part.head_dim
-    assert isinstance(part.window, Window)
-    queries, keys, values = (
-        _heads(state.values[operation.heads.part(i * width, width)], part.head_dim) for i in range(3)
-    )
-    bias, block_bias = state.block_biases(module)
-    attended = attention_blocks.attend(
-        (queries, keys, values),
-        module.of_blocks(state.values[operation.x], inputs.metadata, inputs.min_rows),
-        inputs.metadata,
-        module.size,
-        part.window,
-        part.scale,
-        bias,
-        block_bias,
-    )
-    state.values[operation.out] = attended.reshape(len(attended), width)
-
-
-def _attend_in_blocks(operation: AttendInBlocks, state: Pass) -> None:
-    part, width = operation.part, operation.part.heads * operation.part.head_dim
-    assert part.blocks is not None
-    queries, keys, values = (
-        _heads(state.values[operation.heads.part(i * width, width)], part.head_dim) for i in range(3)
-    )
-    attended = attention_sparse.attend(
-        (queries, keys, values),
-        state.inputs.metadata,
-        part.scale,
-        size=part.blocks.size,
-        whole=part.blocks.whole,
-        first_counts=1 + part.blocks.drawn,
-    )
-    state.values[operation.out] = attended.reshape(len(attended), width)
-
-
-def _begin_beside(operation: BeginBeside, state: Pass) -> None:
-    state.beside = operation.vectors.repeat(len(state.inputs.metadata.query_lens), 1)
-
-
-def _attend_beside(operation: AttendBeside, state: Pass) -> None:
-    module, inputs, vectors = operation.module, state.inputs, state.beside
-    assert vectors is not None
-    part, width = module.part, module.part.heads * module.part.head_dim
-    queries, keys, values = (
-        _heads(state.values[operation.heads.part(i * width, width)], part.head_dim) for i in range(3)
-    )
-    of_vectors = module.heads_of(vectors, inputs.min_rows)
-    attended, seen = attention_stream.attend(
-        (queries, keys, values), of_vectors, inputs.metadata, part.scale, size=module.size, shift=module.shift
-    )
-    state.beside = module.joined(vectors, seen, inputs.min_rows)
-    state.values[operation.out] = attended.reshape(len(attended), width)
-
-
-def _feed_beside(operation: FeedBeside, state: Pass) -> None:
-    assert state.beside is not None
-    state.beside = feed(state.beside, operation.before, operation.network, state.inputs.min_rows)
-
-
-def _heads(x: Tensor, head_dim: int) -> Tensor:
-    return x if x.dim() == 3 else x.view(len(x), -1, head_dim)
-
-
 def _activate(operation: Activate, state: Pass) -> None:
     by_name = gate_by_name if operation.gated else activate_by_name
     state.values[operation.out] = by_name(operation.function, state.values[operation.x])
-
-
-def _activate_xielu(operation: ActivateXielu, state: Pass) -> None:
-    state.values[operation.out] = operation.module.activate(state.values[operation.x])
 
 
 def _open(operation: Open, state: Pass) -> None:
@@ -519,24 +337,6 @@ def _gather_neighbours(operation: GatherNeighbours, state: Pass) -> None:
     inputs = state.inputs
     x = state.values[operation.x]
     state.values[operation.out] = gather_neighbours(x, inputs.metadata, operation.taps, inputs.tokens)
-
-
-def _weigh_taps(operation: WeighTaps, state: Pass) -> None:
-    state.values[operation.out] = weigh_taps(state.values[operation.x], operation.module.neighbours)
-
-
-def _mix_taps(operation: MixTaps, state: Pass) -> None:
-    module, x = operation.module, state.values[operation.x]
-    state.values[operation.out] = mix_taps(x, state.values[operation.scores], module.heads, module.taps)
-
-
-def _transform_fourier(operation: TransformFourier, state: Pass) -> None:
-    """Each input separately, because its length is part of the transform."""
-    inputs, x = state.inputs, state.values[operation.x]
-    inputs_alone = torch.split(x[: inputs.tokens].float(), inputs.metadata.query_lens)
-    parts = [torch.fft.fft2(one).real.to(x.dtype) for one in inputs_alone if len(one)]
-    padding = torch.zeros_like(x[inputs.tokens :])
-    state.values[operation.out] = torch.cat([*parts, padding])
 
 
 def _concatenate(operation: Concatenate, state: Pass) -> None:
@@ -580,7 +380,7 @@ def _apply_delta(operation: ApplyDelta, state: Pass) -> None:
     keys_width = part.key_heads * part.key_dim
     pieces = torch.split(x.float(), [keys_width, keys_width, part.value_heads * part.value_dim], dim=1)
     dims = (part.key_dim, part.key_dim, part.value_dim)
-    queries, keys, values = (_heads(piece, dim) for piece, dim in zip(pieces, dims, strict=True))
+    queries, keys, values = (split_heads(piece, dim) for piece, dim in zip(pieces, dims, strict=True))
     each = part.value_heads // part.key_heads
     queries, keys = (one * (one.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for one in (queries, keys))
     queries, keys = (
@@ -604,7 +404,7 @@ def _apply_delta(operation: ApplyDelta, state: Pass) -> None:
     each_row(inputs.metadata.query_lens, inputs.states, operation.layer, step, size, begin, device=x.device)
     heads = attended.to(x.dtype).float()
     normed = (heads * (heads.square().mean(-1, keepdim=True) + part.eps).rsqrt()).to(x.dtype) * module.norm
-    gates = _heads(activate(F.silu, opening.float()), part.value_dim)
+    gates = split_heads(activate(F.silu, opening.float()), part.value_dim)
     state.values[operation.out] = (normed * gates).to(x.dtype).flatten(1)
 
 
@@ -613,8 +413,8 @@ def _apply_scan(operation: ApplyScan, state: Pass) -> None:
     x, opening = state.values[operation.x], state.values[operation.opening]
     shared = part.groups * part.size
     values, *both = torch.split(x.float(), [part.width, shared, shared], dim=1)
-    values = _heads(values, part.head_dim)
-    before, after = (_heads(one, part.size).repeat_interleave(part.heads // part.groups, dim=1) for one in both)
+    values = split_heads(values, part.head_dim)
+    before, after = (split_heads(one, part.size).repeat_interleave(part.heads // part.groups, dim=1) for one in both)
     steps = activate(F.softplus, state.values[operation.rates].float() + module.offset.float())
     decays = (-module.decay.float().exp() * steps).exp()
     added, kept = values * steps[:, :, None], values * module.skip.float()[:, None]
@@ -643,44 +443,25 @@ def _apply_scan(operation: ApplyScan, state: Pass) -> None:
 
 HANDLERS: dict[type, Handler] = {
     Embed: _embed,
-    EmbedAhead: _embed_ahead,
     Take: _take,
     Normalize: _normalize,
     Multiply: _multiply,
     AddAdapters: _add_adapters,
     AllReduce: _all_reduce,
+    Apply: _apply,
     PrepareHeads: _prepare_heads,
     Temper: _temper,
     PrepareLatent: _prepare_latent,
-    ExpandLatent: _expand_latent,
     StoreEncoded: _store_encoded,
     Attend: _attend,
-    AttendByBuckets: _attend_by_buckets,
-    AttendGlobally: _attend_globally,
-    AttendToBlocks: _attend_to_blocks,
-    AttendInBlocks: _attend_in_blocks,
-    BeginBeside: _begin_beside,
-    AttendBeside: _attend_beside,
-    FeedBeside: _feed_beside,
-    EmbedLayers: _embed_layers,
     Keep: _keep,
     MultiplyAll: _multiply_all,
     AddImages: _add_images,
-    ActivateSparsely: _activate_sparsely,
-    ExpandVersions: _expand_versions,
-    PredictVersions: _predict_versions,
-    CorrectVersions: _correct_versions,
-    AddToVersions: _add_to_versions,
-    MergeVersions: _merge_versions,
     Activate: _activate,
-    ActivateXielu: _activate_xielu,
     Open: _open,
     OpenHeads: _open_heads,
     MixExperts: _mix_experts,
     GatherNeighbours: _gather_neighbours,
-    WeighTaps: _weigh_taps,
-    MixTaps: _mix_taps,
-    TransformFourier: _transform_fourier,
     Concatenate: _concatenate,
     Scale: _scale,
     Add: _add,

@@ -27,15 +27,15 @@ from engine.backends.triton import norms
 from engine.backends.triton import one_row as triton_row
 from engine.backends.triton import operations as triton_operations
 from engine.backends.triton.norms import Norm
-from engine.backends.triton.operations import Fused, Join, StoreHeads
+from engine.backends.triton.operations import Join, StoreHeads
 from engine.backends.triton.rotary import LONGEST_HEAD, Angles, HeadNorms
 from engine.model.attention_operations import Attend, PrepareHeads, PrepareLatent
 from engine.model.inputs import Inputs
 from engine.model.kernels import GPU_FORMATS
 from engine.model.norms import LayerNorm, RmsNorm
-from engine.model.operations import Add, AddAdapters, AllReduce, Normalize
+from engine.model.operations import Add, AddAdapters, AllReduce, Normalize, Operation
 from engine.model.positions import Rotary
-from engine.model.program import Operation, Program
+from engine.model.program import Program
 from engine.model.slots import find_slots
 from engine.model.tables import Tables
 
@@ -51,7 +51,7 @@ class TritonExecutor:
         self._tables = tables
         self._torch = TorchExecutor(program, tables)
         fusing = _Fusing(program, tables, dtype)
-        self.operations: Sequence[Fused] = fusing.operations
+        self.operations: Sequence[Operation] = fusing.operations
         self.row_operations = triton_row.row_operations(self.operations, program.stream)
         handlers = HANDLERS | triton_operations.HANDLERS | triton_row.HANDLERS
         self._calls = Calls(self.operations, handlers, program.result)
@@ -91,7 +91,7 @@ class _Fusing:
     def __init__(self, program: Program, tables: Tables, dtype: torch.dtype):
         self._stream, self._tables, self._dtype = program.stream, tables, dtype
         self._after: dict[Rows, Norm] = {}  # norms of rows that are about to join the stream
-        self.operations: list[Fused] = []
+        self.operations: list[Operation] = []
         self._missing: dict[str, None] = {}
         for operation in program.operations:
             self._add(operation)

@@ -11,7 +11,7 @@ If a part does not allow this (experts, norms after sublayers), its operations d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 from torch import Tensor
@@ -21,17 +21,15 @@ from engine.backends.native.program import Rows
 from engine.backends.torch.executor import Handler, Pass
 from engine.backends.triton import matvec
 from engine.backends.triton.norms import Norm
-from engine.backends.triton.operations import Fused, Join
+from engine.backends.triton.operations import Join
 from engine.model.layers import Linear
-from engine.model.operations import Activate, HasRows, Multiply
+from engine.model.operations import Activate, Multiply, Operation, operation
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MultiplyRow(HasRows):
+@operation(reads="x also joined", writes="out")
+class MultiplyRow(Operation):
     """The product of one row, with the operations around it."""
 
-    READS = ("x", "also", "joined")
-    WRITES = ("out",)
     linear: Linear
     x: Rows
     out: Rows
@@ -46,9 +44,6 @@ class MultiplyRow(HasRows):
     def joined(self) -> Rows | None:
         """The stream, if the results are added to it."""
         return self.out if self.joins else None
-
-
-RowOperation = Fused | MultiplyRow
 
 
 def _multiply(operation: MultiplyRow, state: Pass) -> None:
@@ -69,9 +64,9 @@ def _multiply(operation: MultiplyRow, state: Pass) -> None:
 HANDLERS: dict[type, Handler] = {MultiplyRow: _multiply}
 
 
-def row_operations(operations: Sequence[Fused], stream: Rows) -> list[RowOperation]:
+def row_operations(operations: Sequence[Operation], stream: Rows) -> list[Operation]:
     """The operations for one token, from the operations for any number."""
-    made: list[RowOperation] = [
+    made: list[Operation] = [
         MultiplyRow(one.linear, one.x, one.out) if isinstance(one, Multiply) and _served(one.linear) else one
         for one in operations
     ]
@@ -80,7 +75,7 @@ def row_operations(operations: Sequence[Fused], stream: Rows) -> list[RowOperati
     return _with_norms(made, stream)
 
 
-def _with_joins(operations: list[RowOperation], stream: Rows) -> list[RowOperation]:
+def _with_joins(operations: list[Operation], stream: Rows) -> list[Operation]:
     """Results that join the stream next, unchanged, are added to it at once."""
     made = list(operations)
     for i, (product, join) in enumerate(pairwise(operations)):
@@ -93,9 +88,9 @@ def _with_joins(operations: list[RowOperation], stream: Rows) -> list[RowOperati
     return [one for one in made if not (isinstance(one, Join) and not one.addends and one.norm is None)]
 
 
-def _with_activations(operations: list[RowOperation]) -> list[RowOperation]:
+def _with_activations(operations: list[Operation]) -> list[Operation]:
     """An activation becomes part of the product if nothing else reads the product's results."""
-    made: list[RowOperation] = []
+    made: list[Operation] = []
     for one in operations:
         before = made[-1] if made else None
         match one, before:
@@ -108,9 +103,9 @@ def _with_activations(operations: list[RowOperation]) -> list[RowOperation]:
     return made
 
 
-def _with_norms(operations: list[RowOperation], stream: Rows) -> list[RowOperation]:
+def _with_norms(operations: list[Operation], stream: Rows) -> list[Operation]:
     """The products that read a norm of the stream compute it themselves, if nothing else reads it."""
-    made: list[RowOperation | None] = list(operations)
+    made: list[Operation | None] = list(operations)
     for i, one in enumerate(operations):
         if not isinstance(one, Join) or one.addends or one.norm is None or one.out == stream:
             continue
@@ -125,7 +120,7 @@ def _with_norms(operations: list[RowOperation], stream: Rows) -> list[RowOperati
     return [one for one in made if one is not None]
 
 
-def _readers(operations: list[RowOperation | None], start: int, rows: Rows, stream: Rows) -> list[int] | None:
+def _readers(operations: list[Operation | None], start: int, rows: Rows, stream: Rows) -> list[int] | None:
     """The products that read what an operation wrote to these rows; None if something else reads it, or if the stream
     changes before."""
     readers: list[int] = []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from engine.backends.native.program import Rows
@@ -13,17 +11,14 @@ from engine.backends.triton import adapters, norms, states
 from engine.backends.triton.norms import Norm
 from engine.backends.triton.rotary import Angles, HeadNorms, rotate_and_store
 from engine.model.attention_operations import PrepareHeads
-from engine.model.operations import AddAdapters, HasRows
-from engine.model.program import Operation
+from engine.model.operations import AddAdapters, Operation, operation
 from engine.model.state_operations import ApplyDelta, Convolve
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Join(HasRows):
+@operation(reads="stream addends", writes="stream out")
+class Join(Operation):
     """The stream gets after(first addend) plus the second addend, two at most; out is the norm of the sum."""
 
-    READS = ("stream", "addends")
-    WRITES = ("stream", "out")
     stream: Rows
     addends: tuple[Rows, ...]
     after: Norm | None
@@ -31,11 +26,10 @@ class Join(HasRows):
     out: Rows  # the stream, if there is no norm or the norm replaces the sum
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StoreHeads(HasRows):
+@operation(reads="heads", writes="heads")
+class StoreHeads(Operation):
     """The work of `PrepareHeads`, for a decoder."""
 
-    READS = WRITES = ("heads",)
     operation: PrepareHeads
     angles: Angles | None  # None if nothing rotates
     norms: HeadNorms | None  # norms per head
@@ -45,9 +39,6 @@ class StoreHeads(HasRows):
     def heads(self) -> Rows:
         """Queries, keys and values."""
         return self.operation.heads
-
-
-Fused = Operation | Join | StoreHeads
 
 
 def _join(operation: Join, state: Pass) -> None:

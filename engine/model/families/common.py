@@ -15,6 +15,7 @@ from engine.model.positions import Rotary, Temperature
 from engine.model.spec import (
     Activation,
     Attention,
+    Block,
     Clamped,
     Corrected,
     Dense,
@@ -23,7 +24,9 @@ from engine.model.spec import (
     Likeliest,
     Lm,
     ModelSpec,
+    Patches,
     Routing,
+    Stack,
     Tokens,
 )
 from engine.model.table import Affine, Entry, Joined, Same, ScaledRows, Stacked, Transform, Transposed
@@ -130,6 +133,21 @@ def rms(config: Any) -> Norm:
     return Norm("rms", config.rms_norm_eps)
 
 
+def rms_in_float32(config: Any) -> Norm:
+    """The same norm, which is multiplied by its weight before it is rounded."""
+    return Norm("rms", config.rms_norm_eps, in_float32=True)
+
+
+def same_layers(config: Any, embedding: Tokens | Patches, block: Block, final_norm: Norm | None = None) -> Stack:
+    """A stack of num_hidden_layers equal layers."""
+    return Stack(
+        hidden_size=config.hidden_size,
+        embedding=embedding,
+        blocks=(block,) * config.num_hidden_layers,
+        final_norm=final_norm,
+    )
+
+
 def lm(config: Any, **parts: Any) -> Lm:
     """A head that is tied to the token table if the config says so; `parts` are further fields of `Lm`."""
     return Lm(tied=config.tie_word_embeddings, **parts)
@@ -219,16 +237,28 @@ def layer_window(config: Any, layer_type: str, *, causal: bool = True) -> Window
     return sliding_window(config.sliding_window, causal=causal)
 
 
-def layer_windows(config: Any) -> list[Window | None]:
-    """The window of each layer from `layer_types`; none without types. Raises UnsupportedModelError if a layer has
-    another type, the number of layers differs, or a window has no size."""
-    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+def layer_kinds(config: Any, *known: str, family: str = "") -> list[str]:
+    """The type of each layer, from `layer_types`. Raises UnsupportedModelError if there are too few or too many, or one
+    is not among those that the family implements (`known`; none: the caller checks them)."""
+    types = list(config.layer_types)
     if len(types) != config.num_hidden_layers:
         raise UnsupportedModelError(
             f"layer_types in the checkpoint's config must have one entry for each of num_hidden_layers "
             f"{config.num_hidden_layers}, but has {len(types)}."
         )
-    return [layer_window(config, layer_type) for layer_type in types]
+    if known and (others := sorted(set(types) - set(known))):
+        raise UnsupportedModelError(
+            f"layer_types of the config holds {others[0]!r}; implemented{family}: {', '.join(known)}."
+        )
+    return types
+
+
+def layer_windows(config: Any) -> list[Window | None]:
+    """The window of each layer from `layer_types`; none without types. Raises UnsupportedModelError if a layer has
+    another type, the number of layers differs, or a window has no size."""
+    if not getattr(config, "layer_types", None):
+        return [None] * config.num_hidden_layers
+    return [layer_window(config, layer_type) for layer_type in layer_kinds(config)]
 
 
 def routed(

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.model.families.common import activation, dense_network, linear, qkv
+from engine.model.families.common import activation, attention, dense_network, linear, qkv
 from engine.model.families.encoder import BERT_LAYER, GENERATOR_HEADS, KINDS, EncoderNames, encoder, of
 from engine.model.families.encoder_only import bert_stack, masked_lm, named_head
 from engine.model.positions import Learned
@@ -35,18 +35,10 @@ def _stack(config: Any) -> Stack:
                 f"{getattr(config, name)}."
             )
     head_dim = config.hidden_size // heads // 2
-    attention = Attention(
-        heads=heads,
-        kv_heads=heads,
-        head_dim=head_dim,
-        scale=head_dim**-0.5,
-        causal=False,
-        qkv_bias=True,
-        out_bias=True,
-        spans=Spans(config.conv_kernel_size),
-    )
+    spans = Spans(config.conv_kernel_size)
+    own = attention(config, heads=heads, kv_heads=heads, head_dim=head_dim, causal=False, bias=True, spans=spans)
     ffn = replace(dense_network(config), groups=config.num_groups)
-    blocks = tuple(replace(block, attention=attention, ffn=ffn) for block in encoder.blocks)
+    blocks = tuple(replace(block, attention=own, ffn=ffn) for block in encoder.blocks)
     return replace(encoder, blocks=blocks)
 
 

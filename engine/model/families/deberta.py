@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.model.families.common import dense_network, even_head_dim, linear, multi_head
+from engine.model.families.common import even_head_dim, linear, multi_head
 from engine.model.families.deberta_v2 import embedding, head_of, table
 from engine.model.families.encoder import ANSWERING, BERT_LAYER, of
+from engine.model.families.encoder_only import post_norm_encoder
 from engine.model.normalisation import Norm
 from engine.model.positions import Disentangled, DistanceVectors
-from engine.model.spec import Attention, Block, ModelSpec, Post, Stack
+from engine.model.spec import Attention, ModelSpec
 from engine.model.table import Entry, Family, Interleaved, Sparse, WeightTable
 
 
@@ -24,19 +25,8 @@ def spec(config: Any) -> ModelSpec:
     if attention.content_bias:
         longest = getattr(config, "max_relative_positions", -1)
         distances = DistanceVectors(config.max_position_embeddings if longest < 1 else longest)
-    block = Block(
-        placement=Post(layer_norm, layer_norm),
-        attention=attention,
-        ffn=dense_network(config),
-    )
-    encoder = Stack(
-        hidden_size=config.hidden_size,
-        embedding=embedding(config, layer_norm),
-        blocks=(block,) * config.num_hidden_layers,
-        final_norm=None,
-        distances=distances,
-    )
-    return ModelSpec(encoder=encoder, decoder=None, head=head_of(config, layer_norm))
+    encoder = post_norm_encoder(config, embedding(config, layer_norm), layer_norm, attention=attention)
+    return ModelSpec(encoder=replace(encoder, distances=distances), decoder=None, head=head_of(config, layer_norm))
 
 
 def _attention(config: Any) -> Attention:
@@ -49,8 +39,7 @@ def _attention(config: Any) -> Attention:
 
 
 def weights(model: ModelSpec) -> WeightTable:
-    stack = model.encoder
-    assert stack is not None
+    stack = model.trunk
     entries: list[Entry] = []
     if stack.distances is not None:
         entries.append(Entry("encoder.distances.weight", ("deberta.encoder.rel_embeddings.weight",)))

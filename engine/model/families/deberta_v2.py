@@ -6,24 +6,19 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.model.families.common import activation, dense_network, even_head_dim, linear, multi_head, norm
+from engine.model.families.common import activation, even_head_dim, linear, multi_head, norm
 from engine.model.families.encoder import BERT_LAYER, EncoderNames, HeadNames, encoder_table
-from engine.model.families.encoder_only import answer_span, first_token_classifier, layer_target, token_classifier
+from engine.model.families.encoder_only import (
+    answer_span,
+    first_token_classifier,
+    layer_target,
+    post_norm_encoder,
+    token_classifier,
+)
 from engine.model.families.names import LayerNames
 from engine.model.normalisation import Norm
 from engine.model.positions import Disentangled, DistanceVectors, Learned
-from engine.model.spec import (
-    Attention,
-    Block,
-    Convolution,
-    Head,
-    MaskedLm,
-    ModelSpec,
-    Pool,
-    Post,
-    Stack,
-    Tokens,
-)
+from engine.model.spec import Attention, Convolution, Head, MaskedLm, ModelSpec, Pool, Tokens
 from engine.model.table import Entry, Family, Taps, WeightTable
 
 
@@ -35,19 +30,11 @@ def spec(config: Any) -> ModelSpec:
         position = Disentangled("c2p" in terms, "p2c" in terms, shared=getattr(config, "share_att_key", False))
         distances = _distances(config, layer_norm)
     attention = _attention(config, position, ("c2p" in terms) + ("p2c" in terms))
-    block = Block(
-        placement=Post(layer_norm, layer_norm),
-        attention=attention,
-        ffn=dense_network(config),
-    )
-    first = replace(block, beside=_convolution(config, layer_norm))
-    encoder = Stack(
-        hidden_size=config.hidden_size,
-        embedding=embedding(config, layer_norm),
-        blocks=(first, *(block,) * (config.num_hidden_layers - 1)),
-        final_norm=None,
-        distances=distances,
-    )
+    convolution = _convolution(config, layer_norm)
+    encoder = post_norm_encoder(config, embedding(config, layer_norm), layer_norm, attention=attention)
+    first = (replace(block, beside=convolution) for block in encoder.blocks[:1])
+    blocks = (*first, *encoder.blocks[1:])
+    encoder = replace(encoder, blocks=blocks, distances=distances)
     return ModelSpec(encoder=encoder, decoder=None, head=head_of(config, layer_norm))
 
 
@@ -170,11 +157,10 @@ def weights(model: ModelSpec) -> WeightTable:
 
 def table(model: ModelSpec, layer: LayerNames, more: list[Entry]) -> WeightTable:
     """The weights of a model like DeBERTa, from the names in its layers and its parts besides BERT's."""
-    assert model.encoder is not None
-    assert isinstance(model.encoder.embedding, Tokens)
+    assert isinstance(model.trunk.embedding, Tokens)
     newer = isinstance(model.head, MaskedLm) and model.head.width is not None
     heads = replace(HEADS, masked=NEWER, masked_bias=None) if newer else HEADS
-    if model.encoder.embedding.projection is not None:
+    if model.trunk.embedding.projection is not None:
         more = [*more, *linear("encoder.embedding.projection", "deberta.embeddings.embed_proj", False, 0)]
     names = EncoderNames(stem="deberta", layer=layer, heads=heads, unread=(), renamed=())
     found = encoder_table(model, names, tuple(more))
@@ -184,8 +170,7 @@ def table(model: ModelSpec, layer: LayerNames, more: list[Entry]) -> WeightTable
 
 def _own_weights(model: ModelSpec) -> list[Entry]:
     """The weights of a stack's parts besides BERT's."""
-    stack = model.encoder
-    assert stack is not None
+    stack = model.trunk
     entries: list[Entry] = []
     if stack.distances is not None:
         entries.append(Entry("encoder.distances.weight", ("deberta.encoder.rel_embeddings.weight",)))

@@ -18,6 +18,7 @@ from engine.model.families.common import (
     linear,
     lm,
     rms,
+    rms_in_float32,
     rotary,
     routed,
     sliding_window,
@@ -40,6 +41,7 @@ from engine.model.spec import (
     ModelSpec,
     Parallel,
     PerHead,
+    Placement,
     Pre,
     Sandwich,
     WholeProjection,
@@ -117,10 +119,6 @@ def _command_r(c: Any) -> list[Attention]:
     ]
 
 
-def _olmo2_norm(c: Any) -> Norm:
-    return Norm("rms", c.rms_norm_eps, in_float32=True)
-
-
 def _olmo2(c: Any) -> list[Attention]:
     """In OLMo 3 most layers have windows; FlexOlmo's have experts, see `_olmo2_network`."""
     layer_types = c.layer_types if c.model_type == "olmo3" else ["full_attention"] * c.num_hidden_layers
@@ -129,7 +127,7 @@ def _olmo2(c: Any) -> list[Attention]:
             c,
             position=rotary(c, layer_type=layer_type, in_float32=True),
             window=layer_window(c, layer_type),
-            qk_norm=WholeProjection(_olmo2_norm(c)),
+            qk_norm=WholeProjection(rms_in_float32(c)),
             bias=c.attention_bias,
         )
         for layer_type in layer_types
@@ -218,14 +216,9 @@ def _other_way_round(part: Attention) -> Transform:
     return Joined(tuple(n * part.head_dim for n in heads), (Swapped(part.heads), Swapped(part.kv_heads), Same()))
 
 
-GLM = DecoderNames(ffn=("mlp.gate_up_proj", "mlp.down_proj"))
-GLM4_NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
-
-
-def _glm_weights(model: ModelSpec) -> WeightTable:
-    assert model.decoder is not None
-    sandwiched = isinstance(model.decoder.blocks[0].placement, Sandwich)
-    return decoder_table(model, replace(GLM, norms=GLM4_NORMS) if sandwiched else GLM)
+def _glm_norms(placement: Placement) -> tuple[str, ...]:
+    names = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+    return names if isinstance(placement, Sandwich) else names[::2]
 
 
 def _xielu_weights(target: str, source: str, part: FeedForward) -> list[Entry]:
@@ -323,7 +316,7 @@ FAMILIES = (
         "norms after the sublayers, QK norms over the whole projection; FlexOlmo: MoE",
         attention=_olmo2,
         ffn=_olmo2_network,
-        norm=_olmo2_norm,
+        norm=rms_in_float32,
         placement=lambda c, norm: AfterSublayer(norm, norm),
         names=DecoderNames(norms=("post_attention_layernorm", "post_feedforward_layernorm")),
     ),
@@ -438,7 +431,7 @@ FAMILIES = (
         "partial and interleaved rotary positions, sandwich norms",
         attention=lambda c: attention(c, position=rotary(c, partial=True, interleaved=True), qkv_bias=c.attention_bias),
         placement=lambda c, norm: Sandwich(norm, norm, norm, norm) if c.model_type == "glm4" else Pre(norm, norm),
-        weights=_glm_weights,
+        names=DecoderNames(norms=_glm_norms, ffn=("mlp.gate_up_proj", "mlp.down_proj")),
     ),
     # arXiv:2509.14233
     decoder(

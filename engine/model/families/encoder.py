@@ -169,8 +169,7 @@ def _placed(stack: Stack) -> int | None:
 
 def encoder_table(model: ModelSpec, names: EncoderNames, more: tuple[Entry, ...] = ()) -> WeightTable:
     """The weights of an encoder and its head under these names, and `more` entries."""
-    stack, stem, heads = model.encoder, names.stem, names.heads or bert_heads(names.stem)
-    assert stack is not None
+    stack, stem, heads = model.trunk, names.stem, names.heads or bert_heads(names.stem)
     assert isinstance(stack.embedding, Tokens)
     entries = embedding_weights(model, stem, names.embedding_norm)
     if stack.embedding.expansion is not None:

@@ -8,15 +8,17 @@ from typing import Any
 
 from engine.errors import UnsupportedModelError
 from engine.model.families.common import activation as activation_of
-from engine.model.families.common import dense_network, linear, multi_head, norm
+from engine.model.families.common import dense_network, linear, multi_head, norm, same_layers
 from engine.model.normalisation import Norm
-from engine.model.positions import Learned, RelativeBuckets, Rotary
+from engine.model.positions import Learned, Rotary
 from engine.model.spec import (
     Activation,
     AnswerSpan,
+    Attention,
     Block,
     Classifier,
     Dense,
+    Gated,
     Head,
     MaskedLm,
     ModelSpec,
@@ -69,23 +71,18 @@ def post_norm_encoder(
     embedding: Tokens,
     layer_norm: Norm,
     *,
-    ffn: Dense | None = None,
-    shared_bias: RelativeBuckets | None = None,
+    attention: Attention | None = None,
+    ffn: Dense | Gated | None = None,
 ) -> Stack:
-    """BERT's encoder: norms after the residual, biases everywhere (arXiv:1810.04805). `ffn`: None for a network with
-    intermediate_size and hidden_act. Raises UnsupportedModelError if the heads cannot share hidden_size evenly."""
+    """BERT's encoder: norms after the residual, biases everywhere (arXiv:1810.04805). `attention`: None for heads that
+    share hidden_size evenly. `ffn`: None for a network with intermediate_size and hidden_act. Raises
+    UnsupportedModelError if the heads cannot share hidden_size."""
     block = Block(
         placement=Post(layer_norm, layer_norm),
-        attention=multi_head(config, causal=False),
+        attention=attention or multi_head(config, causal=False),
         ffn=ffn or dense_network(config),
     )
-    return Stack(
-        hidden_size=config.hidden_size,
-        embedding=embedding,
-        blocks=(block,) * config.num_hidden_layers,
-        final_norm=None,
-        shared_bias=shared_bias,
-    )
+    return same_layers(config, embedding, block)
 
 
 def pre_norm(encoder: Stack, layer_norm: Norm) -> Stack:
@@ -195,9 +192,8 @@ def bert_stack(config: Any, positions: Learned | None, width: int | None = None)
 
 def embedding_weights(model: ModelSpec, source: str, layer_norm: str = "embeddings.LayerNorm") -> list[Entry]:
     """The embedding tables and their norm, under BERT's names."""
-    assert model.encoder is not None
-    assert isinstance(model.encoder.embedding, Tokens)
-    embedding = model.encoder.embedding
+    assert isinstance(model.trunk.embedding, Tokens)
+    embedding = model.trunk.embedding
     tables = {"tokens": "word_embeddings"}
     if embedding.positions is not None:
         tables["positions"] = "position_embeddings"

@@ -147,9 +147,8 @@ ALBERT = EncoderNames(
 
 
 def _albert_weights(model: ModelSpec) -> WeightTable:
-    assert model.encoder is not None
-    assert model.encoder.repeated is not None
-    inner = model.encoder.repeated.length
+    assert model.trunk.repeated is not None
+    inner = model.trunk.repeated.length
 
     def layer(number: int) -> str:
         group, within = divmod(number, inner)
@@ -188,7 +187,7 @@ def _mpnet(config: Any) -> Stack:
     layer_norm = Norm("layer", config.layer_norm_eps, bias=True)
     positions = positions_after_padding(config, 1)  # whatever pad_token_id says
     embedding = tokens(config, positions=positions, norm=layer_norm)
-    return post_norm_encoder(config, embedding, layer_norm, shared_bias=MPNET_BIAS)
+    return replace(post_norm_encoder(config, embedding, layer_norm), shared_bias=MPNET_BIAS)
 
 
 MPNET = EncoderNames(

@@ -22,10 +22,9 @@ def _spec(config: Any) -> ModelSpec:
 
 
 def _weights(model: ModelSpec) -> WeightTable:
-    assert model.encoder is not None
     names = DecoderNames()
     table = decoder_table(replace(model, encoder=None, decoder=model.encoder), names)
-    return replace(table, entries=tuple(stack_weights("encoder", model.encoder, names)), head=None)
+    return replace(table, entries=tuple(stack_weights("encoder", model.trunk, names)), head=None)
 
 
 _LAYERS = decoder(

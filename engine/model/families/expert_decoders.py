@@ -20,6 +20,7 @@ from engine.model.families.common import (
     multi_head,
     network_counts,
     rms,
+    rms_in_float32,
     rotary,
     routed,
     sliding_window,
@@ -27,7 +28,7 @@ from engine.model.families.common import (
     windowed,
 )
 from engine.model.families.decoder import decoder, pairs
-from engine.model.families.names import DecoderNames, ExpertNames, decoder_table, network_weights
+from engine.model.families.names import DecoderNames, ExpertNames, network_weights
 from engine.model.normalisation import Norm
 from engine.model.positions import LongScaling, Rotary, YarnScaling
 from engine.model.spec import (
@@ -38,9 +39,9 @@ from engine.model.spec import (
     Experts,
     FeedForward,
     Gated,
-    ModelSpec,
     Opened,
     PerHead,
+    Placement,
     Pre,
     Sandwich,
     Shared,
@@ -48,7 +49,7 @@ from engine.model.spec import (
     SparseMixer,
     WholeProjection,
 )
-from engine.model.table import Alternating, Entry, Flattened, Row, Same, Transform, Turned, WeightTable
+from engine.model.table import Alternating, Entry, Flattened, Row, Same, Transform, Turned
 
 MIXTRAL = ExpertNames(
     router="block_sparse_moe.gate",
@@ -149,11 +150,9 @@ def granite_weights(target: str, source: str, part: FeedForward) -> list[Entry]:
     ]
 
 
-def _hyperclova_weights(model: ModelSpec) -> WeightTable:
-    assert model.decoder is not None
-    sandwiched = isinstance(model.decoder.blocks[0].placement, Sandwich)
-    norms = ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")
-    return decoder_table(model, DecoderNames(norms=norms if sandwiched else norms[::2]))
+def _hyperclova_norms(placement: Placement) -> tuple[str, ...]:
+    names = ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")
+    return names if isinstance(placement, Sandwich) else names[::2]
 
 
 # ---------------------------------------------------------------- Hunyuan
@@ -442,7 +441,7 @@ FAMILIES = (
         embedding=lambda c: tokens(c, scale=c.embedding_multiplier),
         residual_scale=lambda c: c.residual_multiplier,
         head=lambda c: lm(c, logit_scale=c.logits_scaling),
-        weights=_hyperclova_weights,
+        names=DecoderNames(norms=_hyperclova_norms),
     ),
     # arXiv:2411.02265
     decoder(
@@ -502,7 +501,7 @@ FAMILIES = (
         "attention sinks, MoE with biases and clamped gates, windows in some layers, MXFP4",
         attention=lambda c: windowed(c, layer_windows(c), position=rotary(c), bias=c.attention_bias, sinks=Sinks()),
         ffn=_gpt_oss,
-        norm=lambda c: Norm("rms", c.rms_norm_eps, in_float32=True),
+        norm=rms_in_float32,
         names=DecoderNames(ffn=_gpt_oss_weights),
         reads_mxfp4=True,
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from engine.model.families.common import dense_network, tokens
+from engine.model.families.common import dense_network, same_layers, tokens
 from engine.model.families.encoder import BERT_LAYER, PRETRAINED, TABLES, EncoderNames, encoder, of
 from engine.model.families.encoder_only import bert_head, check_settings
 from engine.model.normalisation import Norm
@@ -23,18 +23,14 @@ def _stack(config: Any) -> Stack:
         mixing=Fourier(),
         ffn=dense_network(config),
     )
-    return Stack(
-        hidden_size=config.hidden_size,
-        embedding=tokens(
-            config,
-            positions=Learned(config.max_position_embeddings),
-            token_types=config.type_vocab_size,
-            norm=layer_norm,
-            expansion=config.hidden_size,
-        ),
-        blocks=(block,) * config.num_hidden_layers,
-        final_norm=None,
+    embedding = tokens(
+        config,
+        positions=Learned(config.max_position_embeddings),
+        token_types=config.type_vocab_size,
+        norm=layer_norm,
+        expansion=config.hidden_size,
     )
+    return same_layers(config, embedding, block)
 
 
 FAMILY = encoder(

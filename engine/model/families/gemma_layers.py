@@ -17,16 +17,19 @@ from engine.model.families.common import (
     experts,
     fused_experts,
     gated,
+    layer_kinds,
     layer_window,
     linear,
     lm,
     norm,
     qkv,
+    rms_in_float32,
     rotary,
     routed,
     tokens,
 )
 from engine.model.families.decoder import decoder
+from engine.model.families.decoders import SANDWICH
 from engine.model.families.names import DecoderNames, decoder_table
 from engine.model.normalisation import Norm
 from engine.model.spec import (
@@ -46,17 +49,7 @@ from engine.model.spec import (
 )
 from engine.model.table import Affine, Entry, Family, Same, Stacked, WeightTable
 
-SANDWICH = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
 _PER_LAYER = {"head_dim", "num_key_value_heads"}
-
-
-def _norm(c: Any) -> Norm:
-    return Norm("rms", c.rms_norm_eps, in_float32=True)
 
 
 def _value_norm(c: Any) -> Norm:
@@ -92,7 +85,7 @@ def _attentions(c: Any) -> list[Attention]:
                 scale=1.0,
                 position=rotary(c, own["head_dim"], layer_type=kind, shares=True),
                 window=layer_window(c, kind),
-                qk_norm=PerHead(_norm(c)),
+                qk_norm=PerHead(rms_in_float32(c)),
                 value_norm=_value_norm(c),
                 one_for_both=fourth and c.attention_k_eq_v and kind == "full_attention" and reads is None,
                 reads=reads,
@@ -114,11 +107,7 @@ def _refuse(c: Any) -> None:
         raise UnsupportedModelError(
             f"per_layer_config of the config may set head_dim and num_key_value_heads, but sets {', '.join(others)}."
         )
-    if len(c.layer_types) != c.num_hidden_layers:
-        raise UnsupportedModelError(
-            f"layer_types in the checkpoint's config must have one entry for each of num_hidden_layers "
-            f"{c.num_hidden_layers}, but has {len(c.layer_types)}."
-        )
+    layer_kinds(c)
 
 
 # ---------------------------------------------------------------- Gemma 3n
@@ -142,8 +131,7 @@ def _third_networks(c: Any) -> list[FeedForward]:
 
 
 def _third(c: Any, model: ModelSpec) -> ModelSpec:
-    stack, own = model.decoder, _norm(c)
-    assert stack is not None
+    stack, own = model.trunk, rms_in_float32(c)
     count, active = c.altup_num_inputs, c.altup_active_idx
     if not 0 <= active < count:
         raise UnsupportedModelError(
@@ -161,14 +149,16 @@ def _third(c: Any, model: ModelSpec) -> ModelSpec:
 
 
 def _layer_vectors(c: Any) -> LayerVectors:
-    return LayerVectors(vocab_size=c.vocab_size_per_layer_input, width=c.hidden_size_per_layer_input, norm=_norm(c))
+    return LayerVectors(
+        vocab_size=c.vocab_size_per_layer_input, width=c.hidden_size_per_layer_input, norm=rms_in_float32(c)
+    )
 
 
 # ---------------------------------------------------------------- Gemma 4
 
 
 def _fourth_networks(c: Any) -> list[FeedForward]:
-    act, own = activation(c.hidden_activation), _norm(c)
+    act, own = activation(c.hidden_activation), rms_in_float32(c)
 
     def network(reads: int | None) -> FeedForward:
         wide = 2 if c.use_double_wide_mlp and reads is not None else 1
@@ -187,10 +177,9 @@ def _fourth_networks(c: Any) -> list[FeedForward]:
 
 
 def _fourth(c: Any, model: ModelSpec) -> ModelSpec:
-    stack = model.decoder
-    assert stack is not None
+    stack = model.trunk
     width = getattr(c, "hidden_size_per_layer_input", 0)
-    given = LayerInput(width, activation(c.hidden_activation), _norm(c)) if width else None
+    given = LayerInput(width, activation(c.hidden_activation), rms_in_float32(c)) if width else None
     blocks = tuple(replace(block, input=given, factor=True) for block in stack.blocks)
     return replace(model, decoder=replace(stack, blocks=blocks, layer_vectors=_layer_vectors(c) if width else None))
 
@@ -248,8 +237,7 @@ def _network_weights(hidden_size: int) -> Callable[[str, str, FeedForward], list
 
 
 def _weights(model: ModelSpec) -> WeightTable:
-    stack = model.decoder
-    assert stack is not None
+    stack = model.trunk
     names = replace(_PLAIN, ffn=_network_weights(stack.hidden_size), qk_norm="")
     # Layers that read the keys of others may have unused matrices for keys.
     unread = tuple(
@@ -304,7 +292,7 @@ def _family(
         brings,
         attention=_attentions,
         ffn=ffn,
-        norm=_norm,
+        norm=rms_in_float32,
         placement=lambda c, norm: Sandwich(norm, norm, norm, norm),
         embedding=lambda c: tokens(c, scale=c.hidden_size**0.5),
         head=lambda c: lm(c, softcap=c.final_logit_softcapping),

@@ -6,11 +6,11 @@ from typing import Any
 
 from engine.errors import UnsupportedModelError
 from engine.interface.vision import Enclosed
-from engine.model.families.common import activation, dense_network, linear, multi_head
+from engine.model.families.common import activation, dense_network, linear, multi_head, same_layers
 from engine.model.families.names import LayerNames, layer_weights, norm_weights
 from engine.model.families.vision import kernel, patches
 from engine.model.normalisation import Norm
-from engine.model.spec import Block, Patches, Projector, Sandwich, Stack, Vision, WholeProjection
+from engine.model.spec import Block, Patches, Projector, Sandwich, Vision, WholeProjection
 from engine.model.table import Entry, Reshaped, Row
 
 _LAYER = LayerNames(
@@ -52,12 +52,7 @@ def internvl(config: Any) -> Vision:
     )
     block = Block(placement=Sandwich(norm, scale, norm, scale), attention=attention, ffn=dense_network(part))
     return Vision(
-        tower=Stack(
-            hidden_size=part.hidden_size,
-            embedding=embedding,
-            blocks=(block,) * part.num_hidden_layers,
-            final_norm=None,
-        ),
+        tower=same_layers(part, embedding, block),
         token_id=config.image_token_id,
         skip=1,
         projector=Projector(

@@ -9,10 +9,10 @@ from engine.errors import UnsupportedModelError
 from engine.model.families.alibi import slopes
 from engine.model.families.common import linear, multi_head, tokens
 from engine.model.families.encoder import BERT_LAYER, KINDS, EncoderNames, encoder, of
-from engine.model.families.encoder_only import bert_head, check_settings
+from engine.model.families.encoder_only import bert_head, check_settings, post_norm_encoder
 from engine.model.normalisation import Norm
 from engine.model.positions import TwoSidedSlopes
-from engine.model.spec import Activation, Block, FeedForward, Gated, Post, Stack
+from engine.model.spec import Activation, FeedForward, Gated, Stack
 from engine.model.table import Entry
 
 _GATES: dict[str, Activation] = {"geglu": "gelu", "reglu": "relu"}
@@ -34,18 +34,11 @@ def _stack(config: Any) -> Stack:
         )
     check_settings(config, positions="alibi")
     layer_norm = Norm("layer", config.layer_norm_eps, bias=True)
-    block = Block(
-        placement=Post(layer_norm, layer_norm),
-        attention=multi_head(config, position=TwoSidedSlopes(slopes(config.num_attention_heads)), causal=False),
-        # The gates' matrix has no bias; the other one has.
-        ffn=Gated(config.intermediate_size, _GATES[kind], bias=True),
-    )
-    return Stack(
-        hidden_size=config.hidden_size,
-        embedding=tokens(config, token_types=config.type_vocab_size, norm=layer_norm),
-        blocks=(block,) * config.num_hidden_layers,
-        final_norm=None,
-    )
+    attention = multi_head(config, position=TwoSidedSlopes(slopes(config.num_attention_heads)), causal=False)
+    # The gates' matrix has no bias; the other one has.
+    ffn = Gated(config.intermediate_size, _GATES[kind], bias=True)
+    embedding = tokens(config, token_types=config.type_vocab_size, norm=layer_norm)
+    return post_norm_encoder(config, embedding, layer_norm, attention=attention, ffn=ffn)
 
 
 def _network_weights(target: str, source: str, _part: FeedForward) -> list[Entry]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.model.families.common import attention, linear, rotary, routed
+from engine.model.families.common import attention, layer_kinds, linear, rotary, routed
 from engine.model.families.decoder import decoder, pairs
 from engine.model.families.names import DecoderNames, ExpertNames
 from engine.model.normalisation import Norm
@@ -27,19 +27,10 @@ def _norm(c: Any) -> Norm:
 
 
 def _attends(c: Any) -> list[bool]:
-    """Whether each layer is attention. Raises UnsupportedModelError if a layer has another type, or there are too few
-    or too many."""
-    types = c.layer_types or ["full_attention"] * c.num_hidden_layers
-    if len(types) != c.num_hidden_layers:
-        raise UnsupportedModelError(
-            f"layer_types in the checkpoint's config must have one entry for each of num_hidden_layers "
-            f"{c.num_hidden_layers}, but has {len(types)}."
-        )
-    if others := sorted(set(types) - {"conv", "full_attention"}):
-        raise UnsupportedModelError(
-            f"layer_types of the config holds {others[0]!r}; implemented for LFM2: conv, full_attention."
-        )
-    return [kind == "full_attention" for kind in types]
+    """Whether each layer is attention; without types, all are."""
+    if not c.layer_types:
+        return [True] * c.num_hidden_layers
+    return [kind == "full_attention" for kind in layer_kinds(c, "conv", "full_attention", family=" for LFM2")]
 
 
 def _attention(c: Any) -> list[Attention]:

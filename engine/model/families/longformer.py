@@ -55,9 +55,8 @@ def global_weights(block: Block, target: str, source: str) -> list[Entry]:
 
 
 def _weights(model: ModelSpec) -> WeightTable:
-    assert model.encoder is not None
     more: list[Entry] = []
-    for i, block in enumerate(model.encoder.blocks):
+    for i, block in enumerate(model.trunk.blocks):
         if block.attention.global_tokens is not None:
             more += global_weights(block, f"encoder.blocks.{i}", f"longformer.encoder.layer.{i}.attention.self")
     unread = () if more else (r"encoder\.layer\.\d+\.attention\.self\.(query|key|value)_global\..*",)

@@ -13,6 +13,7 @@ from engine.model.families.common import (
     corrected,
     dense,
     gated_network,
+    layer_kinds,
     linear,
     lm,
     rms,
@@ -45,22 +46,7 @@ _ATTENDS, _SCANS = "full_attention", "linear_attention"
 
 
 def _kinds(c: Any, *known: str) -> list[str]:
-    """The type of each layer.
-
-    Raises:
-        UnsupportedModelError: a layer has another type, or there are too few or too many.
-    """
-    types = list(c.layer_types)
-    if len(types) != c.num_hidden_layers:
-        raise UnsupportedModelError(
-            f"layer_types in the checkpoint's config must have one entry for each of num_hidden_layers "
-            f"{c.num_hidden_layers}, but has {len(types)}."
-        )
-    if others := sorted(set(types) - set(known)):
-        raise UnsupportedModelError(
-            f"layer_types of the config holds {others[0]!r}; implemented for this family: {', '.join(known)}."
-        )
-    return types
+    return layer_kinds(c, *known, family=" for this family")
 
 
 def _scan(c: Any, **parts: Any) -> SelectiveScan:

@@ -6,24 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.model.families.common import activation, even_head_dim, linear, norm, qkv
+from engine.model.families.common import activation, attention, even_head_dim, linear, norm, qkv, same_layers
 from engine.model.families.encoder import PRETRAINED, TABLES, bert_heads, head_kind, head_weights, of
 from engine.model.families.encoder_only import bert_head, check_settings, embedding_weights
 from engine.model.normalisation import Norm
 from engine.model.positions import Learned
-from engine.model.spec import (
-    Attention,
-    Block,
-    Bottleneck,
-    Classifier,
-    Dense,
-    MaskedLm,
-    ModelSpec,
-    Neighbours,
-    Post,
-    Stack,
-    Tokens,
-)
+from engine.model.spec import Block, Bottleneck, Classifier, Dense, MaskedLm, ModelSpec, Neighbours, Post, Tokens
 from engine.model.table import Entry, Family, Joined, Reversed, Transposed, WeightTable
 
 _AFFINE = Norm("affine", 0.0, bias=True)
@@ -36,14 +24,13 @@ def spec(config: Any) -> ModelSpec:
     head_dim = even_head_dim(width, config.num_attention_heads)
     block = Block(
         placement=Post(_AFFINE, _AFFINE),
-        attention=Attention(
-            heads=config.num_attention_heads,
+        attention=attention(
+            config,
             kv_heads=config.num_attention_heads,
             head_dim=head_dim,
             scale=head_dim**-0.5,
             causal=False,
-            qkv_bias=True,
-            out_bias=True,
+            bias=True,
         ),
         ffn=Dense(config.intermediate_size, activation(config.hidden_act), bias=True),
         bottleneck=Bottleneck(
@@ -54,18 +41,13 @@ def spec(config: Any) -> ModelSpec:
         ),
     )
     mapped = config.trigram_input or config.embedding_size != config.hidden_size
-    encoder = Stack(
-        hidden_size=config.hidden_size,
-        embedding=Tokens(
-            vocab_size=config.vocab_size,
-            width=config.embedding_size,
-            neighbours=Neighbours(3 if config.trigram_input else 1, config.hidden_size) if mapped else None,
-            positions=Learned(config.max_position_embeddings),
-            token_types=config.type_vocab_size,
-            norm=_AFFINE,
-        ),
-        blocks=(block,) * config.num_hidden_layers,
-        final_norm=None,
+    embedding = Tokens(
+        vocab_size=config.vocab_size,
+        width=config.embedding_size,
+        neighbours=Neighbours(3 if config.trigram_input else 1, config.hidden_size) if mapped else None,
+        positions=Learned(config.max_position_embeddings),
+        token_types=config.type_vocab_size,
+        norm=_AFFINE,
     )
     head = bert_head(config)
     match head:
@@ -73,7 +55,7 @@ def spec(config: Any) -> ModelSpec:
             head = replace(head, width=config.hidden_size, beyond=config.hidden_size - config.embedding_size)
         case Classifier(pooling="cls") if not config.classifier_activation:
             head = replace(head, activation=None)
-    return ModelSpec(encoder=encoder, decoder=None, head=head)
+    return ModelSpec(encoder=same_layers(config, embedding, block), decoder=None, head=head)
 
 
 def _check(config: Any) -> None:
@@ -99,10 +81,9 @@ def _check(config: Any) -> None:
 
 
 def weights(model: ModelSpec) -> WeightTable:
-    assert model.encoder is not None
-    assert isinstance(model.encoder.embedding, Tokens)
+    assert isinstance(model.trunk.embedding, Tokens)
     entries = embedding_weights(model, "mobilebert")
-    around = model.encoder.embedding.neighbours
+    around = model.trunk.embedding.neighbours
     if around is not None:
         # The part for the next token comes first.
         name, how = "mobilebert.embeddings.embedding_transformation", Reversed(around.taps)
@@ -110,7 +91,7 @@ def weights(model: ModelSpec) -> WeightTable:
             Entry("encoder.embedding.neighbours.weight", (f"{name}.weight",), how, shard_axis=0),
             Entry("encoder.embedding.neighbours.bias", (f"{name}.bias",), shard_axis=0),
         ]
-    for i, block in enumerate(model.encoder.blocks):
+    for i, block in enumerate(model.trunk.blocks):
         entries += _layer(f"encoder.blocks.{i}", f"mobilebert.encoder.layer.{i}", block)
     heads = bert_heads("mobilebert")
     more = head_weights(model.head, heads)
@@ -145,27 +126,27 @@ def _layer(target: str, source: str, block: Block) -> list[Entry]:
         ]
 
     entries = normed("entrance", "entrance_norm", "bottleneck.input")
-    own, attention = f"{source}.attention.self", f"{target}.attention.inner"
+    own, inner = f"{source}.attention.self", f"{target}.attention.inner"
     if part.values == "whole":
         entries += normed("second_entrance", "second_norm", "bottleneck.attention")
         size = block.attention.heads * block.attention.head_dim
         entries += [
             *(
-                Entry(f"{attention}.qkv.{kind}", (f"{own}.query.{kind}", f"{own}.key.{kind}"), Joined((size, size)), 0)
+                Entry(f"{inner}.qkv.{kind}", (f"{own}.query.{kind}", f"{own}.key.{kind}"), Joined((size, size)), 0)
                 for kind in ("weight", "bias")
             ),
-            *linear(f"{attention}.values", f"{own}.value", True, 0),
+            *linear(f"{inner}.values", f"{own}.value", True, 0),
         ]
     else:
-        entries += qkv(f"{attention}.qkv", (f"{own}.query", f"{own}.key", f"{own}.value"), block.attention)
+        entries += qkv(f"{inner}.qkv", (f"{own}.query", f"{own}.key", f"{own}.value"), block.attention)
     entries += normed("attention.inner.out", "attention.outer", "attention.output", 1)
     for i in range(part.networks):
-        inner = f"{target}.networks.{i}.inner"
+        network = f"{target}.networks.{i}"
         stored = f"{source}.ffn.{i}." if i < part.networks - 1 else f"{source}."
         entries += [
-            *linear(f"{inner}.up", f"{stored}intermediate.dense", True, 0),
-            *linear(f"{inner}.down", f"{stored}output.dense", True, 1),
-            *norm(f"{target}.networks.{i}.outer", f"{stored}output.LayerNorm", bias=True),
+            *linear(f"{network}.inner.up", f"{stored}intermediate.dense", True, 0),
+            *linear(f"{network}.inner.down", f"{stored}output.dense", True, 1),
+            *norm(f"{network}.outer", f"{stored}output.LayerNorm", bias=True),
         ]
     return entries + normed("exit", "exit_norm", "output.bottleneck")
 

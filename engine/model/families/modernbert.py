@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.backends.attention.base import Window
 from engine.errors import UnsupportedModelError
-from engine.model.families.common import activation, even_head_dim, linear, multi_head, rotary, tokens
+from engine.model.families.common import activation, even_head_dim, layer_kinds, linear, multi_head, rotary, tokens
 from engine.model.families.encoder_only import answer_span
 from engine.model.families.names import StackNames, norm_weights, stack_weights
 from engine.model.normalisation import Norm
@@ -65,16 +65,7 @@ def stack(config: Any, layer_norm: Norm, windows: Sequence[Window | None], *, ca
 
 def _windows(config: Any) -> list[Window | None]:
     """The window of each layer: a local one sees half of `local_attention` on either side, and itself."""
-    types = config.layer_types
-    if len(types) != config.num_hidden_layers:
-        raise UnsupportedModelError(
-            f"layer_types in the checkpoint's config must have one entry for each of num_hidden_layers "
-            f"{config.num_hidden_layers}, but has {len(types)}."
-        )
-    if others := sorted(set(types) - {"full_attention", "sliding_attention"}):
-        raise UnsupportedModelError(
-            f"layer_types of the config holds {others[0]!r}; implemented: full_attention, sliding_attention."
-        )
+    types = layer_kinds(config, "full_attention", "sliding_attention")
     if config.local_attention < 0:
         raise UnsupportedModelError(
             f"local_attention of the config must not be negative, got {config.local_attention}."
@@ -108,13 +99,12 @@ def _head(config: Any, layer_norm: Norm) -> Head:
 
 
 def weights(model: ModelSpec) -> WeightTable:
-    assert model.encoder is not None
-    entries = stack_weights("encoder", model.encoder, NAMES)
+    entries = stack_weights("encoder", model.trunk, NAMES)
     head, ignored = model.head, []
     match head:
         case MaskedLm(dense_bias=dense_bias) | Classifier(dense_bias=dense_bias) | AnswerSpan(dense_bias=dense_bias):
             entries += linear("head.dense", "head.dense", dense_bias, 0)
-            entries += norm_weights("head.norm", "head.norm", model.encoder.final_norm)
+            entries += norm_weights("head.norm", "head.norm", model.trunk.final_norm)
         case _:
             ignored = [r"(head|decoder|classifier)\..*"]
     match head:

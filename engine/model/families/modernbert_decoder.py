@@ -32,14 +32,13 @@ def spec(config: Any) -> ModelSpec:
 
 
 def weights(model: ModelSpec) -> WeightTable:
-    assert model.decoder is not None
     apart = replace(NAMES, qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"))
-    entries = stack_weights("decoder", model.decoder, apart)
+    entries = stack_weights("decoder", model.trunk, apart)
     ignored = []
     match model.head:
         case Lm(layer=HeadLayer(bias=dense_bias), tied=tied, bias=bias):
             entries += linear("head.dense", "lm_head.dense", dense_bias, 0)
-            entries += norm_weights("head.norm", "lm_head.norm", model.decoder.final_norm)
+            entries += norm_weights("head.norm", "lm_head.norm", model.trunk.final_norm)
             output = linear("head.output", "decoder", bias, 0)
             entries += output[1:] if tied else output
         case _:

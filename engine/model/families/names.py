@@ -156,8 +156,7 @@ class DecoderNames(StackNames):
 
 def decoder_table(model: ModelSpec, names: DecoderNames) -> WeightTable:
     """The weights of a decoder and its head under these names."""
-    stack = model.decoder
-    assert stack is not None
+    stack = model.trunk
     unread = (*names.unread, *((rf"{names.layers}\.{len(stack.blocks)}\..*",) if names.guesses else ()))
     pattern = names.stem.replace(".", r"\.")
     return WeightTable(

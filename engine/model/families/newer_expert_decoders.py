@@ -15,6 +15,7 @@ from engine.model.families.common import (
     layer_windows,
     lm,
     rms,
+    rms_in_float32,
     rotary,
     routed,
     tokens,
@@ -89,16 +90,12 @@ def _afmoe(c: Any) -> list[Attention]:
             c,
             position=rotary(c) if window else None,
             window=window,
-            qk_norm=PerHead(_exact(c)),
+            qk_norm=PerHead(rms_in_float32(c)),
             gate=OutputGate(),
             bias=c.attention_bias,
         )
         for window in layer_windows(c)
     ]
-
-
-def _exact(c: Any) -> Norm:
-    return Norm("rms", c.rms_norm_eps, in_float32=True)
 
 
 def _afmoe_networks(c: Any) -> list[FeedForward]:
@@ -218,7 +215,7 @@ FAMILIES = (
         "gated attention, sandwich norms, full-attention layers without positions, MoE with corrected sigmoid scores",
         attention=_afmoe,
         ffn=_afmoe_networks,
-        norm=_exact,
+        norm=rms_in_float32,
         placement=lambda c, norm: Sandwich(norm, norm, norm, norm),
         embedding=lambda c: tokens(c, scale=c.hidden_size**0.5 if c.mup_enabled else 1.0),
         names=DecoderNames(

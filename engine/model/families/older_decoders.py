@@ -121,10 +121,9 @@ def _gptj_weights(model: ModelSpec) -> WeightTable:
         unread=(r"h\.\d+\.attn\.(bias|masked_bias|causal_mask)",),
     )
     table = decoder_table(model, names)
-    assert model.decoder is not None
     fused = [
         entry
-        for i, block in enumerate(model.decoder.blocks)
+        for i, block in enumerate(model.trunk.blocks)
         for entry in linear(
             f"decoder.blocks.{i}.attention.inner.qkv",
             f"transformer.h.{i}.attn.qkv_proj",
@@ -205,6 +204,11 @@ def _falcon_placement(c: Any, norm: Norm) -> Placement:
     return Parallel((norm,) if norms == 1 else (norm, norm))
 
 
+def _falcon_norms(placement: Placement) -> tuple[str, ...]:
+    two = isinstance(placement, Parallel) and len(placement.norms) == 2
+    return ("ln_attn", "ln_mlp") if two else ("input_layernorm", "post_attention_layernorm")
+
+
 # Frequencies that old checkpoints store as buffers are unread.
 FALCON = DecoderNames(
     stem="transformer",
@@ -214,17 +218,10 @@ FALCON = DecoderNames(
     qkv="self_attention.query_key_value",
     qkv_form=_group_by_group,
     out="self_attention.dense",
-    norms=("input_layernorm", "post_attention_layernorm"),
+    norms=_falcon_norms,
     ffn=("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
     unread=(r"(h\.\d+\.self_attention\.)?(maybe_rotary|rotary_emb)\.inv_freq",),
 )
-
-
-def _falcon_weights(model: ModelSpec) -> WeightTable:
-    assert model.decoder is not None
-    placements = [block.placement for block in model.decoder.blocks]
-    two = any(isinstance(order, Parallel) and len(order.norms) == 2 for order in placements)
-    return decoder_table(model, replace(FALCON, norms=("ln_attn", "ln_mlp")) if two else FALCON)
 
 
 # ---------------------------------------------------------------- BLOOM, OPT, XGLM
@@ -271,8 +268,7 @@ OPT = DecoderNames(
 
 def _opt_weights(model: ModelSpec) -> WeightTable:
     table = decoder_table(model, OPT)
-    assert model.decoder is not None
-    if model.decoder.projection is None:
+    if model.trunk.projection is None:
         return table
     mapped = linear("decoder.embedding.projection", "model.decoder.project_in", False, 0)
     mapped += linear("decoder.projection", "model.decoder.project_out", False, None)
@@ -311,9 +307,8 @@ BIOGPT = replace(XGLM, stem="biogpt", positions="embed_positions.weight", head="
 
 
 def _xglm_weights(model: ModelSpec) -> WeightTable:
-    assert model.decoder is not None
-    assert isinstance(model.decoder.embedding, Tokens)
-    xglm = isinstance(model.decoder.embedding.positions, SpannedSinusoidal)
+    assert isinstance(model.trunk.embedding, Tokens)
+    xglm = isinstance(model.trunk.embedding.positions, SpannedSinusoidal)
     return decoder_table(model, XGLM if xglm else BIOGPT)
 
 
@@ -437,7 +432,7 @@ FAMILIES = (
         ffn=lambda c: Dense(c.ffn_hidden_size, activation(c.activation), bias=bool(c.bias)),
         norm=_layer_norm,
         placement=_falcon_placement,
-        weights=_falcon_weights,
+        names=FALCON,
     ),
     # arXiv:2211.05100. Only some configs contain the length that the published models were trained with.
     decoder(

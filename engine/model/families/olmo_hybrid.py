@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.model.families.common import attention, gated_network, linear, rotary
+from engine.model.families.common import attention, gated_network, linear, rms_in_float32, rotary
 from engine.model.families.decoder import decoder, pairs
 from engine.model.families.names import DecoderNames
 from engine.model.families.qwen3_5 import attends, delta_rule, refuse_sizes, rest_of_delta
@@ -23,10 +23,6 @@ from engine.model.spec import (
 from engine.model.table import Entry, Joined, Reshaped
 
 
-def _norm(c: Any) -> Norm:
-    return Norm("rms", c.rms_norm_eps, in_float32=True)
-
-
 def _refuse_others(c: Any) -> None:
     if c.hidden_act != "silu":
         raise UnsupportedModelError(f"hidden_act of the config must be 'silu' for this family, got {c.hidden_act!r}.")
@@ -37,7 +33,7 @@ def _attention(c: Any) -> list[Attention]:
     """Published models have no positions."""
     turns = bool((getattr(c, "rope_parameters", None) or {}).get("rope_theta"))
     position = rotary(c, in_float32=True) if turns else None
-    own = attention(c, position=position, qk_norm=WholeProjection(_norm(c)), bias=c.attention_bias)
+    own = attention(c, position=position, qk_norm=WholeProjection(rms_in_float32(c)), bias=c.attention_bias)
     return [own if each else NO_ATTENTION for each in attends(c)]
 
 
@@ -79,7 +75,7 @@ FAMILY = decoder(
     attention=_attention,
     mixing=_mixing,
     ffn=gated_network,
-    norm=_norm,
+    norm=rms_in_float32,
     placement=_placement,
     refuse=_refuse_others,
     names=DecoderNames(

@@ -7,13 +7,13 @@ from typing import Any
 
 from engine.errors import UnsupportedModelError
 from engine.interface.vision import Lined
-from engine.model.families.common import activation, gated_network, linear, multi_head
+from engine.model.families.common import activation, gated_network, linear, multi_head, same_layers
 from engine.model.families.names import LayerNames, norm_weights
 from engine.model.families.rope_settings import settings_of, theta_of
 from engine.model.families.vision import kernel, layers_weights
 from engine.model.normalisation import Norm
 from engine.model.positions import Rotary
-from engine.model.spec import Block, Patches, Pre, Projector, Stack, Vision
+from engine.model.spec import Block, Patches, Pre, Projector, Vision
 from engine.model.table import Entry, Unfolded
 
 _NORM = Norm("rms", 1e-5)
@@ -46,12 +46,7 @@ def mistral3(config: Any) -> Vision:
         image=(0, 0), patch=(patch, patch), channels=part.num_channels, width=part.hidden_size, bias=False, norm=_NORM
     )
     return Vision(
-        tower=Stack(
-            hidden_size=part.hidden_size,
-            embedding=embedding,
-            blocks=(block,) * part.num_hidden_layers,
-            final_norm=Norm("rms", text.rms_norm_eps),
-        ),
+        tower=same_layers(part, embedding, block, Norm("rms", text.rms_norm_eps)),
         token_id=config.image_token_id,
         skip=0,
         projector=Projector(

@@ -63,9 +63,8 @@ PRE_LAYER_NORM = EncoderNames(
 
 
 def _weights(model: ModelSpec) -> WeightTable:
-    assert model.encoder is not None
-    assert isinstance(model.encoder.embedding, Tokens)
-    embedding = model.encoder.embedding
+    assert isinstance(model.trunk.embedding, Tokens)
+    embedding = model.trunk.embedding
     if embedding.norm is not None:
         return encoder_table(model, PRE_LAYER_NORM)
     from_padding = isinstance(embedding.positions, Learned) and embedding.positions.unplaced is not None

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.model.families.common import activation, attention, gated_network, linear, rotary, routed
+from engine.model.families.common import activation, attention, gated_network, layer_kinds, linear, rotary, routed
 from engine.model.families.decoder import decoder, pairs
 from engine.model.families.names import DecoderNames, ExpertNames
 from engine.model.normalisation import Norm
@@ -48,11 +48,7 @@ def _refuse_others(c: Any) -> None:
 
 
 def refuse_sizes(c: Any) -> None:
-    """Refuse sizes of the gated delta rule that it cannot have.
-
-    Raises:
-        UnsupportedModelError: names one.
-    """
+    """Refuse sizes of the gated delta rule that it cannot have. Raises UnsupportedModelError: names one."""
     for name, (least, most) in _SIZES.items():
         if not least <= getattr(c, name) <= most:
             raise UnsupportedModelError(f"{name} of the config must be from {least} to {most}, got {getattr(c, name)}.")
@@ -64,22 +60,10 @@ def refuse_sizes(c: Any) -> None:
 
 
 def attends(c: Any) -> list[bool]:
-    """Whether each layer is attention.
-
-    Raises:
-        UnsupportedModelError: a layer of another type, or too few or too many of them.
-    """
-    if len(c.layer_types) != c.num_hidden_layers:
-        raise UnsupportedModelError(
-            f"layer_types in the checkpoint's config must have one entry for each of num_hidden_layers "
-            f"{c.num_hidden_layers}, but has {len(c.layer_types)}."
-        )
-    if others := sorted(set(c.layer_types) - {"linear_attention", "full_attention"}):
-        raise UnsupportedModelError(
-            f"layer_types of the config holds {others[0]!r}; implemented for this family: "
-            "linear_attention, full_attention."
-        )
-    return [kind == "full_attention" for kind in c.layer_types]
+    """Whether each layer is attention. Raises UnsupportedModelError if a layer has another type, or there are too few
+    or too many."""
+    kinds = layer_kinds(c, "linear_attention", "full_attention", family=" for this family")
+    return [kind == "full_attention" for kind in kinds]
 
 
 def _attention(c: Any) -> list[Attention]:

@@ -17,10 +17,10 @@ from engine.model.families.common import (
     tokens,
 )
 from engine.model.families.encoder import KINDS, EncoderNames, HeadNames, encoder_table, of
-from engine.model.families.encoder_only import check_settings, masked_lm, named_head
+from engine.model.families.encoder_only import check_settings, masked_lm, named_head, post_norm_encoder
 from engine.model.families.names import LayerNames
 from engine.model.normalisation import Norm
-from engine.model.spec import Block, Dense, FeedForward, ModelSpec, Post, Stack
+from engine.model.spec import Dense, FeedForward, ModelSpec
 from engine.model.table import Entry, Family, Swapped, WeightTable
 
 
@@ -31,23 +31,14 @@ def spec(config: Any) -> ModelSpec:
         even_head_dim(config.hidden_size, config.num_attention_heads)
     layer_norm = Norm("layer", config.layer_norm_eps, bias=True)
     act = activation(config.hidden_act)
-    block = Block(
-        placement=Post(layer_norm, layer_norm),
-        attention=attention(
-            config,
-            kv_heads=config.num_attention_heads,
-            position=rotary(config),
-            causal=False,
-            bias=bias,
-        ),
+    heads = config.num_attention_heads
+    encoder = post_norm_encoder(
+        config,
+        tokens(config, token_types=config.type_vocab_size, norm=layer_norm),
+        layer_norm,
+        attention=attention(config, kv_heads=heads, position=rotary(config), causal=False, bias=bias),
         # GTE's gate and up projections have no biases; its down projection has one.
         ffn=dense_network(config) if kind == "jina_embeddings_v3" else gated_network(config, bias=kind == "gte"),
-    )
-    encoder = Stack(
-        hidden_size=config.hidden_size,
-        embedding=tokens(config, token_types=config.type_vocab_size, norm=layer_norm),
-        blocks=(block,) * config.num_hidden_layers,
-        final_norm=None,
     )
     masked = masked_lm(config, act if kind == "nomic_bert" else "gelu", config.layer_norm_eps)
     return ModelSpec(encoder=encoder, decoder=None, head=named_head(config, masked, "tanh"))
@@ -124,8 +115,7 @@ JINA = EncoderNames(
 
 
 def weights(model: ModelSpec) -> WeightTable:
-    assert model.encoder is not None
-    block = model.encoder.blocks[0]
+    block = model.trunk.blocks[0]
     if isinstance(block.ffn, Dense):
         return encoder_table(model, JINA)
     return encoder_table(model, GTE if block.attention.qkv_bias else NOMIC)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.backends.attention.base import Window
-from engine.errors import UnsupportedModelError
-from engine.model.families.common import activation, attention, cross, head, layer_window, norm, rotary
+from engine.model.families.common import activation, attention, cross, head, layer_kinds, layer_window, norm, rotary
 from engine.model.families.names import StackNames, stack_weights
 from engine.model.normalisation import Norm
 from engine.model.spec import Block, Gated, Lm, ModelSpec, Sandwich, Stack, Tokens
@@ -32,12 +31,7 @@ def _spec(config: Any) -> ModelSpec:
 
 
 def _stack(config: Any, *, crosses: bool) -> Stack:
-    own = Norm("rms", config.rms_norm_eps, unit_offset=True)
-    if len(config.layer_types) != config.num_hidden_layers:
-        raise UnsupportedModelError(
-            f"layer_types in the checkpoint's config must have one entry for each of num_hidden_layers "
-            f"{config.num_hidden_layers}, but has {len(config.layer_types)}."
-        )
+    own, kinds = Norm("rms", config.rms_norm_eps, unit_offset=True), layer_kinds(config)
     parts: dict[str, Any] = {
         "scale": config.query_pre_attn_scalar**-0.5,
         "bias": config.attention_bias,
@@ -57,7 +51,7 @@ def _stack(config: Any, *, crosses: bool) -> Stack:
             cross=attention(config, causal=False, **parts) if crosses else None,
             ffn=Gated(config.intermediate_size, activation(config.hidden_activation)),
         )
-        for kind in config.layer_types
+        for kind in kinds
     )
     return Stack(
         hidden_size=config.hidden_size,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.model.families.common import dense_network, multi_head, norm
+from engine.model.families.common import dense_network, multi_head, norm, same_layers
 from engine.model.families.names import LayerNames, layer_weights, norm_weights
 from engine.model.normalisation import Norm
 from engine.model.positions import Learned
@@ -59,12 +59,7 @@ def pre_norm_encoder(config: Any, embedding: Tokens | Patches, *, qkv_bias: bool
         attention=multi_head(config, causal=causal, qkv_bias=qkv_bias),
         ffn=dense_network(config),
     )
-    return Stack(
-        hidden_size=config.hidden_size,
-        embedding=embedding,
-        blocks=(block,) * config.num_hidden_layers,
-        final_norm=layer_norm,
-    )
+    return same_layers(config, embedding, block, layer_norm)
 
 
 def kernel(target: str, source: str, part: Patches, *, timed: bool = False) -> list[Entry]:
@@ -93,27 +88,25 @@ def layers_weights(stack: Stack, source: str, names: LayerNames = LAYER, target:
 
 def _text_entries(model: ModelSpec) -> list[Entry]:
     """An encoder of texts beside an encoder of images, without its head."""
-    assert model.encoder is not None
     source = "text_model"
     return [
         Entry("encoder.embedding.tokens", (f"{source}.embeddings.token_embedding.weight",), shard_axis=0),
         Entry("encoder.embedding.positions", (f"{source}.embeddings.position_embedding.weight",)),
-        *layers_weights(model.encoder, f"{source}.encoder.layers"),
+        *layers_weights(model.trunk, f"{source}.encoder.layers"),
         *norm("encoder.final_norm", f"{source}.final_layer_norm", bias=True),
     ]
 
 
 def _image_entries(model: ModelSpec, target: str) -> list[Entry]:
     """An encoder of images, perhaps beside an encoder of texts, without its head; our names begin with `target`."""
-    assert model.encoder is not None
-    embedding = model.encoder.embedding
+    embedding = model.trunk.embedding
     assert isinstance(embedding, Patches)
     source, ours = "vision_model", f"{target}encoder"
     entries = [
         *kernel(f"{ours}.embedding.patches", f"{source}.embeddings.patch_embedding", embedding),
         Entry(f"{ours}.embedding.positions", (f"{source}.embeddings.position_embedding.weight",)),
         *norm_weights(f"{ours}.embedding.norm", f"{source}.pre_layrnorm", embedding.norm),
-        *layers_weights(model.encoder, f"{source}.encoder.layers", target=ours),
+        *layers_weights(model.trunk, f"{source}.encoder.layers", target=ours),
         *norm(f"{ours}.final_norm", f"{source}.post_layernorm", bias=True),
     ]
     if embedding.first:
@@ -134,7 +127,6 @@ def two_towers(
         images: the head of the encoder of images, from the prefix of its parameters' names.
         unread: a pattern of further names that are not read.
     """
-    assert model.encoder is not None
     # The positions are buffers of old checkpoints.
     ignored = (r"(text|vision)_model\.embeddings\.position_ids", unread)
 
@@ -142,7 +134,7 @@ def two_towers(
         head = images(part.head, target) if isinstance(part.head, Embedder) else []
         return _image_entries(part, target) + head
 
-    if isinstance(model.encoder.embedding, Patches):
+    if isinstance(model.trunk.embedding, Patches):
         return WeightTable(tuple(seen(model, "")), prefix="vision_model.", ignored=ignored)
     assert isinstance(model.head, Embedder)
     read = _text_entries(model) + texts(model.head)

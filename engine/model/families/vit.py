@@ -37,8 +37,7 @@ def spec(config: Any) -> ModelSpec:
 
 
 def weights(model: ModelSpec) -> WeightTable:
-    assert model.encoder is not None
-    embedding = model.encoder.embedding
+    embedding = model.trunk.embedding
     assert isinstance(embedding, Patches)
     source = "vit" if embedding.first == 1 else "deit"
     names = ("cls_token", "distillation_token")[: embedding.first]
@@ -50,7 +49,7 @@ def weights(model: ModelSpec) -> WeightTable:
             Reshaped(((1, 1, embedding.width),) * len(names)),
         ),
         Entry("encoder.embedding.positions", (f"{source}.embeddings.position_embeddings",), Row()),
-        *layers_weights(model.encoder, f"{source}.encoder.layer", _LAYER),
+        *layers_weights(model.trunk, f"{source}.encoder.layer", _LAYER),
         *norm("encoder.final_norm", f"{source}.layernorm", bias=True),
         *_head_weights(model.head),
     ]

@@ -84,13 +84,12 @@ def _classifier(config: Any) -> Classifier:
 
 
 def weights(model: ModelSpec) -> WeightTable:
-    assert model.encoder is not None
     entries = [
         Entry("encoder.embedding.tokens", ("transformer.embeddings.weight",), shard_axis=0),
         Entry("encoder.embedding.positions", ("transformer.position_embeddings.weight",), shard_axis=0),
         *norm("encoder.embedding.norm", "transformer.layer_norm_emb", bias=True),
     ]
-    for i, block in enumerate(model.encoder.blocks):
+    for i, block in enumerate(model.trunk.blocks):
         entries += layer_weights(f"encoder.blocks.{i}", "transformer", block, _layer(i))
     match model.head:
         case MaskedLm():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,13 +14,42 @@ from engine.model.gguf.tensors import check_readable, mapped, read_tensor
 from engine.model.lora.matrices import Matrices, Whole
 from engine.model.spec import ModelSpec
 
+# The model types, in configs of transformers, of the base models that llama.cpp's architectures stand for.
+MODEL_TYPES: Mapping[str, tuple[str, ...]] = {
+    "command-r": ("cohere",),
+    "falcon-h1": ("falcon_h1",),
+    "gemma": ("gemma",),
+    "gemma-embedding": ("gemma3_text",),
+    "gemma2": ("gemma2",),
+    "gemma3": ("gemma3", "gemma3_text"),
+    "gemma3n": ("gemma3n", "gemma3n_text"),
+    "gemma4": ("gemma4", "gemma4_text"),
+    "gpt2": ("gpt2",),
+    "granitehybrid": ("granitemoehybrid",),
+    "lfm2": ("lfm2",),
+    "lfm2moe": ("lfm2_moe",),
+    "llama": ("llama", "mistral", "mixtral"),
+    "mistral3": ("mistral", "mistral3", "ministral3"),
+    "nemotron_h": ("nemotron_h",),
+    "nemotron_h_moe": ("nemotron_h",),
+    "phi2": ("phi",),
+    "phi3": ("phi3",),
+    "qwen2": ("qwen2",),
+    "qwen2moe": ("qwen2_moe",),
+    "qwen3": ("qwen3",),
+    "qwen35": ("qwen3_5", "qwen3_5_text"),
+    "qwen35moe": ("qwen3_5_moe", "qwen3_5_moe_text"),
+    "qwen3moe": ("qwen3_moe",),
+    "qwen3next": ("qwen3_next",),
+    "stablelm": ("stablelm",),
+}
 _HALF = re.compile(r"(.+\.weight)\.lora_([ab])")
 
 
-def gguf_parts(path: Path, model: ModelSpec) -> Iterator[Matrices | Whole]:
+def gguf_parts(path: Path, model: ModelSpec, model_type: str) -> Iterator[Matrices | Whole]:
     """The matrices in a file. Rows of queries and keys, which llama.cpp stores in another order, are put back in order.
-    Raises AdapterError if the file is not an adapter, another kind of adapter, or for an unsupported architecture;
-    ModelLoadError if the file is damaged."""
+    Raises AdapterError if the file is not an adapter, another kind of adapter, or for another or an unsupported
+    architecture; ModelLoadError if the file is damaged."""
     file = read_gguf(path)
     kind, way = (file.metadata.get(name) for name in ("general.type", "adapter.type"))
     if kind != "adapter" or way != "lora":
@@ -33,6 +62,7 @@ def gguf_parts(path: Path, model: ModelSpec) -> Iterator[Matrices | Whole]:
     part = model.trunk.attentions[0]
     numbers = {"num_attention_heads": part.heads, "num_key_value_heads": part.kv_heads}
     architecture = str(file.metadata.get("general.architecture", ""))
+    _check_base(architecture, model_type)
     halves: dict[str, dict[str, Placed]] = {}
     for name, info in file.tensors.items():
         found = _HALF.fullmatch(name)
@@ -55,4 +85,15 @@ def gguf_parts(path: Path, model: ModelSpec) -> Iterator[Matrices | Whole]:
                 read_tensor(data, down.info),
                 up.arrangement.arrange(read_tensor(data, up.info).float()),
             ),
+        )
+
+
+def _check_base(architecture: str, model_type: str) -> None:
+    """Refuse an adapter for another architecture than the model's, whose matrices may have the same shapes. A model
+    type that no architecture stands for is not checked."""
+    own = [name for name, types in MODEL_TYPES.items() if model_type in types]
+    if own and architecture in MODEL_TYPES and architecture not in own:
+        raise AdapterError(
+            f"general.architecture is {architecture!r}, but the model's type is {model_type!r}, whose adapters have "
+            f"{' or '.join(map(repr, own))}. The adapter is for another model"
         )

@@ -33,7 +33,7 @@ _TOKENS = ("embed_tokens", "wte", "word_embeddings", "shared", "lm_head", "embed
 logger = logging.getLogger("octavo.model")
 
 
-def read_adapter(name: str, path: str | Path, model: Transformer, max_rank: int) -> Adapter:
+def read_adapter(name: str, path: str | Path, model: Transformer, max_rank: int, model_type: str = "") -> Adapter:
     """An adapter for a model. Raises AdapterError if the file is not an adapter, is damaged, has shapes other than the
     model's, or contains an unsupported kind of adapter.
 
@@ -41,13 +41,14 @@ def read_adapter(name: str, path: str | Path, model: Transformer, max_rank: int)
         name: the name under which requests select it.
         path: a folder that PEFT wrote, or a GGUF file that llama.cpp's converter wrote.
         max_rank: `max_lora_rank` of the engine.
+        model_type: the type of the model in its config.
     """
     path, targets = Path(path), Targets(model)
     if path.suffix == SUFFIX:
         from engine.model.lora.gguf import gguf_parts  # rarely needed
 
         file = _gguf(path)
-        found: Iterator[Matrices | Whole] = gguf_parts(file, model.spec)
+        found: Iterator[Matrices | Whole] = gguf_parts(file, model.spec, model_type)
     else:
         settings, file = _folder(path)
         if settings.base:
@@ -244,5 +245,5 @@ def _digest(tensors: Mapping[str, Tensor]) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
         digest.update(f"{name}\0{list(tensors[name].shape)}\0".encode())
-        digest.update(tensors[name].contiguous().numpy().tobytes())
+        digest.update(tensors[name].contiguous().numpy().data)
     return digest.digest()

@@ -98,7 +98,10 @@ def read_settings(path: Path) -> LoraSettings:
         if name in _READ or name in _HARMLESS or not value:
             continue
         reason = _REASONS.get(name, f"the setting {name} is")
-        raise AdapterError(f"{path}: {reason} not supported ({name} is {_shown(value)}).")
+        raise AdapterError(
+            f"{path}: {reason} not supported ({name} is {_shown(value)}). Merge the adapter into its base model with "
+            "PEFT (merge_and_unload), and serve the merged model."
+        )
     bias, start = values.get("bias", "none"), values.get("init_lora_weights", True)
     if bias != "none":
         raise AdapterError(f"{path}: biases in adapters are not supported (bias is {_shown(bias)}).")
