@@ -19,8 +19,7 @@ from typing import Any
 
 import httpx
 from offline import machine
-from overload import quantiles
-from serving import served
+from serving import parser_of, quantiles, report, served
 
 GOAL = 1.3
 LINES = 1000
@@ -107,21 +106,16 @@ def measure(port: int, options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--requests", type=int, default=300, help="of each turn")
     parser.add_argument("--rounds", type=int, default=3, help="pairs of turns")
     parser.add_argument("--pause", type=float, default=0.05, help="seconds between two requests")
-    parser.add_argument("--json", type=Path, help="where to keep the result")
-    parser.add_argument("serve", nargs="*", help="further arguments of octavo serve, after --")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         arguments = [*options.serve, "--batch-store", str(Path(folder) / "batches")]
         with served(arguments, {}, Path(folder) / "log") as (port, _):
             result = {"machine": machine(), **measure(port, options)}
-    text = json.dumps(result, indent=2)
-    print(text)
-    if options.json:
-        options.json.write_text(text + "\n")
+    report(result, options.json)
 
 
 if __name__ == "__main__":

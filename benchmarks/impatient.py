@@ -31,7 +31,7 @@ import uvloop
 from load.client import Client, Target, TransportError
 from load.record import AnswerSink, Record
 from offline import machine
-from serving import served
+from serving import parser_of, report, served
 
 GOAL = 0.9
 RATE = "tokens a second"
@@ -139,15 +139,13 @@ async def measure(port: int, options: argparse.Namespace, names: tuple[str, ...]
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="of each load")
     parser.add_argument("--duration", type=float, default=8.0, help="seconds of each load")
     parser.add_argument("--slots", type=int, default=24, help="requests that run at a time (--max-num-seqs)")
     parser.add_argument("--factor", type=int, default=3, help="impatient clients for each place")
     parser.add_argument("--patience", type=float, default=0.5, help="seconds that a client waits for the first token")
     parser.add_argument("--output-len", type=int, default=64, help="tokens of an answer, in the mean")
-    parser.add_argument("--json", type=Path, help="where to keep the result")
-    parser.add_argument("serve", nargs="*", help="further arguments of octavo serve, after --")
     options = parser.parse_args()
     arguments = [*options.serve, f"--max-num-seqs={options.slots}"]
     result: dict[str, Any] = {"machine": machine()}
@@ -160,10 +158,7 @@ def main() -> None:
             served([*arguments, *more], {}, Path(folder) / "log") as (port, _),
         ):
             result[title] = uvloop.run(measure(port, options, names))
-    text = json.dumps(result, indent=2)
-    print(text)
-    if options.json:
-        options.json.write_text(text + "\n")
+    report(result, options.json)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ import asyncio
 import gc
 import json
 import random
-import statistics
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from typing import Any, cast
 
 import uvloop
 from offline import machine
-from serving import served
+from serving import parser_of, quantiles, report, served
 
 SLOTS = 128  # max_num_seqs at its default
 MOST_OPEN = 4000  # connections
@@ -171,14 +170,6 @@ class Crowd:
         return seen
 
 
-def quantiles(values: list[float]) -> dict[str, float]:
-    """Number, median, 99th percentile and maximum, in seconds."""
-    if len(values) < 2:
-        return {"count": len(values)}
-    cuts = statistics.quantiles(values, n=100, method="inclusive")
-    return {"count": len(values), "p50": round(cuts[49], 4), "p99": round(cuts[98], 4), "max": round(max(values), 4)}
-
-
 async def measure(port: int, options: argparse.Namespace) -> dict[str, Any]:
     """Both loads."""
     gc.collect()
@@ -205,19 +196,14 @@ async def measure(port: int, options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--duration", type=float, default=15.0, help="seconds of each load")
     parser.add_argument("--factor", type=float, default=10.0, help="of the rate that a full service answers with")
     parser.add_argument("--output-len", type=int, default=64, help="tokens of an answer, in the mean")
-    parser.add_argument("--json", type=Path, help="where to keep the result")
-    parser.add_argument("serve", nargs="*", help="further arguments of octavo serve, after --")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, served(options.serve, {}, Path(folder) / "log") as (port, _):
         result = {"machine": machine(), **uvloop.run(measure(port, options))}
-    text = json.dumps(result, indent=2)
-    print(text)
-    if options.json:
-        options.json.write_text(text + "\n")
+    report(result, options.json)
 
 
 if __name__ == "__main__":

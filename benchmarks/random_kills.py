@@ -3,7 +3,8 @@ lost, wrong or left behind:
 
 - every answer with status 200 is the answer of the undisturbed service;
 - every line of an accepted batch is answered exactly once, with that answer;
-- at the end no process, no file of an upload and no socket's folder is left.
+- at the end no process, no file of an upload and no socket's folder is left;
+- the pages of `--kv-disk`, of which few fit, stay below their limit, and their files are private.
 
     python benchmarks/random_kills.py --minutes 10 [--seed N]
 
@@ -25,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,13 @@ sys.path.insert(0, str(ROOT))
 
 from server.config.settings import DEMOS  # noqa: E402
 
-PROMPTS = {"chat": ["What is a KV cache?", "Hi", "Count: one two"], "translate": ["luma li ursu pika.", "luma li."]}
+PROMPTS = {
+    "chat": [5 * "Anna saw a cat and Ben liked a dog. ", "What is a KV cache?", "Hi", "Count: one two"],
+    "translate": ["luma li ursu pika.", "luma li."],
+}
 PATIENCE = 180.0  # seconds for what must come in the end, on a busy machine
 LINES = 6  # of a batch
+KV_DISK_SIZE = 2**20  # bytes
 _MARK = "OCTAVO_KILLS_MARK"
 
 
@@ -47,7 +52,7 @@ class Service:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.store, self.temporary = folder / "batches", folder / "tmp"
+        self.store, self.temporary, self.pages = folder / "batches", folder / "tmp", folder / "pages"
         self.temporary.mkdir()
         models = "".join(f"{name}: {DEMOS[kind]}\n" for name, kind in (("chat", "chat"), ("translate", "seq2seq")))
         (folder / "models.yaml").write_text(models)
@@ -62,6 +67,7 @@ class Service:
         """Start it, and wait until it listens."""
         command = [sys.executable, "-m", "octavo", "serve", "--models", str(self.folder / "models.yaml")]
         command += ["--port", str(self.port), "--batch-store", str(self.store), "--model-idle-time", "2"]
+        command += ["--kv-disk", str(self.pages), "--kv-disk-size", str(KV_DISK_SIZE)]
         command += ["--max-engine-failures", "1000000", "--kv-cache-memory", "16MiB", "--log-format", "console"]
         environment = os.environ | {_MARK: self._mark, "TMPDIR": str(self.temporary), "PYTHONPATH": str(ROOT)}
         with (self.folder / "service.log").open("a") as log:
@@ -150,9 +156,9 @@ class Trial:
                 if made.status_code == 200:
                     self.batches.append(made.json()["id"])
 
-    def disturb(self) -> None:
-        """Kill something, or unload a model."""
-        what = self.random.choice(["child"] * 6 + ["unload"] * 2 + ["kill", "stop"])
+    def disturb(self, what: str) -> None:
+        """Kill a child of the service or the service itself, stop the service, or unload a model."""
+        self._count_hits()
         self.counts[what] += 1
         own = self.service.process.pid
         if what == "child":
@@ -171,6 +177,13 @@ class Trial:
                 self.problems.append(f"SIGTERM ended the service with status {status}")
             self._check_processes("the service had ended")
             self.service.start()
+
+    def _count_hits(self) -> None:
+        """Note how many requests have found pages on the disk, since an engine was loaded."""
+        with contextlib.suppress(httpx.HTTPError):
+            for line in httpx.get(f"{self.service.url}/metrics", timeout=30).text.splitlines():
+                if line.startswith("octavo_kv_disk_hits_total"):
+                    self.counts["most disk hits"] = max(self.counts["most disk hits"], int(float(line.split()[-1])))
 
     def _check_processes(self, when: str) -> None:
         deadline = time.monotonic() + 30
@@ -225,6 +238,12 @@ class Trial:
         self._check_processes("the end")
         if (stored := {path.name for path in self.service.store.glob("file-*")}) != listed:
             self.problems.append(f"files that are not listed, or lack content: {stored ^ listed}")
+        files = [path.stat() for path in self.service.pages.rglob("*") if path.is_file()]
+        self.counts["pages on disk"] = len(files) - 2  # without the lock and the key
+        if any(file.st_mode & 0o177 for file in files):
+            self.problems.append("a file of --kv-disk is not private")
+        if (size := sum(file.st_size for file in files)) > KV_DISK_SIZE + 2**13:
+            self.problems.append(f"--kv-disk holds {size} bytes")
         if left := [path.name for path in self.service.temporary.glob("octavo*")]:
             self.problems.append(f"left in the folder for temporary files: {left}")
 
@@ -233,8 +252,15 @@ def _body(model: str, prompt: str) -> dict[str, Any]:
     return {"model": model, "prompt": prompt, "max_tokens": 8, "temperature": 0}
 
 
-def run(seconds: float, seed: int, clients: int) -> Trial:
-    """Disturb the service for this long, and check what is left."""
+def disturbances(seconds: float, seed: int) -> Iterator[str]:
+    """Random ones for this long."""
+    chance, until = random.Random(seed), time.monotonic() + seconds
+    while time.monotonic() < until:
+        yield chance.choice(["child"] * 6 + ["unload"] * 2 + ["kill", "stop"])
+
+
+def run(kinds: Iterable[str], seed: int, clients: int) -> Trial:
+    """Disturb the service in these ways, and check what is left."""
     with tempfile.TemporaryDirectory(prefix="okill-", dir="/tmp") as folder:
         service = Service(Path(folder))
         try:
@@ -243,10 +269,9 @@ def run(seconds: float, seed: int, clients: int) -> Trial:
             threads.append(threading.Thread(target=trial.batcher))
             for thread in threads:
                 thread.start()
-            until = time.monotonic() + seconds
-            while time.monotonic() < until:
+            for kind in kinds:
                 time.sleep(trial.random.uniform(0.2, 3.0))
-                trial.disturb()
+                trial.disturb(kind)
             trial.ends.set()
             for thread in threads:
                 thread.join()
@@ -268,7 +293,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--clients", type=int, default=4)
     given = parser.parse_args()
-    trial = run(60 * given.minutes, given.seed, given.clients)
+    trial = run(disturbances(60 * given.minutes, given.seed), given.seed, given.clients)
     counts = dict(sorted(trial.counts.items()))
     print(
         json.dumps(

@@ -1,10 +1,13 @@
-"""`octavo serve` as a process, for as long as a measurement lasts."""
+"""`octavo serve` as a process, for as long as a measurement lasts; and what measurements of it share."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -12,6 +15,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -56,3 +60,27 @@ def _is_ready(port: int) -> bool:
             return bool(answer.status == 200)
     except OSError:
         return False
+
+
+def parser_of(documentation: str | None) -> argparse.ArgumentParser:
+    """A parser of the arguments that measurements of a service have in common."""
+    parser = argparse.ArgumentParser(description=(documentation or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="where to keep the result")
+    parser.add_argument("serve", nargs="*", help="further arguments of octavo serve, after --")
+    return parser
+
+
+def report(result: Mapping[str, Any], path: Path | None) -> None:
+    """Print a result, and keep it in a file if one is named."""
+    text = json.dumps(result, indent=2)
+    print(text)
+    if path is not None:
+        path.write_text(text + "\n")
+
+
+def quantiles(values: list[float]) -> dict[str, float]:
+    """Number, median, 99th percentile and maximum, in seconds."""
+    if len(values) < 2:
+        return {"count": len(values)}
+    cuts = statistics.quantiles(values, n=100, method="inclusive")
+    return {"count": len(values), "p50": round(cuts[49], 4), "p99": round(cuts[98], 4), "max": round(max(values), 4)}

@@ -113,6 +113,7 @@ class LocalExecutor:
     def __init__(self, runner: ModelRunner, facts: ModelFacts):
         self.runner = runner
         self.facts = facts
+        self._contents: Sequence[Content] = ()
 
     def launch(self, plan: StepPlan) -> PendingStep:
         return self.runner.launch(plan)
@@ -121,7 +122,9 @@ class LocalExecutor:
         self.runner.cache.copy_pages(copies)
 
     def contents(self) -> Sequence[Content]:
-        return contents_of(self.runner.cache)
+        if not self._contents:
+            self._contents = contents_of(self.runner.cache)
+        return self._contents
 
     def read_adapter(self, name: str, source: Adapter | str) -> LocalReading:
         return LocalReading(self.runner.adapters.read(name, source))
@@ -145,6 +148,6 @@ class LocalExecutor:
 
     def close(self) -> None:
         on_gpu = self.runner.model.device.type == "cuda"
-        del self.runner
+        del self.runner, self._contents
         if on_gpu:
             torch.cuda.empty_cache()

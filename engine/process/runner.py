@@ -32,7 +32,7 @@ from engine.config import EngineConfig
 from engine.errors import AdapterError, EngineDeadError, OctavoError
 from engine.execution.executor import LocalExecutor, LocalReading, ModelFacts, Reading
 from engine.execution.memory import is_out_of_memory
-from engine.execution.page_content import Bytes, Content
+from engine.execution.page_content import Bytes
 from engine.execution.pending import PendingStep
 from engine.host.children import leave_signals_to_parent, signals_held, take_standard_input
 from engine.host.cpus import engine_environment
@@ -276,12 +276,13 @@ class ProcessExecutor:
         batch = plan.sampling
         if batch is None or batch.fill is None:
             return PendingStep(candidates=self.send(Launch(plan)))
-        late = self.send(Launch(replace(plan, sampling=replace(batch, fill=None)), masks_follow=True))
-        masks: Masks | None = None
-        try:
-            masks = batch.fill()
-        finally:
-            self._post(Filled(masks))
+        with self._mutex:  # no thread sends a message between the two
+            late = self.send(Launch(replace(plan, sampling=replace(batch, fill=None)), masks_follow=True))
+            masks: Masks | None = None
+            try:
+                masks = batch.fill()
+            finally:
+                self._post(Filled(masks))
         return PendingStep(candidates=late)
 
     def copy_pages(self, copies: Int32) -> None:
@@ -421,7 +422,6 @@ def _serve(line: Connection, gone: Callable[[], None] = lambda: None) -> None:
     due: SimpleQueue[PendingStep | Answer | Failure | AdapterRead] = SimpleQueue()
     read: dict[str, LocalReading] = {}  # adapters that are not in their slots yet, by name
     threading.Thread(target=_answer, args=(line, due, gone), name="octavo-answers", daemon=True).start()
-    contents = executor.contents() if executor.facts.content_sizes else []
     while (data := orders.get()) is not None:
         order = _orders.decode(data)
         if isinstance(order, Launch) and order.masks_follow:
@@ -429,7 +429,7 @@ def _serve(line: Connection, gone: Callable[[], None] = lambda: None) -> None:
         elif isinstance(order, ReadAdapter):
             _read_adapter(executor, order, due, read)
         else:
-            due.put(_carry_out(executor, contents, order, read))
+            due.put(_carry_out(executor, order, read))
 
 
 def _read(line: Connection, orders: SimpleQueue[bytes | None], gone: Callable[[], None]) -> None:
@@ -448,13 +448,14 @@ def _read_adapter(
     due: SimpleQueue[PendingStep | Answer | Failure | AdapterRead],
     read: dict[str, LocalReading],
 ) -> None:
-    """Read an adapter on another thread, put it into `read`, and answer."""
-    reading = executor.read_adapter(order.name, order.source)
+    """Read an adapter on another thread, and answer. `read` has it from now on, unless it cannot be loaded: another
+    runner of the model may have read it earlier, and then this one has to load it before it is read."""
+    reading = read[order.name] = executor.read_adapter(order.name, order.source)
 
     def answer(future: Future[Any]) -> None:
         error = future.exception()
-        if error is None:
-            read[order.name] = reading
+        if error is not None and read.get(order.name) is reading:
+            del read[order.name]
         due.put(AdapterRead(order.name, Answer() if error is None else _failure(error)))
 
     reading.future.add_done_callback(answer)
@@ -499,18 +500,16 @@ def _launch_masked(executor: LocalExecutor, plan: StepPlan, orders: SimpleQueue[
                 take()
 
 
-def _carry_out(
-    executor: LocalExecutor, contents: Sequence[Content], order: Order, read: dict[str, LocalReading]
-) -> PendingStep | Answer | Failure:
+def _carry_out(executor: LocalExecutor, order: Order, read: dict[str, LocalReading]) -> PendingStep | Answer | Failure:
     try:
         if isinstance(order, Launch):
             return executor.launch(order.plan)
         if isinstance(order, Copy):
             executor.copy_pages(order.copies)
         elif isinstance(order, ReadPage):
-            return Answer(content=contents[order.kind].read(order.page)())
+            return Answer(content=executor.contents()[order.kind].read(order.page)())
         elif isinstance(order, WritePages):
-            contents[order.kind].write(order.pages.tolist(), order.content)
+            executor.contents()[order.kind].write(order.pages.tolist(), order.content)
         elif isinstance(order, LoadAdapter):
             return Answer(adapter=executor.load_adapter(read.pop(order.name), order.slot))
         elif isinstance(order, UnloadAdapter):
