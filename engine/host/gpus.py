@@ -11,7 +11,6 @@ from engine.host.nvidia_smi import ListedGpu, NoAnswerError
 
 _VERSION = Path("/proc/driver/nvidia/version")
 _CONTROL = Path("/dev/nvidiactl")
-_AMD = Path("/dev/kfd")
 # The oldest driver for each major version of CUDA on Linux (NVIDIA, CUDA Toolkit release notes).
 _OLDEST = {11: 450, 12: 525, 13: 580}
 _SETTING = "CUDA_VISIBLE_DEVICES"
@@ -22,11 +21,6 @@ _CHECK = "Check nvidia-smi, CUDA_VISIBLE_DEVICES, and docker run --gpus all."
 def has_driver() -> bool:
     """Whether NVIDIA's driver is loaded, or was passed to this container."""
     return _VERSION.exists() or _CONTROL.exists()
-
-
-def present() -> bool:
-    """Whether a GPU's driver of any vendor is loaded, without importing torch."""
-    return has_driver() or _AMD.exists()
 
 
 def driver_version() -> str | None:

@@ -26,9 +26,7 @@ import zmq
 
 from engine.configs.alone import take_configs_alone
 from engine.errors import OctavoError, RequestFailedError
-from engine.host import gpus
 from engine.host.children import leave_signals_to_parent, take_standard_input
-from engine.host.lean import import_torch
 from engine.host.loading import LOADING
 from engine.host.logs import adopt_libraries, configure
 from engine.host.resident import give_back, give_back_code
@@ -126,8 +124,6 @@ def _report(line: socket.socket, error: BaseException) -> int:
 
 
 def _run(start: Start, known: Future[Known], line: socket.socket, leave: list[Callable[[], None]]) -> None:
-    if start.config.device == "cpu" or not gpus.present():
-        import_torch()
     from engine.engine import Engine  # slow import; the lifeline is already watched
     from engine.model.checkpoint import read_config
 
