@@ -95,7 +95,9 @@ def main() -> None:
     parser.add_argument("--quantization")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--targets", choices=TARGETS, default="all", help="attention: queries and values alone")
-    parser.add_argument("--numbers", choices=("float32", "bfloat16"), default="float32", help="of the adapters")
+    parser.add_argument(
+        "--numbers", choices=("float32", "bfloat16", "float16"), default="float32", help="of the adapters"
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--turns", type=int, default=5)

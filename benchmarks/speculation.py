@@ -108,7 +108,7 @@ class Ours:
             options.model,
             speculative_config=config,
             chat_template=options.chat_template,
-            max_model_len=4096,
+            max_model_len=options.max_model_len,
             kv_cache_memory="512MiB",
         )
 
@@ -196,6 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--chat-template", help="for models without one")
     parser.add_argument("--work", nargs="+", choices=[*WORK, WRONG], default=list(WORK))
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--max-model-len", type=int, default=4096, help="of both engines")
     parser.add_argument("--tokens", type=int, default=256, help="the most of an answer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--llama-server", type=Path, help="measure this program, too, with a GGUF file")

@@ -149,7 +149,7 @@ class Engine:
         if states is not None:
             if ahead:
                 logger.info("Layers of this model carry a state: no step is planned ahead (--async-scheduling).")
-            self.scheduler.drafts_forced_tokens = ahead = False
+            ahead = False
         observe = self._draft_model.observe if isinstance(self._draft_model, TrainedHead) else None
         self._stepping = Stepping(self.scheduler, self.executor, self._budget, depth=int(ahead), observe=observe)
         self.defaults = GenerationDefaults()
@@ -513,18 +513,7 @@ class Engine:
         own = bool(step_time) and device.type == "cpu"
         if config.speculative_config is not None:
             settings, own = parse_speculative(config.speculative_config), True
-        if settings.method != "off" and self.scheduler.states is not None:
-            if self._draft_model is not None:
-                raise ConfigError(
-                    f"speculative_config: layers of {config.model} carry a state, which cannot be rolled back after a "
-                    f"rejected draft. Remove speculative_config."
-                )
-            if own:
-                logger.info(
-                    "Layers of this model carry a state, which cannot be rolled back: no tokens are drafted "
-                    "(--speculative-config)."
-                )
-        elif self._draft_model is not None:
+        if self._draft_model is not None:
             info = self.executor.facts.info
             self._draft_model.join(info)
             if isinstance(self._draft_model, TrainedHead):

@@ -103,8 +103,8 @@ class Admission:
         deadline: float | None = None,
         *,
         patient: bool = False,
-    ) -> Ticket:
-        """Reserve slots for prompts with an estimated number of tokens; leaving the ticket's context releases them.
+    ) -> LocalReservation:
+        """Reserve slots for prompts with an estimated number of tokens; leaving the context releases them.
         Raises ApiError: 503 while there is no room, or none before the deadline; 400 if there will never be room.
 
         Args:
@@ -124,7 +124,7 @@ class Admission:
             crowded = self._check_time(tenant, deadline)
             self._check_tokens(tokens, 0, tenant, "about ")
         self.change(tenant, prompts=prompts, waiting=prompts, tokens=tokens)
-        return Ticket(self, tenant, prompts, tokens, crowded=crowded)
+        return LocalReservation(self, tenant, prompts, tokens, crowded=crowded)
 
     async def look(self, tenant: str | None = None) -> None:
         """Same as `check`; the common interface of all gates."""
@@ -138,7 +138,7 @@ class Admission:
         deadline: float | None = None,
         *,
         patient: bool = False,
-    ) -> Ticket:
+    ) -> LocalReservation:
         """Same as `reserve`; the common interface of all gates."""
         return self.reserve(prompts, tokens, tenant, deadline, patient=patient)
 
@@ -307,7 +307,7 @@ class _Refusal(ApiError):
         self.reason = reason
 
 
-class Ticket:
+class LocalReservation:
     """The slots of one request. Leaving its context releases all slots still held, however the request ended.
     `num_unfinished`: prompts that have not ended normally, also after the release."""
 

@@ -31,7 +31,7 @@ from server.config.settings import ServerSettings
 from server.door.drain import Drain
 from server.door.keys import ApiKey
 from server.errors import ApiError, shown
-from server.gates import Gate, Place
+from server.gates import Gate, Reservation
 from server.live import LiveFeed
 from server.memory import MemoryGuard
 from server.metrics.requests import RequestMetrics
@@ -174,22 +174,22 @@ class Service:
         """Limits calls of /tokenize and /detokenize."""
         return self.commons.tokenizing
 
-    async def admit(self, prompts: int, tokens: int, terms: Terms, *, patient: bool = False) -> Place:
+    async def admit(self, prompts: int, tokens: int, terms: Terms, *, patient: bool = False) -> Reservation:
         """Slots for prompts with an estimated number of tokens. `patient`: the request waits and asks again, so a
         refusal does not count. Raises EngineDeadError if nothing can be served now; ApiError if there is no room, or
         none before the deadline."""
         self._check_alive(counts=not patient)
-        place = await self.admission.admit(prompts, tokens, terms.tenant, terms.deadline, patient=patient)
+        reservation = await self.admission.admit(prompts, tokens, terms.tenant, terms.deadline, patient=patient)
         self.metrics.admitted(terms.adapter)
-        return place
+        return reservation
 
-    async def admit_pooling(self, tokens: int, terms: Terms) -> Place:
+    async def admit_pooling(self, tokens: int, terms: Terms) -> Reservation:
         """A slot for a request whose inputs, however many, have this many tokens in total (estimated). Raises
         EngineDeadError if nothing can be served now. ApiError if there is no room."""
         self._check_alive()
-        place = await self.pooling.admit(1, tokens, terms.tenant)
+        reservation = await self.pooling.admit(1, tokens, terms.tenant)
         self.metrics.admitted(terms.adapter)
-        return place
+        return reservation
 
     def _check_alive(self, *, counts: bool = True) -> None:
         if not self.client.is_alive:

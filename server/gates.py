@@ -7,9 +7,9 @@ from types import TracebackType
 from typing import Protocol, Self
 
 
-class Place(Protocol):
-    """The slots of one request, released when its context is left; see `server.admission.Ticket`. `num_unfinished`:
-    prompts that have not ended normally."""
+class Reservation(Protocol):
+    """The slots of one request, released when its context is left; see `server.admission.LocalReservation`.
+    `num_unfinished`: prompts that have not ended normally."""
 
     num_unfinished: int
 
@@ -49,7 +49,7 @@ class Gate(Protocol):
         deadline: float | None = None,
         *,
         patient: bool = False,
-    ) -> Place:
+    ) -> Reservation:
         """Slots for prompts with an estimated number of tokens. `patient`: the request waits and asks again, so a
         refusal does not count. Raises ApiError: 503 while there is no room, or none before the deadline; 400 if there
         will never be room."""

@@ -194,6 +194,29 @@ def shared_llm(checkpoint: Callable[[str], Checkpoint]) -> Iterator[Callable[[st
 
 
 @pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random LLaMA over bytes."""
+    import torch
+    from fake_client import EOS, VOCAB_SIZE, hf_byte_tokenizer
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=65_536, bos_token_id=None, eos_token_id=EOS, pad_token_id=None,
+        initializer_range=0.5,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():  # it speaks printable ASCII, mostly
+        model.lm_head.weight[:32] = 0
+        model.lm_head.weight[127:] = 0
+    model.save_pretrained(folder)
+    hf_byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def bundled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Service]]:
     """Gives the service of a bundled model with these flags, started once for all tests that leave it as it is."""
     from support.service import services_on_demand

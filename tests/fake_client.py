@@ -99,6 +99,19 @@ def pool(request_id: str, source: TokenInput, params: PoolingParams) -> list[Req
     ]
 
 
+def pausing(request_id: str, source: TokenInput, params: SamplingParams) -> list[Step]:
+    """Says "a", nothing for 0.3 seconds, and "b"."""
+    gate = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.3, gate.set)
+    first, *rest = say(request_id, ["ab"], params)
+    return [first, gate, *rest]
+
+
+def failing(request_id: str, source: TokenInput, params: SamplingParams) -> list[Step]:
+    """Says "ab" and fails."""
+    return [*say(request_id, ["abc"], params)[:2], RuntimeError("boom")]
+
+
 class FakeClient(EngineClient):
     """Plays `script`; records what was asked of it."""
 

@@ -234,6 +234,14 @@ class Oracle:
         return told[place : place + right] + rng.integers(0, VOCAB, wrong).tolist(), 1.0
 
 
+def small(
+    *, kind: Any = None, num_pages: int = 50, block_size: int = 4, max_num_seqs: int = 8, budget: int = 64, **more: Any
+) -> Any:
+    """A simulator (or one of another `kind`) of few pages."""
+    size = {"num_pages": num_pages, "block_size": block_size, "max_num_seqs": max_num_seqs}
+    return (kind or Simulator)(**size, max_num_batched_tokens=budget, **more)
+
+
 class Simulator:
     """Scheduler, pool and fake runner; checks all of them after every step.
 

@@ -12,8 +12,7 @@ from engine.backends.native.memory import Arena
 from engine.errors import AdapterError
 from engine.interface.adapters import AdapterInfo
 from engine.model import spec
-from engine.model.adapter_slots import LaidOut
-from engine.model.adapters import Adapter, LowRank
+from engine.model.adapters import Adapter, LaidOut, LowRank
 from engine.model.heads import Head
 from engine.model.layers import Linear
 from engine.model.lora.reading import read_adapter

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,6 +39,23 @@ def graph_sizes(max_rows: int) -> list[int]:
     top = math.ceil(max_rows / 8) * 8
     return [size for size in (1, 2, 4) if size < max_rows] + (
         list(range(8, top + 1, 8)) if max_rows > 4 else [1 << (max_rows - 1).bit_length()]
+    )
+
+
+def _divisible(plan: StepPlan) -> bool:
+    """Whether each token may be a row."""
+    return plan.cross is None and plan.states is None and plan.searches is None
+
+
+def _one_by_one(plan: StepPlan) -> StepPlan:
+    """The same step with a row for each token: all rows write their keys and values before one attends, so a draft sees
+    the tokens before it in the pages that it shares with them."""
+    counts = np.diff(plan.query_start)
+    return replace(
+        plan,
+        query_start=np.arange(plan.num_tokens + 1, dtype=np.int32),
+        context_lens=plan.positions + 1,
+        block_tables=np.repeat(plan.block_tables, counts, axis=0),
     )
 
 
@@ -101,12 +119,13 @@ class DecodeGraphs:
         self._cache.clear_scratch()
 
     def serves(self, plan: StepPlan) -> bool:
-        """Whether the plan has only rows that decode."""
+        """Whether the plan has only rows that decode, perhaps with drafts."""
         sampling = plan.sampling
         return (
             bool(self._graphs)
             and sampling is not None
-            and plan.num_tokens == plan.num_rows == len(sampling.rows) <= self._max_rows
+            and plan.num_tokens == len(sampling.rows) <= self._max_rows
+            and (plan.num_tokens == plan.num_rows or _divisible(plan))
             and plan.encoder is None
             and plan.prompt_logprobs is None
             and not plan.pooling
@@ -116,6 +135,8 @@ class DecodeGraphs:
     def run(self, plan: StepPlan, search: Callable[[Tensor], None] | None = None) -> Tensor:
         """Hidden states [R, features] of a plan that this serves; valid until the next step. `search`: changes the
         block tables [rows, blocks] as the plan's searches have chosen."""
+        if plan.num_tokens > plan.num_rows:
+            plan = _one_by_one(plan)
         self.state.load(plan)
         if search is not None and plan.searches is not None:
             search(self.state.tables)

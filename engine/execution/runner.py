@@ -25,8 +25,6 @@ from engine.execution.sampler import sample, score_prompt
 from engine.execution.weighing import weighed
 from engine.interface.outputs import Activation
 from engine.interface.vision import VisionInfo
-from engine.model.experts import ExpertsFeedForward
-from engine.model.layers import Linear
 from engine.model.spec import Lm
 from engine.model.transformer import Transformer
 from engine.scheduling.plan import Int32, SamplingBatch, StepPlan, StepResult
@@ -147,26 +145,15 @@ class ModelRunner:
         return plan, partial(self._beams.go_on, plan.searches, before, self.cache, plan.block_tables.shape[1])
 
     def _recorded(self, plan: StepPlan) -> DecodeGraphs | PromptGraphs | None:
-        if plan.images:
-            return None
-        if self.graphs is not None and self.graphs.serves(plan):
-            return self.graphs
-        served = self.prompt_graphs is not None and self.prompt_graphs.serves(plan)
-        return self.prompt_graphs if served else None
+        recordings = () if plan.images else (self.graphs, self.prompt_graphs)
+        return next((each for each in recordings if each is not None and each.serves(plan)), None)
 
     @torch.inference_mode()
     def warm(self) -> None:
         """Compile what copies, sampling, experts and products with quantised weights need, if anything, so that no
         request waits for that."""
-        modules = [module for module in self.model.modules() if isinstance(module, ExpertsFeedForward)]
         with gpu.current(self.model.device):
-            for module in {module.shape: module for module in modules}.values():
-                module.warm(self._sampled.data.shape[0])
-            for linear in self.model.modules():
-                if isinstance(linear, Linear):
-                    linear.warm(self.model.dtype)
-                    if linear.adapters is not None:
-                        linear.adapters.warm()
+            self.model.warm(self._sampled.data.shape[0])
             self.cache.warm()
             if self._sampler is not None and isinstance(self.model.spec.head, Lm):
                 self._sampler.warm(self.model.vocab_size)

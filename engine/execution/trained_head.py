@@ -129,11 +129,6 @@ class TrainedHead(DraftModel):
             raise ConfigError(
                 f"speculative_config: {method} is for decoder-only models, but {self._config.model} is not one."
             )
-        if resolved.spec.state_sizes:
-            raise ConfigError(
-                f"speculative_config: layers of {self._config.model} carry a state, which cannot be rolled back after "
-                f"a rejected draft. Remove speculative_config."
-            )
         if resolved.device.type != "cpu":
             raise UnsupportedModelError(
                 f"speculative_config: {method} runs on the CPU only, but the device is {resolved.device}. Use "

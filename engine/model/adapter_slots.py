@@ -7,15 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.backends import triton as gpu
-from engine.backends.native.adapters import AdapterTable, Part, lay_out
+from engine.backends.native.adapters import AdapterTable, lay_out
 from engine.backends.native.memory import Arena
-from engine.model.adapters import LowRank
+from engine.model.adapters import LaidOut, LowRank
 
 _ROWS = 16  # minimum rows of each product that torch computes
-
-
-LaidOut = LowRank | list[Part]
-"""An addition in the form of a GPU's slots, or of a CPU's."""
 
 
 class AdapterSlots:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from engine.backends.native.adapters import Part
+
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
@@ -14,6 +16,10 @@ class LowRank:
 
     down: Tensor  # [rank, in] float32
     up: Tensor  # [out, rank] float32, including the adapter's scale
+
+
+LaidOut = LowRank | list[Part]
+"""An addition in the form of a GPU's slots, or of a CPU's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

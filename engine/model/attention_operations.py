@@ -10,7 +10,6 @@ from engine.model import spec
 from engine.model.latent import LatentAttention
 from engine.model.layers import CrossAttention, QkNorm, SelfAttention
 from engine.model.operations import Operation, operation
-from engine.model.positions import Temperature
 from engine.model.reading import ReadingAttention
 
 
@@ -41,14 +40,6 @@ class PrepareHeads(Operation):
     def values(self) -> Rows:
         width = self.part.kv_heads * self.part.head_dim
         return self.heads.part(self.queries.width + width, width)
-
-
-@operation(reads="queries", writes="queries")
-class Temper(Operation):
-    """queries = queries times a number that depends on their position."""
-
-    temperature: Temperature
-    queries: Rows
 
 
 @operation(reads="queries latent", writes="out")

@@ -41,7 +41,6 @@ class BlockSumAttention(SelfAttention):
         inputs = torch.split(x[: sum(metadata.query_lens)], metadata.query_lens)
         sums = torch.cat([sum_blocks(one, self.size) for one in inputs])
         filled = F.pad(sums, (0, 0, 0, max(min_rows - len(sums), 0)))
-        assert self.block_norm is not None
         heads = self.qkv(self.block_norm(filled))[: len(sums)].view(len(sums), 3, self.part.heads, self.part.head_dim)
         return heads[:, 1], heads[:, 2]
 

@@ -129,9 +129,10 @@ def with_images(x: Tensor, images: Tensor | None, sides: Mapping[str, Tensor]) -
     return torch.where((sides["image_slots"] > 0)[:, None], _image_rows(x, images, sides, 0), x)
 
 
-def add_images(x: Tensor, images: Tensor | None, sides: Mapping[str, Tensor], number: int) -> Tensor:
+def add_images(number: int, state: RunningPass, x: Tensor) -> Tensor:
     """x [Tp, hidden] plus vectors of images, of tokens that have some; `number`: which of a token's vectors, which lie
     side by side."""
+    images, sides = state.inputs.images, state.inputs.sides
     if images is None:
         return x
     return torch.where((sides["image_slots"] > 0)[:, None], x + _image_rows(x, images, sides, number), x)

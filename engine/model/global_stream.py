@@ -30,7 +30,6 @@ class StreamAttention(SelfAttention):
         and to each other."""
         part, inputs, vectors = self.part, state.inputs, state.beside
         assert vectors is not None
-        assert self.global_norm is not None
         count = len(vectors)
         made = self.qkv(self.global_norm(_filled(vectors, inputs.min_rows)))[:count]
         of_vectors = made.view(count, 3, part.heads, part.head_dim).unbind(1)

@@ -34,7 +34,6 @@ class Joining(nn.Module):
 
     def normed(self, x: Tensor) -> Tensor:
         """The norm of tokens' vectors."""
-        assert self.token_norm is not None
         normed: Tensor = self.token_norm(x)
         return normed
 

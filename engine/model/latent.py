@@ -59,7 +59,6 @@ class LatentAttention(nn.Module):
         turning = torch.cat((turning, shared.unsqueeze(1)), dim=1)
         if angles is not None and isinstance(self.part.position, Rotary):
             turning = rotate(turning, self.part.position, *angles)
-        assert self.latent_norm is not None
         normed = self.latent_norm(latent.contiguous())
         absorbed = torch.cat((_by_head(self.keys, content), normed.unsqueeze(1)), dim=1)
         return torch.cat((absorbed, turning), dim=-1).tensor_split((heads,), dim=1)  # type: ignore[return-value]

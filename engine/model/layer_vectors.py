@@ -32,7 +32,6 @@ class LayerEmbedding(nn.Module):
         """Each layer's vectors [Tp, width] of the tokens, whose embedding is x [Tp, hidden]."""
         token_ids = state.inputs.token_ids
         made = (self.projection(x) * self.of_projection).view(len(x), self.layers, self.width)
-        assert self.norm is not None
         known = torch.where(token_ids < len(self.table), token_ids, 0)
         looked_up = F.embedding(known, self.table) * self.scale
         summed: Tensor = (self.norm(made) + looked_up.view_as(made)) * 2.0**-0.5

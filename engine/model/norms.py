@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -82,6 +84,10 @@ class AffineNorm(nn.Module):
         return x * self.weight if self.bias is None else x * self.weight + self.bias
 
 
+@overload
+def build_norm(part: Norm, size: int, place: Place, rows: int = 1) -> nn.Module: ...
+@overload
+def build_norm(part: Norm | None, size: int, place: Place, rows: int = 1) -> nn.Module | None: ...
 def build_norm(part: Norm | None, size: int, place: Place, rows: int = 1) -> nn.Module | None:
     """The module of a norm over `size` features, or None for none; for `rows` see `LayerNorm`."""
     if part is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeVar, dataclass_transform
+from typing import ClassVar, TypeVar, dataclass_transform
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -155,15 +155,6 @@ class Open(Operation):
     x: Rows
 
 
-@operation(reads="x opening", writes="x")
-class OpenHeads(Operation):
-    """x = function(opening) * x, where an opening has one number per feature, or per head."""
-
-    function: Literal["sigmoid", "softplus"]
-    opening: Rows
-    x: Rows
-
-
 @operation(reads="x judged", writes="out")
 class MixExperts(Operation):
     """out = the results of each token's experts for x; they are chosen by `judged`, or by x as well."""
@@ -184,50 +175,9 @@ class GatherNeighbours(Operation):
 
 
 @operation(reads="x y", writes="out")
-class Concatenate(Operation):
-    """out = [x | y]."""
-
-    x: Rows
-    y: Rows
-    out: Rows
-
-
-@operation(reads="x y", writes="out")
-class Scale(Operation):
-    """out = x * y, element by element; out may be x."""
-
-    x: Rows
-    y: Rows
-    out: Rows
-
-
-@operation(reads="x y", writes="out")
 class Add(Operation):
     """out = x + y; out may be either."""
 
     x: Rows
     y: Rows
     out: Rows
-
-
-@operation(reads="x", writes="x")
-class MultiplyAll(Operation):
-    """x = x * factor, a learned number or a constant."""
-
-    factor: nn.Parameter | float
-    x: Rows
-
-
-@operation(reads="x")
-class Keep(Operation):
-    """Append x to the pass's `kept`."""
-
-    x: Rows
-
-
-@operation(reads="x", writes="x")
-class AddImages(Operation):
-    """x = x + a vector of an image for each token that has some; `number`: which of a token's vectors."""
-
-    x: Rows
-    number: int

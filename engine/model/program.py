@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from engine.backends.native.program import Rows
 from engine.model import sparse_blocks, spec
-from engine.model.attention_operations import Attend, PrepareHeads, PrepareLatent, StoreEncoded, Temper
+from engine.model.attention_operations import Attend, PrepareHeads, PrepareLatent, StoreEncoded
 from engine.model.block_sums import BlockSumAttention
 from engine.model.blocks import BottleneckBlock, ConvolvedBlock, ParallelBlock, SequentialBlock, Sublayer
-from engine.model.embedding import Embedding, TokenEmbedding
+from engine.model.embedding import Embedding, TokenEmbedding, add_images
 from engine.model.experts import ExpertsFeedForward, NormedExperts, SharedExperts
 from engine.model.fourier import FourierMixing
 from engine.model.global_stream import StreamAttention, begin, feed
@@ -41,25 +41,21 @@ from engine.model.operations import (
     Activate,
     Add,
     AddAdapters,
-    AddImages,
     AllReduce,
     Apply,
-    Concatenate,
     Embed,
     GatherNeighbours,
-    Keep,
     MixExperts,
     Multiply,
-    MultiplyAll,
     Normalize,
     Open,
-    OpenHeads,
     Operation,
-    Scale,
     Take,
 )
+from engine.model.positions import Temperature
 from engine.model.query_buckets import BucketedAttention
 from engine.model.reading import ReadingAttention
+from engine.model.row_functions import concatenate, keep, multiply_all, open_heads, scale, temper
 from engine.model.state_layers import (
     AttentionBesideState,
     DeltaRuleAttention,
@@ -144,7 +140,8 @@ def compile_stack(
         pages += not isinstance(inner, StateModule) and (inner is not None or not isinstance(block, SequentialBlock))
         builder.keeps = number in kept
         if number < image_layers:
-            builder.add(AddImages(builder.normed(None), number + 1))
+            stream = builder.normed(None)
+            builder.add(Apply("vectors of images", partial(add_images, number + 1), (stream,), (stream,)))
     if versions is not None and builder.versions is not None:
         builder.apply("the end of versions", versions.merge, (builder.versions,), builder.stream)
     result = builder.ahead or builder.normed(final_norm)
@@ -209,6 +206,12 @@ class Builder:
         """Add a computation of rows that reads nothing else of the pass."""
         self.add(Apply(name, lambda _, *values: function(*values), given, made))
 
+    def _multiply(self, factor: nn.Parameter | float, x: Rows) -> None:
+        self.apply("a factor", partial(multiply_all, factor), (x,), x)
+
+    def _temper(self, part: Temperature, queries: Rows) -> None:
+        self.add(Apply("a temperature of queries", partial(temper, part), (queries,), (queries,)))
+
     def program(self, result: Rows) -> Program:
         """The operations that were added."""
         return Program(tuple(self.operations), tuple(self.widths), self.stream, result)
@@ -242,7 +245,7 @@ class Builder:
                 if block.input is not None:
                     self._pending = self._layer_input(block.input, self.normed(None), layer)
                 if block.factor is not None:
-                    self.add(MultiplyAll(block.factor, self.normed(None)))
+                    self._multiply(block.factor, self.normed(None))
                 if block.attention is not None and isinstance(block.attention.inner, StreamAttention):
                     assert block.ffn is not None
                     assert isinstance(block.ffn.inner, DenseFeedForward)
@@ -269,7 +272,7 @@ class Builder:
         assert isinstance(embedding, TokenEmbedding)
         vectors, both = self.rows("token vectors", x.width), self.rows("joined", 2 * x.width)
         self.add(Apply("vectors of tokens beside the stream", embedding.beside, made=(vectors,)))
-        self.add(Concatenate(vectors, x, both))
+        self.apply("a concatenation", concatenate, (vectors, x), both)
         return both
 
     def embed_layers(self, module: LayerEmbedding) -> None:
@@ -284,10 +287,10 @@ class Builder:
         gate = self.product(module.gate, x, "gate of layer vector")
         hidden = self.rows("layer vector", gate.width)
         self.add(Activate(module.activation, gate, hidden, False))
-        self.add(Scale(hidden, self.layer_vectors.part(layer * gate.width, gate.width), hidden))
+        own = self.layer_vectors.part(layer * gate.width, gate.width)
+        self.apply("a product of rows", scale, (hidden, own), hidden)
         out = self.product(module.projection, hidden, "layer input")
         normed = self.rows("normed layer input", out.width)
-        assert module.norm is not None
         self.add(Normalize(module.norm, out, normed))
         return normed
 
@@ -314,7 +317,6 @@ class Builder:
         y = self.normed(part.before)
         low = self.product(path.right, self.product(path.left, y, "low rank"), "low-rank path")
         beside = self.rows("beside attention", y.width)
-        assert path.norm is not None
         self.add(Normalize(path.norm, low, beside))
         self.add(Add(y, beside, beside))
         attended = self._inner(part.inner, y, "sublayer", layer)
@@ -322,7 +324,7 @@ class Builder:
             self.add(Normalize(part.after, attended, attended))
         self.add(Add(self.stream, attended, self.stream))
         self.add(Add(self.stream, beside, self.stream))
-        self.add(MultiplyAll(2.0**-0.5, self.stream))
+        self._multiply(2.0**-0.5, self.stream)
 
     def _sublayer_ahead(self, part: Sublayer, layer: int) -> None:
         """The same for next tokens, if there is a stream of them; the keys that they see are in the pages by now."""
@@ -357,14 +359,13 @@ class Builder:
         convolved = self.rows("convolved", x.width)
         self.add(Activate(part.activation, self.product(part.kernel, windows, "unconvolved"), convolved, False))
         self.block(block.inner, layer)
-        assert block.norm is not None
         self.add(Normalize(block.norm, self.normed(None), self.stream, convolved))
 
     def _bottleneck(self, block: BottleneckBlock, layer: int) -> None:
         """norm(x + exit(f(entrance(x)))); f's sublayers have their own stream."""
         whole, x = self.stream, self.normed(None)
         entered = queries = self._entered(block.entrance, block.entrance_norm, x, "entered")
-        if block.second_entrance is not None:
+        if block.second_entrance is not None and block.second_norm is not None:
             queries = self._entered(block.second_entrance, block.second_norm, x, "queries entered")
         self.stream = entered
         assert isinstance(block.attention.inner, SelfAttention)
@@ -375,12 +376,10 @@ class Builder:
             assert isinstance(network, Sublayer)
             self.sublayer(network, layer)
         self.stream = whole
-        assert block.exit_norm is not None
         self.add(Normalize(block.exit_norm, whole, whole, self.product(block.exit, entered, "left")))
 
-    def _entered(self, linear: Linear, norm: nn.Module | None, x: Rows, name: str) -> Rows:
+    def _entered(self, linear: Linear, norm: nn.Module, x: Rows, name: str) -> Rows:
         out = self.product(linear, x, name)
-        assert norm is not None
         self.add(Normalize(norm, out, out))
         return out
 
@@ -397,7 +396,7 @@ class Builder:
         elif pending is not None:
             self.add(Add(self.stream, pending, self.stream))
         if self.keeps:
-            self.add(Keep(self.stream))
+            self.add(Apply("hidden states that are kept", keep, (self.stream,)))
             self.keeps = False
         return out
 
@@ -471,13 +470,13 @@ class Builder:
             assert values is not None
             made = self.product(module.values, values, "values")
             both = self.rows("all heads", heads.width + made.width)
-            self.add(Concatenate(heads, made, both))
+            self.apply("a concatenation", concatenate, (heads, made), both)
             heads = both
         own = layer if self._paged else None
         prepared = PrepareHeads(module.part, module.qk_norm, heads, own)
         self.add(prepared)
         if module.part.temperature is not None:
-            self.add(Temper(module.part.temperature, prepared.queries))
+            self._temper(module.part.temperature, prepared.queries)
         kv = None if self._paged else (prepared.keys, prepared.values)
         attended = self.rows("attended", prepared.queries.width)
         parts = (prepared.queries, prepared.keys, prepared.values)
@@ -497,11 +496,12 @@ class Builder:
         if module.spans is not None:
             convolved = self._spans(module.spans, x, prepared.queries)
             both = self.rows("attended and convolved", attended.width + convolved.width)
-            self.add(Concatenate(attended, convolved, both))
+            self.apply("a concatenation", concatenate, (attended, convolved), both)
             attended = both
         if module.gate is not None and module.part.gate is not None:
             opening = self.product(module.gate, x, "openings of heads")
-            self.add(OpenHeads(module.part.gate.function, opening, attended))
+            function = partial(open_heads, module.part.gate.function)
+            self.apply("openings of heads", function, (opening, attended), attended)
         return self._reduced(module.out, attended, name)
 
     def _bucketed_attention(self, module: BucketedAttention, x: Rows, name: str, layer: int) -> Rows:
@@ -523,7 +523,7 @@ class Builder:
         weighed = self.rows("weighed", x.width)
         self.apply("the weighted sum of a window", module.weigh, (windows,), weighed)
         mixed = self.product(module.mix, weighed, "mixed")
-        self.add(Scale(mixed, queries, mixed))
+        self.apply("a product of rows", scale, (mixed, queries), mixed)
         scores = self.product(module.scores, mixed, "scores of taps")
         values = self.product(module.values, x, "values of taps")
         windows = self.rows("windows", module.taps * values.width)
@@ -535,20 +535,14 @@ class Builder:
     def _normed_experts(self, module: NormedExperts, x: Rows, name: str) -> Rows:
         read, judged = (self.rows(f"{kind} of stream", x.width) for kind in ("norm", "judged"))
         first, second = self.rows(name, x.width), self.rows("normed experts", x.width)
-        norms = (module.before, module.judged, module.first, module.second)
-        before, of_router, after_first, after_second = norms
-        assert before is not None
-        assert of_router is not None
-        assert after_first is not None
-        assert after_second is not None
         fed = self._feed_forward(module.always, x, "network beside experts")
-        self.add(Normalize(after_first, fed, first))
-        self.add(Normalize(before, self.stream, read))
-        self.add(Normalize(of_router, self.stream, judged))
+        self.add(Normalize(module.first, fed, first))
+        self.add(Normalize(module.before, self.stream, read))
+        self.add(Normalize(module.judged, self.stream, judged))
         mixed = self.rows("experts", x.width)
         self.add(MixExperts(module.routed, read, mixed, judged))
         self.add(AllReduce(mixed))
-        self.add(Normalize(after_second, mixed, second))
+        self.add(Normalize(module.second, mixed, second))
         self.add(Add(first, second, first))
         return first
 
@@ -571,7 +565,7 @@ class Builder:
         prepared = self.rows("heads", part.heads * part.head_dim)
         self.add(PrepareLatent(module, queries, latent, prepared, layer))
         if part.temperature is not None:
-            self.add(Temper(part.temperature, prepared))
+            self._temper(part.temperature, prepared)
         attended = self.rows("attended", prepared.width)
         self.add(Attend(module, prepared, None, attended, layer))
         expanded = self.rows("expanded", module.out.inputs)

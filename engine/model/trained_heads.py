@@ -21,24 +21,34 @@ from engine.model.table import Entry, WeightTable
 from engine.model.weight_files import Checkpoint
 
 EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
-MTP = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
-_HIDDEN, _HEAD = "decoder.embedding.joining", "head.output.weight"
+_MTP_BEHIND = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")  # the weights are those of one more layer
+_MTP_APART = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM")  # their names begin with mtp
+MTP = (*_MTP_BEHIND, *_MTP_APART)
+_HIDDEN, _TOKENS, _HEAD = "decoder.embedding.joining", "decoder.embedding.tokens", "head.output.weight"
 
 
 def mtp(config: Any) -> tuple[ModelSpec, WeightTable]:
     """The layer after a model's last one, which predicts the token after the next one (multi-token prediction,
-    arXiv:2412.19437, 2.2), and the names of its weights.
+    arXiv:2412.19437, 2.2), and the names of its weights. Of several such layers, the first one.
 
     Raises:
         UnsupportedModelError: the config's model has no such layer, or another one.
     """
     name, number = architecture(config), config.num_hidden_layers
     if name not in MTP:
-        raise UnsupportedModelError(f"The method mtp is for {' and '.join(MTP)}, but the config says {name}.")
-    if (found := getattr(config, "num_nextn_predict_layers", None) or 0) != 1:
-        raise UnsupportedModelError(f"The method mtp needs num_nextn_predict_layers 1 in the config, got {found!r}.")
+        raise UnsupportedModelError(f"The method mtp is for {', '.join(MTP)}, but the config says {name}.")
+    apart = name in _MTP_APART
+    # The configs of Qwen3-Next do not state it.
+    field, usual = ("mtp_num_hidden_layers", 1) if apart else ("num_nextn_predict_layers", 0)
+    found = getattr(config, field, None)
+    found = usual if found is None else found
+    if not isinstance(found, int) or found < 1:
+        raise UnsupportedModelError(f"The method mtp needs {field} of at least 1 in the config, got {found!r}.")
     longer_config = copy.deepcopy(config)
     longer_config.num_hidden_layers = number + 1
+    if apart:
+        longer_config.layer_types = [*config.layer_types, "full_attention"]
+        longer_config.decoder_sparse_step = 1
     longer = build_spec(longer_config)
     assert longer.decoder is not None
     assert isinstance(longer.decoder.embedding, Tokens)
@@ -48,24 +58,42 @@ def mtp(config: Any) -> tuple[ModelSpec, WeightTable]:
         longer.decoder,
         embedding=replace(longer.decoder.embedding, joined=Joined(own)),
         blocks=longer.decoder.blocks[-1:],
-        final_norm=None,
+        final_norm=own if apart else None,
     )
     assert isinstance(longer.head, Lm)
-    head = replace(longer.head, tied=False, norm=own)
+    head = replace(longer.head, tied=False, norm=None if apart else own)
     table, source, target = weight_table(longer_config, longer), f"model.layers.{number}", f"decoder.blocks.{number}."
+    stored = "mtp.layers.0" if apart else source
     entries = [
-        replace(entry, target=entry.target.replace(target, "decoder.blocks.0.", 1))
+        replace(
+            entry,
+            target=entry.target.replace(target, "decoder.blocks.0.", 1),
+            sources=tuple(name.replace(f"{source}.", f"{stored}.", 1) for name in entry.sources),
+        )
         for entry in table.entries
         if entry.target.startswith(target)
     ]
-    entries += norm(f"{_HIDDEN}.token_norm", f"{source}.enorm", bias=False)
-    entries += norm(f"{_HIDDEN}.hidden_norm", f"{source}.hnorm", bias=False)
-    entries.append(Entry(f"{_HIDDEN}.projection.weight", (f"{source}.eh_proj.weight",)))
-    entries += norm("head.norm", f"{source}.shared_head.norm", bias=False)
-    # Checkpoints may have copies of the model's own table and matrix.
+    names: dict[str, tuple[str, ...]]
     tokens, matrix = "model.embed_tokens.weight", "lm_head.weight"
-    names: dict[str, tuple[str, ...]] = {"decoder.embedding.tokens": (f"{source}.embed_tokens.weight", tokens)}
-    names[_HEAD] = (f"{source}.shared_head.head.weight", matrix, tokens)
+    if apart:
+        entries += norm(f"{_HIDDEN}.token_norm", "mtp.pre_fc_norm_embedding", bias=False)
+        entries += norm(f"{_HIDDEN}.hidden_norm", "mtp.pre_fc_norm_hidden", bias=False)
+        entries += norm("decoder.final_norm", "mtp.norm", bias=False)
+        names = {
+            f"{_HIDDEN}.projection.weight": ("mtp.fc.weight",),
+            _TOKENS: (tokens,),
+            "head.weight": (matrix, tokens),
+        }
+    else:
+        entries += norm(f"{_HIDDEN}.token_norm", f"{source}.enorm", bias=False)
+        entries += norm(f"{_HIDDEN}.hidden_norm", f"{source}.hnorm", bias=False)
+        entries += norm("head.norm", f"{source}.shared_head.norm", bias=False)
+        # Checkpoints may have copies of the model's own table and matrix.
+        names = {
+            f"{_HIDDEN}.projection.weight": (f"{source}.eh_proj.weight",),
+            _TOKENS: (f"{source}.embed_tokens.weight", tokens),
+            _HEAD: (f"{source}.shared_head.head.weight", matrix, tokens),
+        }
     entries += [Entry(to, (stored,)) for to, alternatives in names.items() for stored in alternatives]
     model = replace(longer, decoder=stack, head=head)
     return model, WeightTable(tuple(entries), ignored=(".*",), renamed=table.renamed)
@@ -154,7 +182,7 @@ def eagle3(config: Any, target: ModelSpec, tokens: Callable[[Tensor], None]) -> 
         Entry(before, ("midlayer.hidden_norm.weight",)),
         Entry(f"{_HIDDEN}.token_norm.weight", ("midlayer.input_layernorm.weight",)),
         Entry(f"{_HIDDEN}.entrance.weight", ("fc.weight",)),
-        Entry("decoder.embedding.tokens", ("embed_tokens.weight",), default=tokens),
+        Entry(_TOKENS, ("embed_tokens.weight",), default=tokens),
         Entry("head.norm.weight", ("norm.weight",)),
         Entry(_HEAD, ("lm_head.weight",)),
     ]

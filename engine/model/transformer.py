@@ -192,6 +192,17 @@ class Transformer(nn.Module):
         if self.twin is not None:
             self.twin.take_adapters(slots, max_rank)
 
+    def warm(self, rows: int) -> None:
+        """Compile a GPU's kernels for experts, adapters and quantised weights. `rows`: most rows of a step."""
+        modules = list(self.modules())
+        for module in {each.shape: each for each in modules if isinstance(each, ExpertsFeedForward)}.values():
+            module.warm(rows)
+        for linear in modules:
+            if isinstance(linear, Linear):
+                linear.warm(self.dtype)
+                if linear.adapters is not None:
+                    linear.adapters.warm()
+
     def _make_ready(self) -> None:
         for part in (self.encoder, self.decoder, self.head):
             if isinstance(part, TransformerStack | Head | Panel):

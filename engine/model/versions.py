@@ -90,7 +90,6 @@ class LayerVersions(nn.Module):
 
     def _odds(self, x: Tensor) -> Tensor:
         """[Tp, count] float32 numbers from -1 to 1 of rows x."""
-        assert self.norm is not None
         return _product(self.norm(x) * (1.0 / self.hidden_size), self.router).tanh()
 
 

@@ -448,13 +448,14 @@ def _read_adapter(
     due: SimpleQueue[PendingStep | Answer | Failure | AdapterRead],
     read: dict[str, LocalReading],
 ) -> None:
-    """Read an adapter on another thread, put it into `read`, and answer."""
-    reading = executor.read_adapter(order.name, order.source)
+    """Read an adapter on another thread, and answer. `read` has it from now on, unless it cannot be loaded: another
+    runner of the model may have read it earlier, and then this one has to load it before it is read."""
+    reading = read[order.name] = executor.read_adapter(order.name, order.source)
 
     def answer(future: Future[Any]) -> None:
         error = future.exception()
-        if error is None:
-            read[order.name] = reading
+        if error is not None and read.get(order.name) is reading:
+            del read[order.name]
         due.put(AdapterRead(order.name, Answer() if error is None else _failure(error)))
 
     reading.future.add_done_callback(answer)

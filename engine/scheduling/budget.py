@@ -19,6 +19,7 @@ from statistics import median
 
 import numpy as np
 
+from engine.interface.speculation import MOST_DRAFTS
 from engine.scheduling.plan import Int32, StepPlan
 
 # Share of the limit to aim at, which leaves room for the usual variation of a step's duration.
@@ -111,7 +112,9 @@ class StepWork:
         encoded = np.diff(plan.encoder.starts).astype(np.int64) if plan.encoder is not None else counts[:0]
         # In a row that decodes, all positions are sampled.
         chosen = np.bincount(np.searchsorted(plan.query_start, sampled, side="right") - 1, minlength=len(counts))
-        prompts = counts[chosen < counts]
+        # After a wrong draft, a row with a state also has known tokens.
+        again = 0 if plan.states is None else MOST_DRAFTS
+        prompts = counts[(chosen < counts) & ((chosen == 0) | (counts - chosen > again))]
         scores = len(sampled) + (0 if plan.prompt_logprobs is None else len(plan.prompt_logprobs.rows))
         scores += sum(len(row.pooling.positions) for row in plan.pooling)
         whole = int(encoded.sum()) + round(plan.image_work)

@@ -19,6 +19,8 @@ _PLAIN_EVERY = 8
 _MARGIN = 1.25
 # And by this much more for each further sequence of the step: a draft helps one request and delays the others.
 _FOR_OTHERS = 0.25
+# And by this factor if a wrong draft makes the next step larger.
+_AGAIN = 1.5
 
 
 class DraftCosts:
@@ -66,12 +68,13 @@ class DraftCosts:
 
 
 class DraftGain:
-    """The expected tokens of a step and its expected time, as drafts are added to it."""
+    """The expected tokens of a step and its expected time, as drafts are added to it. `again`: after a wrong draft, the
+    next step computes the row's known tokens a second time."""
 
-    def __init__(self, costs: DraftCosts | None, rows: int):
+    def __init__(self, costs: DraftCosts | None, rows: int, *, again: bool = False):
         self._costs = costs  # costs of a step; None if every draft is worth its time
         self._tokens = rows  # decoding sequences of the step. Each row yields a token without drafts.
-        self._margin = _MARGIN * (1.0 + _FOR_OTHERS * max(rows - 1, 0))
+        self._margin = _MARGIN * (1.0 + _FOR_OTHERS * max(rows - 1, 0)) * (_AGAIN if again else 1.0)
         self._expected = float(rows)
 
     def is_worth(self, probability: float) -> bool:

@@ -257,11 +257,13 @@ class InFlightSteps:
         """Sources of copies, each as often as it is pinned."""
         return [source for step in self._queue for pairs in step.copies.values() for source, _ in pairs]
 
-    @staticmethod
-    def _without_drafts(row: Row) -> Row:
+    def _without_drafts(self, row: Row) -> Row:
         row.sequence.num_in_flight -= len(row.drafts)
         row.sequence.num_pending -= len(row.drafts)
-        return row.keeping(0)
+        row = row.keeping(0)
+        if self._states is not None:
+            self._states.shorten(row)
+        return row
 
     def _drop_copies(self, step: InFlightStep, group: SequenceGroup) -> None:
         for source, _ in step.copies.pop(group, ()):

@@ -19,6 +19,7 @@ from typing import Protocol
 from engine.errors import InvalidRequestError
 from engine.interface.outputs import EngineStats, RequestDelta
 from engine.interface.request import Request
+from engine.interface.speculation import MOST_DRAFTS
 from engine.scheduling.apply import (
     Answer,
     Outcome,
@@ -244,7 +245,7 @@ class Scheduler:
             if step.clients_only and group.is_background:
                 break  # so are all that follow
             work = group.work()
-            if sum([count for _, count in work]) == len(work):
+            if self._decodes(group, work):
                 self._plan_group(step, group, work)
             else:
                 chunked.append(group)
@@ -312,12 +313,15 @@ class Scheduler:
 
     def _keep(self, row: Row, count: int, delta: RequestDelta) -> None:
         """Count this many of a row's drafts as computed, as far as its answer goes: they were right."""
-        count = min(count, row.sequence.num_tokens - row.start - 1)
+        count = min(count, row.sequence.num_tokens - row.start - (row.count - len(row.drafts)))
         for counted in (self.stats, delta):
             counted.num_draft_tokens += len(row.drafts)
             counted.num_accepted_draft_tokens += count
         self._draft_places.count(len(row.drafts), count)
-        self._tables.advance([row.keeping(count)])
+        if self.states is not None and count < len(row.drafts):
+            self.states.reject(row)  # the next step computes its known tokens again
+        else:
+            self._tables.advance([row.keeping(count)])
         self._tables.truncate(row.sequence)
 
     def fail(self, message: str, groups: Iterable[SequenceGroup] | None = None) -> list[RequestDelta]:
@@ -423,7 +427,8 @@ class Scheduler:
     def _plan_group(self, step: Step, group: SequenceGroup, work: list[tuple[Sequence, int]]) -> None:
         """Give a running group its tokens and pages, evicting younger groups if pages are short."""
         total = sum([count for _, count in work])
-        budget = step.budget if total == len(work) else step.room(group)  # single tokens are never postponed
+        decodes = self._decodes(group, work)
+        budget = step.budget if decodes else step.room(group)  # single tokens are never postponed
         budget = total if group.unchunked else budget
         if group.request.images and len(work) == 1 and work[0][0].num_scheduled < work[0][0].num_prompt:
             start, planned = work[0][0].num_scheduled, sum(row.count for rows in step.rows.values() for row in rows)
@@ -440,7 +445,7 @@ class Scheduler:
                 budget -= allowed
                 start = sequence.num_computed + sequence.num_in_flight
                 rows.append(Row(group, sequence, start, allowed, sampled, sequence.num_releases))
-        if step.num_drafts > 0 and total == len(work) and sampled and group.started and group.beam is None:
+        if step.num_drafts > 0 and decodes and sampled and group.started and group.beam is None:
             rows = self._with_drafts(step, rows)
         if group.beam is not None and group.sequences[0].num_pending:
             if not completes or not self._set_aside(step, group, rows):
@@ -458,12 +463,28 @@ class Scheduler:
     def _drafts_for(self, group: SequenceGroup) -> bool:
         return self.drafter is not None and self.drafter.serves(group.request)
 
+    def _decodes(self, group: SequenceGroup, work: list[tuple[Sequence, int]]) -> bool:
+        """Whether its sequences have one token each to compute; with states, also those of a row with a wrong draft."""
+        total = sum([count for _, count in work])
+        if total == len(work) or self.states is None:
+            return total == len(work)
+        return group.started and group.fork_point is None and total <= len(work) * (1 + MOST_DRAFTS)
+
+    def _num_again(self, group: SequenceGroup) -> int:
+        """The tokens that its next row computes a second time."""
+        work = group.work()
+        return sum([count for _, count in work]) - len(work) if self._decodes(group, work) else 0
+
+    def _gain(self, rows: int) -> DraftGain:
+        return DraftGain(self.draft_costs, rows, again=self.states is not None)
+
     def _leave_for_drafts(self, step: Step) -> None:
         """Tokens and pages that may be used for drafts: running rows get theirs first, and prompts as many tokens."""
         tokens = min(step.budget, step.limit.tokens)
         rows = sum(group.rows for group in self._running)
-        step.num_drafts = (tokens - rows) // 2
-        step.gain = DraftGain(self.draft_costs, rows)
+        again = 0 if self.states is None else sum(map(self._num_again, self._running))
+        step.num_drafts = (tokens - rows - again) // 2
+        step.gain = self._gain(rows)
         sequences = [sequence for group in self._running for sequence in group.sequences]
         step.kept_pages = sum(self._tables.missing(sequence, sequence.num_tokens)[0] for sequence in sequences)
 
@@ -476,14 +497,14 @@ class Scheduler:
                 break
             if step.ahead and not group.may_run_ahead(drafting=True):
                 continue
-            if any(count != 1 for _, count in group.work()):
+            if not self._decodes(group, group.work()):
                 continue
             for sequence in group.sequences:
                 most = min(step.num_drafts, group.request.decoding.max_tokens - 1 - sequence.num_output)
                 if most > 0:
                     wanted.append((group, sequence, most))
         assert self.drafter is not None
-        if self.drafter.prepare(wanted, DraftGain(self.draft_costs, sum(group.rows for group in self._running))):
+        if self.drafter.prepare(wanted, self._gain(sum(group.rows for group in self._running))):
             self.drafting = False  # the time of this step says nothing of the cost of a draft
 
     def _with_drafts(self, step: Step, rows: list[Row]) -> list[Row]:

@@ -48,18 +48,41 @@ class StateSlots:
         if state is None:
             return
         if state.snapshot:
-            self.pool.publish(state.snapshot, hash_of((row.start + state.after) // self._size))
+            self._publish(row, state.snapshot, hash_of((row.start + state.after) // self._size))
             self.pool.free([state.snapshot])
             sequence.snapshots.remove(state.snapshot)
         end = row.start + row.count
         if self._publishes and end % self._size == 0:
-            page_hash = hash_of(end // self._size)
-            if self.pool.publish(state.target, page_hash) and row.count == 1:
-                # For an answer, the last end of a page is enough: conversations continue from there.
-                if sequence.last_snapshot is not None:
-                    self.pool.forget_unfound(sequence.last_snapshot)
-                sequence.last_snapshot = page_hash
+            self._publish(row, state.target, hash_of(end // self._size))
         self.pool.free([sequence.states.pop(0)])
+
+    def _publish(self, row: Row, slot: int, page_hash: PageHash) -> None:
+        """Keep a state for later requests."""
+        sequence = row.sequence
+        if self.pool.publish(slot, page_hash) and row.sampled and row.start >= sequence.num_prompt:
+            # For an answer, the last end of a page is enough: conversations continue from there.
+            if sequence.last_snapshot is not None:
+                self.pool.forget_unfound(sequence.last_snapshot)
+            sequence.last_snapshot = page_hash
+
+    def reject(self, row: Row) -> None:
+        """A draft of the row was wrong: its sequence continues from the slot that the row read."""
+        state, sequence = row.state, row.sequence
+        assert state is not None
+        sequence.states.remove(state.target)
+        self.pool.free([state.target])
+        self._drop_snapshot(row)
+
+    def shorten(self, row: Row) -> None:
+        """A row has lost its drafts: it writes no snapshot behind its tokens."""
+        if row.state is not None and row.state.after > row.count:
+            self._drop_snapshot(row)
+            row.state = replace(row.state, snapshot=0, after=0)
+
+    def _drop_snapshot(self, row: Row) -> None:
+        if row.state is not None and row.state.snapshot:
+            row.sequence.snapshots.remove(row.state.snapshot)
+            self.pool.free([row.state.snapshot])
 
     def match(self, hashes: list[PageHash]) -> int:
         """The maximum number of pages at the beginning after which the state is known."""

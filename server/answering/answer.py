@@ -30,7 +30,7 @@ from server.api.fields import IGNORED_HEADER, ignored_header
 from server.api.schemas import GenerationBody, Usage
 from server.context import Service
 from server.errors import ApiError
-from server.gates import Place
+from server.gates import Reservation
 
 T = TypeVar("T")
 
@@ -111,7 +111,7 @@ class Run(ABC, Generic[Piece, Choice]):
     shown_special: frozenset[int] = frozenset()  # special tokens needed to parse the answer
     headers: dict[str, str] = field(default_factory=dict)  # of the answer
     _left_out: list[str] = field(default_factory=list)
-    _ticket: Place | None = None
+    _reservation: Reservation | None = None
     _size: int = 0  # bytes of memory that the answer may use
     _stream: Events[Piece] | None = None  # once the prompts are known
     _streamed: Generation | None = None
@@ -192,19 +192,21 @@ class Run(ABC, Generic[Piece, Choice]):
 
     async def respond(self, request: Request) -> Response:
         """Answer in the form that the body requests."""
-        headers, ticket = await self.begin(request)
+        headers, reservation = await self.begin(request)
         wanted = Wanted(self.service.drain, self.interrupted)
         if self.body.stream:
-            events = self.record.streamed(self.events_of(ticket))
-            return EventStream(events, wanted, headers, held=ticket, failing=self.failing, media_type=self.stream_type)
+            events = self.record.streamed(self.events_of(reservation))
+            return EventStream(
+                events, wanted, headers, held=reservation, failing=self.failing, media_type=self.stream_type
+            )
         try:
-            with ticket:
-                content = await wanted.run(request.scope, request.receive, self.record.whole(self._answer(ticket)))
+            with reservation:
+                content = await wanted.run(request.scope, request.receive, self.record.whole(self._answer(reservation)))
         except ClientGoneError:
             return Response(status_code=499)  # nothing reads it any more
         return Response(content, media_type="application/json", headers=headers)
 
-    async def begin(self, request: Request) -> tuple[dict[str, str], Place]:
+    async def begin(self, request: Request) -> tuple[dict[str, str], Reservation]:
         """The headers of the answer, and the request's slots. Raises ApiError, EngineDeadError if the request cannot be
         served now."""
         headers = self.prepare(request)
@@ -221,11 +223,11 @@ class Run(ABC, Generic[Piece, Choice]):
         self.record.ignored = self.headers.get(IGNORED_HEADER)
         return self.headers
 
-    async def admitted(self, *, patient: bool = False) -> Place:
+    async def admitted(self, *, patient: bool = False) -> Reservation:
         """The request's slots. `patient`: the request will be tried again, so a refusal does not count. Raises
         ApiError, EngineDeadError if the request cannot be served now."""
-        self._ticket = await self.service.admit(*self.size(), self.terms, patient=patient)
-        return self._ticket
+        self._reservation = await self.service.admit(*self.size(), self.terms, patient=patient)
+        return self._reservation
 
     def leave_out(self, *names: str) -> None:
         """Report to the client and the log that these fields of the request are ignored. The headers are sent when the
@@ -255,11 +257,11 @@ class Run(ABC, Generic[Piece, Choice]):
             log_prompts=self.service.settings.log_prompts,
         )
 
-    async def _answer(self, ticket: Place) -> str:
-        with self._working(ticket):
-            prompts = await self._prompts(ticket)
+    async def _answer(self, reservation: Reservation) -> str:
+        with self._working(reservation):
+            prompts = await self._prompts(reservation)
             maker = self.maker(prompts)
-            with self._public_names(), self._generation(prompts, ticket) as generation:
+            with self._public_names(), self._generation(prompts, reservation) as generation:
                 updates = await generation.whole()
                 await generation.settled()
         return await self.settle(await self.made(functools.partial(self._body, maker, updates, len(prompts))))
@@ -278,14 +280,14 @@ class Run(ABC, Generic[Piece, Choice]):
             choices = keep_best(choices, scores, width, self.shape.n)
         return self.whole(choices, maker.usage()).model_dump_json(exclude_unset=True)
 
-    async def events_of(self, ticket: Place) -> AsyncGenerator[str, None]:
+    async def events_of(self, reservation: Reservation) -> AsyncGenerator[str, None]:
         """The answer as events (see `EventStream`). The first item opens the answer, and may be empty; it comes once
         the engine has accepted the request."""
         try:
-            with self._working(ticket):
-                prompts = await self._prompts(ticket)
+            with self._working(reservation):
+                prompts = await self._prompts(reservation)
                 events = self._stream = self.events(self.maker(prompts))
-                with self._public_names(), self._generation(prompts, ticket) as generation:
+                with self._public_names(), self._generation(prompts, reservation) as generation:
                     self._streamed = generation
                     await generation.accepted()
                     with KeepAlive(self.service.settings.stream_keepalive, generation.nudge) as keep_alive:
@@ -304,10 +306,10 @@ class Run(ABC, Generic[Piece, Choice]):
             self.ended()
 
     @contextmanager
-    def _working(self, ticket: Place) -> Iterator[None]:
+    def _working(self, reservation: Reservation) -> Iterator[None]:
         """A context that holds the request's slots. They are released however the request ends. It counts failures of
         the server."""
-        with ticket:
+        with reservation:
             try:
                 yield
             except (ApiError, InvalidRequestError):  # refused
@@ -328,13 +330,13 @@ class Run(ABC, Generic[Piece, Choice]):
         self.record.abort(reason)
 
     def _aborted(self, reason: str) -> None:
-        if self._ticket is None:
+        if self._reservation is None:
             return
         # A client that leaves after the last token has missed nothing; any other end cuts the answer off.
         least = 0 if reason == "disconnect" else 1
-        self.service.metrics.aborted(reason, max(self._ticket.num_unfinished, least))
+        self.service.metrics.aborted(reason, max(self._reservation.num_unfinished, least))
 
-    async def _prompts(self, ticket: Place) -> list[Prompt]:
+    async def _prompts(self, reservation: Reservation) -> list[Prompt]:
         structured = self.shape.params.structured_outputs
         if structured is not None:
             with self._public_names():
@@ -343,13 +345,15 @@ class Run(ABC, Generic[Piece, Choice]):
         self.record.ignored = self.headers.get(IGNORED_HEADER)
         info = self.service.client.info
         longest, begun = Room.of_prompt(info).tokens, info.max_model_len  # the engine refuses a longer prompt
-        await ticket.measured([min(len(p.token_ids), longest) + min(len(p.decoder_ids or ()), begun) for p in prompts])
+        await reservation.measured(
+            [min(len(p.token_ids), longest) + min(len(p.decoder_ids or ()), begun) for p in prompts]
+        )
         self._size = AnswerSize(self.shape, self.bytes_per_logprob, info).check(
             prompts, self.service.settings, stream=not self.keeps_answer
         )
         return prompts
 
-    def _generation(self, prompts: list[Prompt], ticket: Place) -> Generation:
+    def _generation(self, prompts: list[Prompt], reservation: Reservation) -> Generation:
         return Generation(
             self.service,
             self.request_id,
@@ -357,7 +361,7 @@ class Run(ABC, Generic[Piece, Choice]):
             self.shape.params,
             self.terms,
             self.record,
-            ticket,
+            reservation,
             self.shown_special,
         )
 

@@ -22,7 +22,7 @@ from server.answering.streaming import COMMENT, Wanted
 from server.answering.terms import DeadlineError, Terms
 from server.context import Service
 from server.errors import ApiError, to_api_error
-from server.gates import Place
+from server.gates import Reservation
 from server.response_store import ResponseStore
 
 _WRITE_INTERVAL = 0.25  # seconds between two writes of new events
@@ -121,7 +121,7 @@ class Patience:
         self._given_up = False
         self._waiting: asyncio.Timeout | None = None
 
-    async def place(self, admit: Callable[[], Awaitable[Place]]) -> Place | None:
+    async def reservation(self, admit: Callable[[], Awaitable[Reservation]]) -> Reservation | None:
         """The request's slots, once there is room; None if the wait was abandoned. Raises ApiError if there will be no
         room, or none before the deadline."""
         if self._given_up:

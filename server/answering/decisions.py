@@ -25,10 +25,10 @@ from server.answering.pieces import PieceMaker, Shape
 from server.answering.prompt import Prompt, Room
 from server.answering.remembered import RememberedTokens
 from server.answering.rendering import Rendering
-from server.answering.shared_place import SharedPlace
+from server.answering.shared_reservation import SharedReservation
 from server.api.schemas import CompletionChoice, CompletionRequest, ServedBody, Usage
 from server.errors import ApiError
-from server.gates import Place
+from server.gates import Reservation
 
 LETTERS = tuple(string.ascii_uppercase)
 _SPLIT = f"<{uuid.uuid4().hex}>"  # placeholder for the question when the conversation is rendered
@@ -107,10 +107,10 @@ class DecisionRun(TextRun):
         """The number of questions that are answered at the same time. The other questions wait for the same slots."""
         return min(len(self.questions), self.service.client.info.max_num_seqs)
 
-    async def begin(self, request: Request) -> tuple[dict[str, str], Place]:
-        headers, place = await TextRun.begin(self, request)
-        self._ticket = SharedPlace(place, self._slots, len(self.questions))
-        return headers, self._ticket
+    async def begin(self, request: Request) -> tuple[dict[str, str], Reservation]:
+        headers, reservation = await TextRun.begin(self, request)
+        self._reservation = SharedReservation(reservation, self._slots, len(self.questions))
+        return headers, self._reservation
 
     async def prompts(self) -> list[Prompt]:
         room = Room(self.service.client.info.max_model_len, self.param)

@@ -15,7 +15,7 @@ from server.answering.prompt import Prompt
 from server.answering.terms import DeadlineError, Terms
 from server.context import Service
 from server.errors import ApiError
-from server.gates import Place
+from server.gates import Reservation
 from server.metrics.times import PromptTimes
 
 # Estimated bytes of memory.
@@ -62,7 +62,7 @@ class Generation:
         params: SamplingParams,
         terms: Terms,
         record: RequestRecord,
-        ticket: Place,
+        reservation: Reservation,
         shown_special: frozenset[int] = frozenset(),
     ):
         self._client, self._failure = service.client, service.failure
@@ -70,7 +70,7 @@ class Generation:
         self._params = params
         self._terms = terms.keywords()
         self._record = record  # is notified of what happens
-        self._ticket = ticket  # its slots are released as the prompts end
+        self._reservation = reservation  # its slots are released as the prompts end
         self._runs = [
             _Run(
                 index=index,
@@ -205,7 +205,7 @@ class Generation:
         for choice in run.processor.process(delta):
             if choice.token_ids and not run.started:
                 run.started = True
-                self._ticket.started(run.index)
+                self._reservation.started(run.index)
             self._record.answer(run.times, run.index, choice)
             if choice.finish_reason is not None:
                 run.unfinished.discard(choice.index)
@@ -237,7 +237,7 @@ class Generation:
     def _finish(self, run: _Run) -> None:
         """All answers to a prompt are complete, perhaps before the engine knows."""
         self._num_unfinished -= 1
-        self._ticket.finished(run.index)
+        self._reservation.finished(run.index)
         self._metrics.prompt_done(run.times)
         if run.aborted is not None:
             self._metrics.aborted(run.aborted)

@@ -39,7 +39,7 @@ from server.api.fields import ignored_header
 from server.api.pooling_schemas import NumbersBody, PoolingUsage
 from server.context import Service
 from server.errors import ApiError
-from server.gates import Place
+from server.gates import Reservation
 from server.metrics.times import PromptTimes
 
 # Tasks that may give many numbers for each token, and what the numbers are.
@@ -88,7 +88,7 @@ class PoolingRun(ABC):
     record: PoolingRecord = field(init=False)
     terms: Terms = field(init=False)
     _answers: _Answers | None = None
-    _admission: Place | None = None
+    _reservation: Reservation | None = None
 
     def __post_init__(self) -> None:
         self.request_id = f"{self.id_prefix}-{uuid.uuid4().hex}"
@@ -127,46 +127,48 @@ class PoolingRun(ABC):
         self.record.belongs_to(request)
         # This comes before any task is created, so a refusal does not wait for a busy event loop.
         with self.record.refusals():
-            self._admission = ticket = await self.service.admit_pooling(self.size(), self.terms)
+            self._reservation = reservation = await self.service.admit_pooling(self.size(), self.terms)
         wanted = Wanted(self.service.drain, self._interrupted)
         try:
-            with ticket:
-                content = await wanted.run(request.scope, request.receive, self.record.whole(self._in_time(ticket)))
+            with reservation:
+                content = await wanted.run(
+                    request.scope, request.receive, self.record.whole(self._in_time(reservation))
+                )
         except ClientGoneError:
             return Response(status_code=499)  # the client has gone
         return Response(content, media_type=self.media_type, headers=self.headers | headers)
 
-    async def _in_time(self, ticket: Place) -> bytes:
+    async def _in_time(self, reservation: Reservation) -> bytes:
         try:
             async with asyncio.timeout(self.terms.seconds_left) as limit:
-                return await self._answer(ticket)
+                return await self._answer(reservation)
         except (TimeoutError, DeadlineError) as problem:
             if not limit.expired() and not isinstance(problem, DeadlineError):
                 raise
             self._interrupted("deadline")
             raise DeadlineError from None
 
-    async def _answer(self, ticket: Place) -> bytes:
-        with self._working(ticket):
+    async def _answer(self, reservation: Reservation) -> bytes:
+        with self._working(reservation):
             inputs = await self.inputs()
             sizes = [item.num_tokens for item in inputs]
             longest = self.service.client.info.max_model_len  # the engine refuses a longer text
-            await ticket.measured([sum(item.positions or min(item.num_tokens, longest) for item in inputs)])
+            await reservation.measured([sum(item.positions or min(item.num_tokens, longest) for item in inputs)])
             self.num_tokens = sum(sizes)
-            answers = _Answers(self.service, self.request_id, inputs, self.terms, self.record, ticket)
+            answers = _Answers(self.service, self.request_id, inputs, self.terms, self.record, reservation)
             with self._public_names(), answers:
                 self._answers = answers
                 pooled = await answers.all()
             return await asyncio.to_thread(self.render, pooled)
 
     @contextmanager
-    def _working(self, ticket: Place) -> Iterator[None]:
+    def _working(self, reservation: Reservation) -> Iterator[None]:
         """A context that holds the request's slot. The slot is released however the request ends. The context counts
         failures of the server."""
-        with ticket:
+        with reservation:
             try:
                 yield
-                ticket.finished(0)
+                reservation.finished(0)
             except (ApiError, InvalidRequestError):  # refused
                 raise
             except Exception:
@@ -178,7 +180,7 @@ class PoolingRun(ABC):
         self.record.abort(reason)
 
     def _aborted(self, reason: str) -> None:
-        if self._admission is not None:
+        if self._reservation is not None:
             self.service.metrics.aborted(reason, max(self._answers.num_unfinished if self._answers else 1, 1))
 
     @contextmanager
@@ -198,7 +200,7 @@ class _Answers(Lane):
     Args:
         request_id: prefix of the engine's request ids, one per input.
         record: is notified of what happens.
-        ticket: with every answer, fewer of its tokens wait.
+        reservation: with every answer, fewer of its tokens wait.
     """
 
     def __init__(
@@ -208,10 +210,10 @@ class _Answers(Lane):
         inputs: Sequence[PoolingInput],
         terms: Terms,
         record: PoolingRecord,
-        ticket: Place,
+        reservation: Reservation,
     ):
         self._service = service
-        self._ticket = ticket
+        self._reservation = reservation
         self._terms = terms.keywords()
         self.tenant = terms.tenant
         self._runs = [
@@ -294,7 +296,7 @@ class _Answers(Lane):
             self._found[index] = item.pooled
             self.num_unfinished -= 1
             metrics.input_done(run.times)
-            self._ticket.progressed(0, run.num_tokens)
+            self._reservation.progressed(0, run.num_tokens)
         self._settle()
         self._service.turns.ended(run.num_tokens)
 

@@ -32,7 +32,7 @@ from server.api.response_schemas import ONE_ANSWER_FIELDS, ResponseRequest
 from server.api.schemas import MAX_MESSAGES, ServedBody, Usage
 from server.api.structure import check_value
 from server.errors import ApiError, shown
-from server.gates import Place
+from server.gates import Reservation
 from server.response_store import StoreError
 
 # This endpoint's names for a chat request's fields.
@@ -297,16 +297,16 @@ class ResponseRun(ConversationRun[ChatPiece]):
     async def _respond_later(self, request: Request) -> Response:
         """The answer at its beginning, or its stream; it continues without the client."""
         key, counts = getattr(request.state, "api_key", None), self.service.commons.keys
-        headers, ticket = self.prepare(request), None
+        headers, reservation = self.prepare(request), None
         if self.service.queueing.num_inside < self.service.settings.max_num_queued_reqs:
             self._patience = Patience(self.service, self.terms)
         with self.record.refusals():
             try:
-                ticket = await self.admitted(patient=self._patience is not None)
+                reservation = await self.admitted(patient=self._patience is not None)
             except ApiError as problem:
                 if not self._waits(problem):
                     raise
-        events, streamed = self.record.streamed(self._events_in_turn(ticket)), bool(self.asked.stream)
+        events, streamed = self.record.streamed(self._events_in_turn(reservation)), bool(self.asked.stream)
         made = Background(self.service, events, streamed, self._keep_news, self.failing, self.interrupted)
         if key is not None:  # until the answer has ended, not only this request
             await counts.begin(key.tenant, None, None)
@@ -327,26 +327,26 @@ class ResponseRun(ConversationRun[ChatPiece]):
         """Whether the request waits instead of being refused."""
         return self._patience is not None and problem.code == OVERLOADED and self._stream is None
 
-    async def _events_in_turn(self, ticket: Place | None) -> AsyncGenerator[str, None]:
+    async def _events_in_turn(self, reservation: Reservation | None) -> AsyncGenerator[str, None]:
         """The answer as events; it is queued while there is no room."""
         shape, tools = self.shape, self.tools  # the prompt may change it
         while True:
-            if ticket is None:
+            if reservation is None:
                 assert self._patience is not None
                 self.service.running_responses[self.request_id] = self
                 try:
                     if not self._opened:
                         self._opened = True
                         yield opening(self.frame)
-                    ticket = await self._patience.place(lambda: self.admitted(patient=True))
+                    reservation = await self._patience.reservation(lambda: self.admitted(patient=True))
                 finally:
                     self.ended()
-                if ticket is None:
+                if reservation is None:
                     yield self._end({**self.frame, "status": "cancelled"})
                     return
                 self.service.running_responses[self.request_id] = self
             try:
-                async with aclosing(self.events_of(ticket)) as events:
+                async with aclosing(self.events_of(reservation)) as events:
                     async for item in events:
                         if self._cancelled:  # while the prompt was made
                             self.stop("cancel")
@@ -355,7 +355,7 @@ class ResponseRun(ConversationRun[ChatPiece]):
             except ApiError as problem:
                 if not self._waits(problem):
                     raise
-                ticket, self.shape, self.tools = None, shape, tools
+                reservation, self.shape, self.tools = None, shape, tools
 
     def _end(self, final: dict[str, Any]) -> str:
         """The last event of an answer that the engine has not begun."""

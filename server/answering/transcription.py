@@ -47,7 +47,7 @@ from server.api.speech_schemas import (
 )
 from server.context import Service
 from server.errors import ApiError
-from server.gates import Place
+from server.gates import Reservation
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ class TranscriptionRun:
     record: RequestRecord = field(init=False)
     terms: Terms = field(init=False)
     language: str | None = None  # the language of the sound, once known; None for a model with one language
-    _ticket: Place | None = None
+    _reservation: Reservation | None = None
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     _detected: asyncio.Future[str] | None = None
     _count: int = 0  # requests to the engine so far
@@ -102,15 +102,15 @@ class TranscriptionRun:
         )
         self.record.belongs_to(request)
         with self.record.refusals():
-            self._ticket = ticket = await self.service.admit(
+            self._reservation = reservation = await self.service.admit(
                 1, self.service.client.info.max_encoder_len or 1, self.terms
             )
         wanted = Wanted(self.service.drain, self._interrupted)
         if self.form.stream:
-            return EventStream(self.record.streamed(self._events(ticket)), wanted, headers, held=ticket)
+            return EventStream(self.record.streamed(self._events(reservation)), wanted, headers, held=reservation)
         try:
-            with ticket:
-                whole = self.record.whole(self._answer(ticket))
+            with reservation:
+                whole = self.record.whole(self._answer(reservation))
                 content, kind = await wanted.run(request.scope, request.receive, whole)
         except ClientGoneError:
             return Response(status_code=499)  # nothing reads it any more
@@ -120,11 +120,11 @@ class TranscriptionRun:
         self.service.metrics.aborted(reason)
         self.record.abort(reason)
 
-    async def _answer(self, ticket: Place) -> tuple[str, str]:
+    async def _answer(self, reservation: Reservation) -> tuple[str, str]:
         segments: list[SpokenSegment] = []
         words: list[SpokenWord] = []
         seconds = 0.0
-        async with aclosing(self._heard(ticket)) as heard:
+        async with aclosing(self._heard(reservation)) as heard:
             async for part in heard:
                 segments += part.segments
                 words += part.words
@@ -156,11 +156,11 @@ class TranscriptionRun:
                     )
                 )
 
-    async def _events(self, ticket: Place) -> AsyncGenerator[str, None]:
+    async def _events(self, reservation: Reservation) -> AsyncGenerator[str, None]:
         """The final text, segment by segment, in the order of the sound."""
         text, seconds = "", 0.0
         patience = self.service.settings.stream_keepalive or None
-        async with aclosing(self._heard(ticket)) as heard:
+        async with aclosing(self._heard(reservation)) as heard:
             part: Heard | None = await anext(heard)
             while part is not None:
                 seconds, news = part.seconds, []
@@ -182,20 +182,20 @@ class TranscriptionRun:
 
     # ---------------------------------------------------------------- windows
 
-    async def _heard(self, ticket: Place) -> AsyncGenerator[Heard, None]:
+    async def _heard(self, reservation: Reservation) -> AsyncGenerator[Heard, None]:
         """The transcript of each window, in order, `AT_ONCE` windows at a time."""
         room = asyncio.Semaphore(AT_ONCE)
         found: asyncio.Queue[asyncio.Task[Heard] | None] = asyncio.Queue()
         self._detected = asyncio.get_running_loop().create_future()
         listening = self._task(self._listen(room, found))
         try:
-            with ticket:
+            with reservation:
                 while (task := await found.get()) is not None:
                     heard = await task
-                    ticket.started(0)
+                    reservation.started(0)
                     yield heard
                 await listening
-                ticket.finished(0)
+                reservation.finished(0)
         except (ApiError, InvalidRequestError):  # refused
             raise
         except Exception:

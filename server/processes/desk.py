@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from server.admission import Admission, Ticket
+from server.admission import Admission, LocalReservation
 from server.commons import Admissions
 from server.door.key_counts import KeyCounts
 from server.errors import ApiError
@@ -64,7 +64,7 @@ class Desk:
 
     def __init__(self, counts: Counts):
         self._counts = counts
-        self._places: dict[int, Ticket] = {}
+        self._reservations: dict[int, LocalReservation] = {}
         self._keys: dict[int, str] = {}  # tenants of counted requests, by number
         self._ended: set[int] = set()  # tenants of requests that are still to be counted
         self._closed = False
@@ -76,16 +76,16 @@ class Desk:
                 return self._counts.tried(lambda: self._counts.gate(gate).check(tenant))
             case Admit():
                 return self._counts.tried(lambda: self._admit(body))
-            case Measured(place, exact):
-                return self._counts.tried(lambda: self._places[place].measure(exact))
-            case Started(place, index):
-                self._places[place].started(index)
-            case Progressed(place, index, tokens):
-                self._places[place].progressed(index, tokens)
-            case Finished(place, index):
-                self._places[place].finished(index)
-            case Release(place):
-                self._release(place)
+            case Measured(number, exact):
+                return self._counts.tried(lambda: self._reservations[number].measure(exact))
+            case Started(number, index):
+                self._reservations[number].started(index)
+            case Progressed(number, index, tokens):
+                self._reservations[number].progressed(index, tokens)
+            case Finished(number, index):
+                self._reservations[number].finished(index)
+            case Release(number):
+                self._release(number)
             case BeginKey():
                 return self._begin(body)
             case EndKey(number):
@@ -95,21 +95,21 @@ class Desk:
     def close(self) -> int:
         """The front has ended: release everything that it held. Returns the number of its unfinished prompts."""
         self._closed = True
-        lost = sum(ticket.num_unfinished for ticket in self._places.values())
-        for place in list(self._places):
-            self._release(place)
+        lost = sum(reservation.num_unfinished for reservation in self._reservations.values())
+        for number in list(self._reservations):
+            self._release(number)
         for number in list(self._keys):
             self._end(number)
         return lost
 
     def _admit(self, asked: Admit) -> None:
         gate = self._counts.gate(asked.gate)
-        self._places[asked.place] = gate.reserve(asked.prompts, asked.tokens, asked.tenant, asked.deadline)
+        self._reservations[asked.number] = gate.reserve(asked.prompts, asked.tokens, asked.tenant, asked.deadline)
 
-    def _release(self, place: int) -> None:
-        ticket = self._places.pop(place, None)  # none if it was refused
-        if ticket is not None:
-            ticket.__exit__(None, None, None)
+    def _release(self, number: int) -> None:
+        reservation = self._reservations.pop(number, None)  # none if it was refused
+        if reservation is not None:
+            reservation.__exit__(None, None, None)
 
     async def _begin(self, asked: BeginKey) -> KeyBegun:
         begun = await self._counts.keys.begin(asked.tenant, asked.concurrency, asked.per_minute)

@@ -119,9 +119,9 @@ class LookAt(msgspec.Struct, tag=True):
 
 
 class Admit(msgspec.Struct, tag=True):
-    """`Gate.admit`; the answer is `Done` or `Refused`. The slots have this number until `Release`."""
+    """`Gate.admit`; the answer is `Done` or `Refused`. The reservation has this number until `Release`."""
 
-    place: int
+    number: int
     gate: GateName
     prompts: int
     tokens: int
@@ -130,38 +130,38 @@ class Admit(msgspec.Struct, tag=True):
 
 
 class Measured(msgspec.Struct, tag=True):
-    """`Place.measured`; the answer is `Done` or `Refused`."""
+    """`Reservation.measured`; the answer is `Done` or `Refused`."""
 
-    place: int
+    number: int
     tokens: list[int]
 
 
 class Started(msgspec.Struct, tag=True):
-    """`Place.started`."""
+    """`Reservation.started`."""
 
-    place: int
+    number: int
     index: int
 
 
 class Progressed(msgspec.Struct, tag=True):
-    """`Place.progressed`."""
+    """`Reservation.progressed`."""
 
-    place: int
+    number: int
     index: int
     tokens: int
 
 
 class Finished(msgspec.Struct, tag=True):
-    """`Place.finished`."""
+    """`Reservation.finished`."""
 
-    place: int
+    number: int
     index: int
 
 
 class Release(msgspec.Struct, tag=True):
     """Slots are released."""
 
-    place: int
+    number: int
 
 
 class BeginKey(msgspec.Struct, tag=True):

@@ -61,16 +61,16 @@ class RemoteGate:
         deadline: float | None = None,
         *,
         patient: bool = False,
-    ) -> RemotePlace:
+    ) -> RemoteReservation:
         """Raises ApiError: there is no room."""
-        place = RemotePlace(self, self._line, prompts)
+        reservation = RemoteReservation(self, self._line, prompts)
         try:
-            asked = Admit(place.number, self._name, prompts, tokens, tenant, deadline)
+            asked = Admit(reservation.number, self._name, prompts, tokens, tenant, deadline)
             await self.ask(asked, counts=not patient)
         except BaseException:  # its answer may come too late
-            place.release()
+            reservation.release()
             raise
-        return place
+        return reservation
 
     async def ask(self, question: Body, *, counts: bool = True) -> None:
         """Ask the desk; a refusal is counted unless `counts` is false. Raises ApiError if the desk refuses the
@@ -82,7 +82,7 @@ class RemoteGate:
             raise ApiError(answer.status, answer.message, param=answer.param, code=answer.code, headers=answer.headers)
 
 
-class RemotePlace:
+class RemoteReservation:
     """The slots of one request, kept at the desk."""
 
     def __init__(self, gate: RemoteGate, line: Line, prompts: int):

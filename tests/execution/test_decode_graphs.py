@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import random_prompt
-from support.driving import Job, make_engine, preempt_all, run, run_alone
+from support.driving import Job, add, finish, make_engine, preempt_all, run, run_alone
 from support.families import FAMILY_SHAPES, make_family_checkpoint
 from support.jobs import CHECKPOINT, MIXED, VOCAB, beams, greedy, prompt, sampled
 from support.seq2seq import make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES as SEQ2SEQ
+from test_drafts import Oracle, check_same
 
-from engine import Engine
+from engine import Engine, RequestOutput
 from engine.backends.native.attention import NativeAttention
 from engine.execution import warmup
 from engine.execution.cuda_graphs import DecodeGraphs, graph_sizes
@@ -69,6 +70,13 @@ def seq2seq(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return path
 
     return make
+
+
+def outputs(engine: Engine, jobs: list[Job]) -> list[RequestOutput]:
+    for number, job in enumerate(jobs):
+        add(engine, str(number), job)
+    answers = finish(engine)
+    return [answers[str(number)] for number in range(len(jobs))]
 
 
 def check(path: Path, jobs: list[Job], **settings: Any) -> None:
@@ -120,6 +128,18 @@ def test_rows_that_lose_their_pages_go_on_with_others(checkpoint: Callable[[str]
         assert run(engine, JOBS, between) == expected
         assert preempted
         replayed(engine)
+
+
+def test_drafts_are_rows_of_a_recorded_step(checkpoint: Callable[[str], Any]) -> None:
+    """A row with drafts is computed as so many rows of one token."""
+    path = checkpoint(CHECKPOINT).path
+    with recorded(path) as one:
+        plain = outputs(one, JOBS)
+        one.scheduler.drafter = Oracle(plain)
+        before, steps = replayed(one).num_replayed, one.stats().num_steps
+        check_same(outputs(one, JOBS), plain)
+        assert one.stats().num_accepted_draft_tokens > 40
+        assert replayed(one).num_replayed - before > (one.stats().num_steps - steps) // 2
 
 
 def test_steps_beyond_what_was_recorded_run_eagerly(checkpoint: Callable[[str], Any]) -> None:

@@ -22,6 +22,7 @@ from support.driving import Job, make_engine, run, run_alone, watching
 from support.jobs import CHECKPOINT, beams, greedy, prompt, sampled
 from support.late_device import LateDevice, late_device
 
+from engine import Engine
 from engine.execution import prompt_graphs
 from engine.execution.buffers import PinnedRing
 from engine.execution.one_row import FUSED
@@ -164,6 +165,16 @@ def test_what_is_uploaded_and_fetched_is_what_was_meant_then(device: LateDevice)
 # ---------------------------------------------------------------- steps
 
 
+def started(path: Path, **settings: Any) -> Engine:
+    """An engine on the device. Whatever it records last is said to be the fastest: nothing is timed, which takes a
+    minute here."""
+    with (
+        mock.patch.object(CudaRecorder, "seconds", side_effect=count(9, -1)),
+        mock.patch.object(prompt_graphs, "_APART", ((12, 12),)),
+    ):
+        return make_engine(path, **settings, device=str(CUDA))
+
+
 def test_steps(checkpoint: Callable[[str], Any]) -> None:
     """The same tokens as on a CPU; from launch to launch the host never waits, and only pinned memory is copied."""
     path: Path = checkpoint(CHECKPOINT).path
@@ -177,12 +188,7 @@ def test_steps(checkpoint: Callable[[str], Any]) -> None:
     expected = run_alone(plain, jobs)
     plain.close()
     with late_device() as device:
-        # Whatever is recorded last is said to be the fastest.
-        with (
-            mock.patch.object(CudaRecorder, "seconds", side_effect=count(9, -1)),
-            mock.patch.object(prompt_graphs, "_APART", ((12, 12),)),
-        ):
-            engine = make_engine(path, **SETTINGS, device=str(CUDA))
+        engine = started(path, **SETTINGS)
         try:
             assert engine.runner.graphs is not None
             assert engine.runner.graphs.one_row.kept == dict.fromkeys(("layers", "logits"), FUSED.name)
@@ -213,7 +219,7 @@ def test_beams_go_on_without_a_wait(checkpoint: Callable[[str], Any]) -> None:
     expected = run_alone(plain, jobs)
     plain.close()
     with late_device() as device:
-        engine = make_engine(path, **settings, device=str(CUDA))
+        engine = started(path, **settings)
         try:
             device.waited.clear()
             with watching(engine) as plans:

@@ -14,12 +14,12 @@ import pytest
 import torch
 from support.ahead import Late
 from support.checkpoints import random_prompt
-from support.driving import Job, add, check_idle, finish, make_engine, preempt_all, tokens_of, watching
+from support.driving import Job, add, answers, check_idle, finish, make_engine, preempt_all, tokens_of, watching
 from support.jobs import MIXED, beams, greedy, prompt, sampled
 from support.seq2seq import make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES
 
-from engine import Engine, EngineDeadError, PoolingParams, RequestOutput
+from engine import Engine, EngineDeadError, PoolingParams
 from engine.execution import recovery
 from engine.execution.pending import PendingStep
 from engine.execution.recording import eager
@@ -90,14 +90,6 @@ def forgetful() -> Iterator[None]:
         patch.setattr(recovery, "_PATIENCE", 1)
         patch.setattr(recovery, "_MOST_PATIENCE", 1)
         yield
-
-
-def answers(engine: Engine, jobs: list[Job], between: Callable[[int], None] | None = None) -> list[RequestOutput]:
-    """All that is said of the jobs, run together."""
-    for number, job in enumerate(jobs):
-        add(engine, str(number), job)
-    outputs = finish(engine, between)
-    return [outputs[str(number)] for number in range(len(jobs))]
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from support.driving import Job, check_idle, make_engine, run, run_alone, watching
+from support.driving import Job, add, check_idle, finish, make_engine, run, run_alone, watching
 from support.families import FAMILY_SHAPES, make_family_checkpoint
 from support.jobs import MIXED, VOCAB, beams, greedy, prompt, sampled
+from support.native import needs_native
+from test_drafts import Oracle
 
-from engine import Engine, EngineConfig, InvalidRequestError, SamplingParams
+from engine import Engine, EngineConfig, InvalidRequestError, RequestOutput, SamplingParams
 from engine.execution import profiling, recovery
 from engine.execution.pending import PendingStep
 from engine.inspection import inspect_model
@@ -59,6 +61,17 @@ class engine_of:
         if error[0] is None:
             check_idle(self.engine)
         self.engine.close()
+
+
+def outputs(engine: Engine, jobs: list[Job]) -> list[RequestOutput]:
+    for number, job in enumerate(jobs):
+        add(engine, str(number), job)
+    answers = finish(engine)
+    return [answers[str(number)] for number in range(len(jobs))]
+
+
+def said(answers: list[RequestOutput]) -> list[Any]:
+    return [(answer.outputs, answer.prompt_logprobs) for answer in answers]
 
 
 def slots_of(engine: Engine) -> BlockPool:
@@ -124,14 +137,45 @@ def test_a_conversation_goes_on_from_the_last_page_of_its_answer(folder: Path) -
     assert hits == [32, 52, 32]
 
 
-def test_tokens_are_not_drafted(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with (
-        caplog.at_level(logging.INFO),
-        engine_of(folder, speculative_config={"method": "ngram", "num_speculative_tokens": 4}) as one,
-    ):
-        assert one.scheduler.drafter is None
-        assert not one.scheduler.drafts_forced_tokens
-    assert "no tokens are drafted" in caplog.text
+@needs_native
+@pytest.mark.parametrize(("right", "settings"), [(0, {}), (2, {"max_num_batched_tokens": 24}), (5, {})])
+def test_drafts_change_no_bit(right: int, settings: dict[str, Any], folder: Path) -> None:
+    """However many of five drafts are right: after a wrong one, a sequence continues from the state before the row."""
+    jobs = [*JOBS, Job(prompt(73, 9), greedy(20, logprobs=2, ignore_eos=True))]
+    with engine_of(folder, **settings) as one:
+        plain = outputs(one, jobs)
+        oracle = Oracle(plain, right, 5 - right)
+        one.scheduler.drafter = oracle
+        for _ in range(2):
+            before = one.stats()
+            assert said(outputs(one, jobs)) == said(plain)
+            after = one.stats()
+            accepted = after.num_accepted_draft_tokens - before.num_accepted_draft_tokens
+            drafted = after.num_draft_tokens - before.num_draft_tokens
+            assert drafted > 40
+            assert (accepted > 20) == (right > 0)
+            assert (accepted == drafted) == (right == 5)
+
+
+@needs_native
+def test_a_step_with_drafts_that_fails_is_computed_without_them(folder: Path) -> None:
+    """It writes no snapshot behind its known tokens."""
+    job = Job(prompt(74, 10), greedy(24, logprobs=1, ignore_eos=True))
+    with engine_of(folder) as one:
+        plain = outputs(one, [job])
+        one.scheduler.drafter = Oracle(plain, 3, 3)
+        launch, failed = one.runner.launch, []
+
+        def broken(plan: StepPlan) -> PendingStep:
+            if plan.sampling is not None and plan.sampling.spans is not None and len(failed) < 4:
+                failed.append(plan)
+                raise RuntimeError("made by the test")
+            return launch(plan)
+
+        one.runner.launch = broken  # type: ignore[method-assign]
+        assert said(outputs(one, [job])) == said(plain)
+        assert len(failed) == 4
+        assert one.stats().num_accepted_draft_tokens > 0
 
 
 @pytest.mark.parametrize(("cache", "count"), [(26, 12), (10, 4)])

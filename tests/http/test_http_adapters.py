@@ -11,6 +11,7 @@ import httpx
 import pytest
 import transformers
 from support import reference
+from support.asgi import request
 from support.local_client import LocalClient
 from support.peft_folders import adapter_tensors, matrices, merged, write_adapter
 
@@ -69,12 +70,8 @@ class Api:
         self.app = create_app(self.client, tokenizer, "demo", settings=settings)
 
     def send(self, method: str, path: str, key: str = USER, **options: Any) -> httpx.Response:
-        async def call() -> httpx.Response:
-            headers = {"Authorization": f"Bearer {key}", **options.pop("headers", {})}
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://localhost") as http:
-                return await http.request(method, path, headers=headers, **options)
-
-        return asyncio.run(asyncio.wait_for(call(), 60))
+        headers = {"Authorization": f"Bearer {key}", **options.pop("headers", {})}
+        return request(self.app, method, path, headers=headers, strict=True, **options)
 
     def post(self, path: str, key: str = USER, **body: Any) -> httpx.Response:
         return self.send("POST", path, key, json=body)

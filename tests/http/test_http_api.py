@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_client import EOS, FakeClient, Script, Step, byte_tokenizer, entry, say
-from support.asgi import request
+from support.asgi import Call, error, leave, request
 
 from engine import (
     ChoiceDelta,
@@ -65,18 +65,13 @@ class Api:
         assert data.pop() == "[DONE]"
         return [json.loads(item) for item in data]
 
+    def leave(self, body: dict[str, Any], sent: int) -> Call:
+        """A client that leaves once all prompts run and so many messages have come."""
+        return leave(self.app, "/v1/completions", body, lambda: len(self.client.running) == len(body["prompt"]), sent)
+
     def sampling(self) -> SamplingParams:
         (asked,) = self.client.asked.values()
         return asked[1]
-
-
-def error(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
-    assert answer.status_code == status, answer.text
-    body = answer.json()
-    assert set(body) == {"error"}
-    assert set(body["error"]) == {"message", "type", "param", "code"}
-    assert body["error"]["message"]
-    return body["error"]
 
 
 def joined(events: list[Any]) -> dict[int, dict[str, Any]]:
@@ -628,71 +623,29 @@ def test_a_request_that_the_engine_ends_is_an_error_or_says_so() -> None:
 # ---------------------------------------------------------------- disconnects
 
 
-def call_raw(api: Api, body: dict[str, Any], *, leave_after: int) -> list[Any]:
-    """Call the app as a server would, and disconnect once so many messages were sent (0: once the engine has all
-    prompts); what was sent."""
-    sent: list[Any] = []
-
-    async def call() -> None:
-        left = asyncio.Event()
-        content = json.dumps(body).encode()
-        messages = [{"type": "http.request", "body": content, "more_body": False}]
-
-        async def receive() -> Any:
-            if messages:
-                return messages.pop()
-            await left.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-            if len(sent) >= leave_after:
-                left.set()
-
-        async def leave() -> None:
-            prompts = body["prompt"] if isinstance(body["prompt"], list) else [body["prompt"]]
-            while len(api.client.running) < len(prompts):
-                await asyncio.sleep(0.001)
-            left.set()
-
-        leaving = asyncio.create_task(leave()) if leave_after == 0 else None
-        scope = {
-            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
-            "scheme": "http", "path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"",
-            "root_path": "",
-            "headers": [(b"content-type", b"application/json")], "client": ("c", 1), "server": ("s", 1),
-        }  # fmt: skip
-        await asyncio.wait_for(api.app(scope, receive, send), 20)
-        assert not api.client.running, "requests must be gone when the app returns"
-        assert leaving is None or leaving.done()
-
-    asyncio.run(call())
-    return sent
-
-
 def endless(request_id: str, source: TokenInput, params: SamplingParams) -> Iterator[Step]:
     yield RequestDelta(request_id=request_id, choices=[ChoiceDelta(index=0, token_ids=[65])])
     yield asyncio.Event()
 
 
-def test_a_client_that_leaves_an_unstreamed_request_ends_it() -> None:
-    api = Api(endless)
-    call_raw(api, {"prompt": ["a", "b", "c"]}, leave_after=0)
-    assert len(api.client.cut_short) == 3
-    assert 'octavo_request_success_total{finished_reason="abort"} 3.0' in api.request("GET", "/metrics").text
-
-
-def test_a_client_that_leaves_a_stream_ends_it() -> None:
-    api = Api(endless)
-    sent = call_raw(api, {"prompt": ["a", "b"], "stream": True}, leave_after=2)
-    assert sent[0]["status"] == 200
-    assert len(api.client.cut_short) == 2
-
-
-def test_a_client_that_leaves_before_the_first_token() -> None:
-    api = Api(lambda *_: [asyncio.Event()])
-    assert call_raw(api, {"prompt": "a", "stream": True}, leave_after=0) == []
-    assert len(api.client.cut_short) == 1
+@pytest.mark.parametrize(
+    ("script", "prompts", "stream", "sent", "statuses"),
+    [
+        (endless, ["a", "b", "c"], False, 0, [499]),
+        (endless, ["a", "b"], True, 2, [200]),
+        (lambda *_: [asyncio.Event()], ["a"], True, 0, []),  # before the first token
+    ],
+)
+def test_a_client_that_leaves_ends_what_runs(
+    script: Script, prompts: list[str], stream: bool, sent: int, statuses: list[int]
+) -> None:
+    api = Api(script)
+    call = api.leave({"prompt": prompts, "stream": stream}, sent)
+    assert not api.client.running
+    assert len(api.client.cut_short) == len(prompts)
+    assert [message.get("status") for message in call.sent[:1]] == statuses
+    aborted = f'octavo_request_success_total{{finished_reason="abort"}} {len(prompts)}.0'
+    assert aborted in api.request("GET", "/metrics").text
 
 
 # ---------------------------------------------------------------- the other routes

@@ -9,7 +9,6 @@ import os
 import resource
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +18,8 @@ import httpx
 import openai
 import pytest
 from fake_client import EOS, FakeClient, Script, Step, entry, hf_byte_tokenizer, say
-from support.asgi import request
+from support.asgi import error, request, until
 from support.service import PATIENCE, Service
-from test_http_api import error
 
 from engine import FILTERS, ChoiceDelta, InvalidRequestError, RequestDelta, SamplingParams, TokenInput
 from engine.text.processor import Tokenizer
@@ -622,13 +620,6 @@ def workers_of(pool: WorkerPool) -> list[int]:
     return [int(line) for line in found.stdout.split()]
 
 
-async def until_workers_are(pool: WorkerPool, count: int) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while len(workers_of(pool)) != count:
-        assert time.monotonic() < deadline, f"{len(workers_of(pool))} workers, not {count}"
-        await asyncio.sleep(0.01)
-
-
 @pytest.fixture
 def pool() -> Iterator[WorkerPool]:
     pool = WorkerPool()
@@ -644,13 +635,13 @@ async def test_a_runaway_template_is_stopped_and_holds_up_no_other(pool: WorkerP
     await asyncio.sleep(0.1)
     assert (await renderer.prompt(simple, HELLO, ROOM)).text == "u:hi;a:"
     assert not runaway.done()
-    await until_workers_are(pool, 2)
+    await until(lambda: len(workers_of(pool)) == 2)
     runaway.cancel()  # as a client that leaves does
     await asyncio.gather(runaway, return_exceptions=True)
-    await until_workers_are(pool, 1)
+    await until(lambda: len(workers_of(pool)) == 1)
     with pytest.raises(ApiError, match=r"more than 0\.2 seconds"):
         await ChatRenderer(time_limit=0.2, workers=pool).prompt(endless, HELLO, ROOM)
-    await until_workers_are(pool, 0)
+    await until(lambda: len(workers_of(pool)) == 0)
     assert (await renderer.prompt(simple, HELLO, ROOM)).text == "u:hi;a:"
 
 
@@ -694,13 +685,6 @@ async def test_a_worker_that_was_killed_while_idle_is_not_missed(pool: WorkerPoo
     (pid,) = [worker._pid for worker in pool._idle]
     os.kill(pid, signal.SIGKILL)
     assert (await renderer.prompt(simple, HELLO, ROOM)).text == "u:hi;a:"
-
-
-async def until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not happened():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
 
 
 async def test_a_stopped_worker_is_replaced_and_no_fault_of_the_client(

@@ -16,7 +16,7 @@ from test_http_terms import Api, error
 
 from engine import EngineConfig
 from server.admission import Admission
-from server.answering.shared_place import SharedPlace
+from server.answering.shared_reservation import SharedReservation
 
 DECISIONS, SYSTEM_ONE = "/v1/decisions", "/v1/systemone"
 INPUT = "The package arrived with a broken screen. " * 3
@@ -103,17 +103,17 @@ def test_a_default_server_answers_400_questions(api: Api) -> None:
 
 def test_a_slot_is_free_once_the_last_of_its_prompts_has_ended() -> None:
     admission = Admission(max_running=2, max_queued=0, max_queued_tokens=99, rejected=print)
-    with SharedPlace(admission.reserve(2, 9), 2, 3) as place:
-        asyncio.run(place.measured([1, 2, 4]))
+    with SharedReservation(admission.reserve(2, 9), 2, 3) as reservation:
+        asyncio.run(reservation.measured([1, 2, 4]))
         assert admission.num_queued_tokens == 7
-        place.started(0)
-        place.started(0)
+        reservation.started(0)
+        reservation.started(0)
         assert (admission.num_prompts, admission.num_queued_tokens) == (2, 6)
-        place.finished(0)
-        place.finished(1)
-        assert (admission.num_prompts, admission.num_queued_tokens, place.num_unfinished) == (1, 4, 1)
-        place.finished(2)
-        assert (admission.num_prompts, admission.num_queued_tokens, place.num_unfinished) == (0, 0, 0)
+        reservation.finished(0)
+        reservation.finished(1)
+        assert (admission.num_prompts, admission.num_queued_tokens, reservation.num_unfinished) == (1, 4, 1)
+        reservation.finished(2)
+        assert (admission.num_prompts, admission.num_queued_tokens, reservation.num_unfinished) == (0, 0, 0)
 
 
 def test_input_items_are_read_in_their_order(api: Api) -> None:

@@ -63,6 +63,16 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
+# Some of the reasons why a kind does not serve an endpoint.
+REASONS = {
+    ("masked", "/v1/answer"): "it is a masked language model, and it does not find answers",
+    ("masked", "/v1/entities"): "it is a masked language model, and it does not find entities by label",
+    ("answers", "/v1/classify"): "its head finds answers to questions",
+    ("entities", "/v1/classify"): "its head finds entities by labels",
+    ("classes", "/v1/rerank"): "2 classes",
+}
+
+
 class Api:
     """An app whose model is of a kind."""
 
@@ -121,6 +131,7 @@ def test_what_is_not_served_is_refused_with_the_reason(kind: str, path: str) -> 
     else:
         assert (problem["param"], problem["code"]) == ("model", "unsupported_endpoint")
     assert problem["message"].startswith(f"org/fake cannot serve {path}: it")
+    assert REASONS.get((kind, path), "") in problem["message"]
     assert problem["message"].endswith(f"Endpoints that it serves: {', '.join(endpoints)}.")
 
 
@@ -157,9 +168,15 @@ def test_an_encoders_tokens() -> None:
 @pytest.mark.slow
 def test_the_other_routes_do_without_pages(kind: str) -> None:
     api = Api(kind)
-    for path in ("/health", "/health/live", "/health/ready", "/version", "/openapi.json"):
+    for path in ("/health", "/health/live", "/health/ready", "/version"):
         assert api.request("GET", path).status_code == 200, path
     assert "octavo_kv_cache_usage_perc" in api.request("GET", "/metrics").text
+
+
+def test_the_document_is_the_same_for_all_kinds() -> None:
+    first, second = (Api(kind).request("GET", "/openapi.json") for kind in ("decoder", "headless"))
+    assert first.status_code == 200
+    assert first.json() == second.json()
 
 
 # A kind that serves each endpoint.

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from fake_client import EOS, hf_byte_tokenizer, say
-from test_http_api import MODEL, Api, error
+from support.asgi import error
+from test_http_api import MODEL, Api
 from test_http_chat import HELLO, tokenizer_with
 from test_http_chat import Api as ChatApi
 from tokenizers import processors

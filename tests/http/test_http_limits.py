@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_client import EOS, FEATURES, FakeClient, Step, entry, hf_byte_tokenizer, pool, say
-from support.asgi import request
+from support.asgi import error, request
 from tokenizers import processors
 
 from engine import PoolingParams, RequestDelta, SamplingParams, TokenInput
@@ -83,16 +83,6 @@ def schemas() -> dict[str, Any]:
     """The shapes of bodies as the document has them, which takes a second to make."""
     found: dict[str, Any] = Api().app.openapi()["components"]["schemas"]
     return found
-
-
-def error(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
-    assert answer.status_code == status, answer.text
-    assert answer.headers["content-type"] == "application/json"
-    body = answer.json()
-    assert set(body) == {"error"}
-    assert set(body["error"]) == {"message", "type", "param", "code"}
-    assert 0 < len(body["error"]["message"]) < 400
-    return body["error"]  # type: ignore[no-any-return]
 
 
 # ---------------------------------------------------------------- ranges

@@ -11,7 +11,7 @@ from typing import Any
 
 import anthropic
 import pytest
-from fake_client import say
+from fake_client import failing, pausing, say
 from pydantic import TypeAdapter
 from support.conversing import CALL, PARSERS, THOUGHT_AND_CALLS, WEATHER_SCHEMA, Conversing, kinds, read_events, saying
 from support.service import PATIENCE, Service
@@ -110,13 +110,7 @@ def test_thinking_tokens_are_counted_where_the_chat_counts_them() -> None:
 
 
 def test_silence_is_broken_by_pings() -> None:
-    def script(request_id: str, source: Any, params: Any) -> Any:
-        gate = asyncio.Event()
-        asyncio.get_running_loop().call_later(0.3, gate.set)
-        deltas = say(request_id, ["ab"], params)
-        return [deltas[0], gate, *deltas[1:]]
-
-    events = Conversing(script, stream_keepalive=0.05).events(PATH, asking())
+    events = Conversing(pausing, stream_keepalive=0.05).events(PATH, asking())
     assert [name for name, _ in events].count("ping") >= 2
     assert events[-1][0] == "message_stop"
 
@@ -370,10 +364,7 @@ def test_the_key_may_come_as_x_api_key() -> None:
 
 
 def test_a_failure_ends_a_stream_with_an_event() -> None:
-    def script(request_id: str, source: Any, params: Any) -> Any:
-        return [*say(request_id, ["abc"], params)[:2], RuntimeError("boom")]
-
-    name, last = Conversing(script).events(PATH, asking())[-1]
+    name, last = Conversing(failing).events(PATH, asking())[-1]
     assert (name, last["error"]["type"]) == ("error", "api_error")
     assert "boom" not in json.dumps(last)
 

@@ -3,7 +3,6 @@ client is installed."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_client import FEATURES, FakeClient, hf_byte_tokenizer, pool, say
+from fake_client import FEATURES, FakeClient, hf_byte_tokenizer, pausing, pool
 from support.conversing import CALL, PARSERS, THOUGHT_AND_CALLS, WEATHER_SCHEMA, Conversing, saying
 
 from engine import PoolingParams
@@ -150,13 +149,7 @@ def test_a_last_message_of_the_assistant_is_continued() -> None:
 
 
 def test_silence_is_broken_by_lines_without_text() -> None:
-    def script(request_id: str, source: Any, params: Any) -> Any:
-        gate = asyncio.Event()
-        asyncio.get_running_loop().call_later(0.3, gate.set)
-        deltas = say(request_id, ["ab"], params)
-        return [deltas[0], gate, *deltas[1:]]
-
-    found = lines(Conversing(script, stream_keepalive=0.05), CHAT, asking())
+    found = lines(Conversing(pausing, stream_keepalive=0.05), CHAT, asking())
     assert [line["message"]["content"] for line in found].count("") >= 3
     assert all("message" in line for line in found)
 

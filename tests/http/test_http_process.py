@@ -17,10 +17,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import torch
-from fake_client import EOS, VOCAB_SIZE, hf_byte_tokenizer
-from support.service import PATIENCE, ROOT, Service, environment, stopped
-from transformers import LlamaConfig, LlamaForCausalLM
+from support.service import PATIENCE, ROOT, Service, environment, serving, stopped
 
 pytestmark = pytest.mark.slow
 
@@ -29,36 +26,12 @@ LONG = {"max_tokens": 60_000, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random LLaMA over bytes."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=65_536, bos_token_id=None, eos_token_id=EOS, pad_token_id=None,
-        initializer_range=0.5,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():  # it speaks printable ASCII, mostly
-        model.lm_head.weight[:32] = 0
-        model.lm_head.weight[127:] = 0
-    model.save_pretrained(folder)
-    hf_byte_tokenizer().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def service(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def service(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     log = tmp_path_factory.mktemp("log") / "service.log"
-    service = Service(str(checkpoint), "--max-num-seqs", "16", "--kv-cache-memory", "64MiB", log=log)
-    try:
-        service.wait_ready()
+    with serving(
+        str(tiny), "--max-num-seqs", "16", "--kv-cache-memory", "64MiB", log=log, signum=signal.SIGINT
+    ) as service:
         yield service
-        assert service.stop(signal.SIGINT) == 0, log.read_text()
-        assert "Traceback" not in log.read_text()
-    finally:
-        service.process.kill()
-        service.process.wait()
 
 
 @pytest.fixture
@@ -273,12 +246,12 @@ def run(*arguments: str, script: str | None = None) -> subprocess.CompletedProce
     )
 
 
-def test_what_prevents_the_start_is_one_clear_paragraph(checkpoint: Path, tmp_path: Path) -> None:
+def test_what_prevents_the_start_is_one_clear_paragraph(tiny: Path, tmp_path: Path) -> None:
     with socket.socket() as taken, ThreadPoolExecutor(2) as pool:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        calls = [("serve", str(checkpoint), "--port", port), ("serve", str(tmp_path / "absent"), "--port", "0")]
+        calls = [("serve", str(tiny), "--port", port), ("serve", str(tmp_path / "absent"), "--port", "0")]
         refused, absent = pool.map(lambda arguments: run(*arguments), calls)
     assert refused.returncode == absent.returncode == 1
     assert "cannot listen on 127.0.0.1" in refused.stderr
@@ -345,8 +318,7 @@ STORIES = ROOT.parent / "shared" / "data" / "stories260k"
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_published_text_through_curl(tmp_path: Path) -> None:
     """A trained model's published greedy output, through the real command, whole and streamed."""
-    service = Service(str(STORIES / "hf"), log=tmp_path / "log")
-    try:
+    with serving(str(STORIES / "hf"), log=tmp_path / "log", ready=False) as service:
         command = ["curl", "-sSN", "--max-time", str(PATIENCE), f"{service.wait_ready()}/v1/completions", "-H"]
         command += ["Content-Type: application/json", "-d"]
         body = {"prompt": [1], "max_tokens": 200, "temperature": 0}
@@ -360,7 +332,3 @@ def test_published_text_through_curl(tmp_path: Path) -> None:
         pieces = [json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines[:-1]]
         assert len(pieces) > 1  # how many depends on the machine: what waits to be sent is sent together
         assert "".join(pieces) == expected
-        assert service.stop() == 0
-    finally:
-        service.process.kill()
-        service.process.wait()

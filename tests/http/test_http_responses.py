@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 import pytest
-from fake_client import say
+from fake_client import failing, say
 from openai.types.responses import ResponseFunctionToolCall, ResponseReasoningItem
 from pydantic import TypeAdapter
 from support.asgi import Call
@@ -464,10 +464,7 @@ def test_what_is_wrong_is_named(body: dict[str, Any], param: str) -> None:
 
 
 def test_a_failure_ends_a_stream_with_an_event() -> None:
-    def script(request_id: str, source: Any, params: Any) -> Any:
-        return [*say(request_id, ["abc"], params)[:2], RuntimeError("boom")]
-
-    events = Conversing(script).events(PATH, {"input": "hi"})
+    events = Conversing(failing).events(PATH, {"input": "hi"})
     name, last = events[-1]
     assert name == "response.failed"
     assert last["response"]["status"] == "failed"

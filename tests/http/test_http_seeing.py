@@ -10,51 +10,33 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import PIL.Image
 import pytest
 from support import reference
-from support.asgi import request
-from support.local_client import LocalClient
+from support.pooling_api import LocalApi
 from support.reference import MIN_MARGIN
 from support.seeing import EOS, IMAGE, SeeingModel, make_seeing_model, picture
 
-from engine import LLM, EngineConfig, InvalidRequestError, SamplingParams
+from engine import LLM, InvalidRequestError, SamplingParams
 from engine.text.processor import load_tokenizer
-from server.app import create_app
-from server.config.settings import ServerSettings
 from server.workers.pool import WorkerPool
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 PER_IMAGE = 16
 
 
-class Api:
+class Api(LocalApi):
     """An app that serves a model that sees."""
 
     def __init__(self, model: SeeingModel, **settings: Any):
         self.model = model
-        config = EngineConfig(
-            model=str(model.path), dtype="float32", device="cpu", show_progress=False, num_gpu_blocks_override=512
-        )
-        self.client = LocalClient(config)
-        made = ServerSettings(allowed_hosts=("localhost",), **settings)
-        self.app = create_app(self.client, load_tokenizer(model.path), "tiny", settings=made)
+        pages = {"num_gpu_blocks_override": 512}
+        super().__init__(model.path, load_tokenizer(model.path), pages, allowed_hosts=("localhost",), **settings)
         self.workers = WorkerPool()
         service = self.app.state.service
         service.renderer._workers = self.workers
         if service.chat_images is not None:
             service.chat_images._workers = self.workers
-
-    def post(self, path: str, **body: Any) -> httpx.Response:
-        self.client.forget()
-
-        return request(self.app, "POST", path, json=body)
-
-    def ask(self, path: str, **body: Any) -> dict[str, Any]:
-        answer = self.post(path, **body)
-        assert answer.status_code == 200, answer.text
-        return dict(answer.json())
 
     def chat(self, *content: Any, **more: Any) -> dict[str, Any]:
         body = {"temperature": 0, "max_tokens": 6, "return_token_ids": True} | more

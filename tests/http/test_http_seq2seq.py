@@ -17,7 +17,7 @@ import httpx
 import openai
 import pytest
 import torch
-from support.service import PATIENCE, Service, stopped
+from support.service import PATIENCE, Service, serving, stopped
 from support.text_seq2seq import MAX_LENGTH, TEXTS, WORDS, TextCheckpoint, make_text_checkpoint
 
 from server.config.settings import ServerSettings
@@ -70,34 +70,27 @@ class Api:
 
 
 @contextmanager
-def serving(kind: str, folder: Path, *arguments: str) -> Iterator[Api]:
+def served(kind: str, folder: Path, *arguments: str) -> Iterator[Api]:
     checkpoint = make_text_checkpoint(kind, folder / kind)
     log = folder / "service.log"
     settings = ("--dtype", "float32", "--block-size", str(BLOCK), "--max-model-len", str(MAX_LENGTH), *arguments)
-    service = Service(str(checkpoint.path), *settings, log=log)
-    try:
-        service.wait_ready()
+    with serving(str(checkpoint.path), *settings, log=log, signum=signal.SIGINT) as service:
         api = Api(service, checkpoint)
         yield api
         api.http.close()
-        assert service.stop(signal.SIGINT) == 0, log.read_text()
-        assert "Traceback" not in log.read_text()
-    finally:
-        service.process.kill()
-        service.process.wait()
 
 
 @pytest.fixture(scope="module")
 def t5(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     """Few pages, so that a crowd is preempted."""
     settings = ("--num-gpu-blocks-override", str(PAGES), "--max-num-seqs", "24", "--max-num-batched-tokens", "128")
-    with serving("t5", tmp_path_factory.mktemp("t5"), *settings, "--max-num-queued-reqs", "64") as api:
+    with served("t5", tmp_path_factory.mktemp("t5"), *settings, "--max-num-queued-reqs", "64") as api:
         yield api
 
 
 @pytest.fixture(scope="module")
 def mbart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    with serving("mbart50", tmp_path_factory.mktemp("mbart50")) as api:
+    with served("mbart50", tmp_path_factory.mktemp("mbart50")) as api:
         yield api
 
 

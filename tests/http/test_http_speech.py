@@ -16,7 +16,7 @@ import openai
 import pytest
 import soundfile
 from support.reference import MIN_MARGIN
-from support.service import PATIENCE, Service
+from support.service import PATIENCE, Service, serving
 from support.speech import IDS, RATE, SECONDS, SpeechCheckpoint, make_speech_checkpoint, make_tokenizer, nearly, noise
 
 from engine import LLM, Thresholds, Transcription
@@ -69,15 +69,8 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     folder = tmp_path_factory.mktemp("speech")
     model = make_speech_checkpoint("whisper", folder / "whisper")
     settings = ("--dtype", "float32", "--max-audio-seconds", "300", "--kv-cache-memory", "64MiB")
-    service = Service(str(model.path), "--served-model-name", "whisper", *settings, log=folder / "service.log")
-    try:
-        service.wait_ready()
+    with serving(str(model.path), "--served-model-name", "whisper", *settings, log=folder / "service.log") as service:
         yield Api(service, model)
-        assert service.stop() == 0, service.log.read_text()
-        assert "Traceback" not in service.log.read_text()
-    finally:
-        service.process.kill()
-        service.process.wait()
 
 
 @pytest.mark.slow

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 from fake_client import EOS, VOCAB_SIZE, FakeClient, hf_byte_tokenizer
+from support.asgi import error, request
 from support.service import PATIENCE, Service
-from test_http_api import error
 from tokenizers import processors
 
 from cli import version
@@ -30,13 +29,7 @@ def call(path: str, *, tokenizer: bool = True, template: str | None = TEMPLATE, 
     hf.chat_template = template
     hf._tokenizer.post_processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", EOS)])
     app = create_app(FakeClient(lambda *_: []), Tokenizer(hf) if tokenizer else None, "org/fake", version="1.2.3")
-
-    async def send() -> httpx.Response:
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-            return await (http.post(path, json=body) if body else http.get(path))
-
-    return asyncio.run(asyncio.wait_for(send(), 20))
+    return request(app, "POST", path, json=body) if body else request(app, "GET", path)
 
 
 @pytest.mark.parametrize(

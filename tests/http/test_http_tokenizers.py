@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +14,9 @@ from typing import Any
 import httpx
 import pytest
 from fake_client import FakeClient, Step
-from test_detokenizer import DATA, REAL, TEXTS, _data, _folder, _loaded, in_context
+from support.asgi import request
+from support.structured import tokenizer_of
+from test_detokenizer import DATA, REAL, TEXTS, _data, _folder, in_context
 
 from engine import ChoiceDelta, Logprob, RequestDelta, SamplingParams, TokenInput
 from engine.text.processor import Tokenizer
@@ -33,7 +34,7 @@ PROMPT = [5, 6, 7]
 def _mistral_v3(tmp: Path) -> Tokenizer:
     pytest.importorskip("sentencepiece")
     files = {"tokenizer.model": _data("tokenizers/mistral") / "mistral_instruct_tokenizer_240323.model.v3"}
-    return _loaded(_folder(tmp / "mistral-v3", files, {"tokenizer_class": "LlamaTokenizer"}))
+    return tokenizer_of(_folder(tmp / "mistral-v3", files, {"tokenizer_class": "LlamaTokenizer"}))
 
 
 LOADERS = {**REAL, "mistral-v3": _mistral_v3}
@@ -61,12 +62,7 @@ class Api:
         self.app = create_app(client, tokenizer, "fake")
 
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        async def call() -> httpx.Response:
-            transport = httpx.ASGITransport(self.app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-                return await http.post(path, json=body)
-
-        answer = asyncio.run(call())
+        answer = request(self.app, "POST", path, json=body, strict=True)
         assert answer.status_code == 200, answer.text
         return answer
 

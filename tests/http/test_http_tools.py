@@ -13,9 +13,8 @@ import httpx
 import openai
 import pytest
 from fake_client import EOS, FakeClient, Step, entry, hf_byte_tokenizer, say
-from support.asgi import request
+from support.asgi import error, request
 from support.service import PATIENCE, Service
-from test_http_api import error
 from tokenizers import AddedToken
 
 from engine import ChoiceDelta, RequestDelta, SamplingParams, TokenInput

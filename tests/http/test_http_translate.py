@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 import httpx
 import pytest
 from support.text_seq2seq import TEXTS, TextCheckpoint
-from test_http_seq2seq import Api, serving
+from test_http_seq2seq import Api, served
 
 from server.routes.translate import _further
 
@@ -20,25 +20,25 @@ MOST = 95  # tokens of a translation of these models: the context of 96, less th
 def m2m100(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     """Few pages, so that a list is preempted."""
     folder = tmp_path_factory.mktemp("m2m100")
-    with serving("m2m100", folder, "--num-gpu-blocks-override", "120") as api:
+    with served("m2m100", folder, "--num-gpu-blocks-override", "120") as api:
         yield api
 
 
 @pytest.fixture(scope="module")
 def small100(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    with serving("small100", tmp_path_factory.mktemp("small100")) as api:
+    with served("small100", tmp_path_factory.mktemp("small100")) as api:
         yield api
 
 
 @pytest.fixture(scope="module")
 def marian(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    with serving("marian", tmp_path_factory.mktemp("marian")) as api:
+    with served("marian", tmp_path_factory.mktemp("marian")) as api:
         yield api
 
 
 @pytest.fixture(scope="module")
 def plbart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    with serving("plbart", tmp_path_factory.mktemp("plbart")) as api:
+    with served("plbart", tmp_path_factory.mktemp("plbart")) as api:
         yield api
 
 

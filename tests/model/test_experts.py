@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,15 +28,6 @@ from engine.model.spec import Clamped, Corrected, Dense, Experts, Gated, SparseM
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny tensors gain nothing from threads, and lose much where the machine is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make(part: Experts, hidden: int, dtype: torch.dtype = torch.float32, *, packed: bool = False) -> ExpertsFeedForward:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import transformers
-from support.published import MODERNBERT_BASE
+from support.published import MODERNBERT_BASE, decoder
 
 from engine.backends.attention.base import Window
 from engine.errors import UnsupportedModelError
@@ -33,7 +33,6 @@ from engine.model.spec import (
     Pre,
     Sandwich,
     Spectrum,
-    Stack,
 )
 
 CLASSES = {
@@ -51,11 +50,6 @@ CLASSES = {
 
 def make(architecture: str, **values: Any) -> ModelSpec:
     return families.describe(CLASSES[architecture](architectures=[architecture], **values))
-
-
-def decoder(model: ModelSpec) -> Stack:
-    assert model.decoder is not None
-    return model.decoder
 
 
 def test_llama_by_default() -> None:

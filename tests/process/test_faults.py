@@ -21,8 +21,7 @@ from typing import IO, Any
 import httpx
 import pytest
 from support.faults import Gate
-from support.service import PATIENCE, ROOT, Service, environment, stopped, wait_for
-from test_http_process import checkpoint as tiny  # noqa: F401
+from support.service import PATIENCE, ROOT, Service, environment, serving, stopped, wait_for
 from test_process import sockets, start, status  # noqa: F401
 
 pytestmark = pytest.mark.slow
@@ -237,16 +236,14 @@ def group() -> Iterator[Path]:
     made.rmdir()
 
 
-def test_a_limit_of_memory(group: Path, tiny: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_limit_of_memory(group: Path, tiny: Path, tmp_path: Path) -> None:
     """The cache's size follows from the limit, and load stays below it."""
     limit = 1536 << 20
     name = "memory.limit_in_bytes" if (group / "memory.limit_in_bytes").exists() else "memory.max"
     (group / name).write_text(str(limit))
     # `max_num_seqs` of the longest requests would take gigabytes: 256 bytes a token, 65,536 tokens, 128 requests.
     under = ["sh", "-c", 'echo $$ > "$1/cgroup.procs"; shift; exec "$@"', "sh", str(group)]
-    service = Service(str(tiny), "--skip-tokenizer-init", log=tmp_path / "log", under=under)
-    try:
-        service.wait_ready()
+    with serving(str(tiny), "--skip-tokenizer-init", log=tmp_path / "log", under=under) as service:
         pids = set((group / "cgroup.procs").read_text().split())
         engine = service.engine()
         assert {str(service.process.pid), str(engine)} <= pids
@@ -260,10 +257,6 @@ def test_a_limit_of_memory(group: Path, tiny: Path, tmp_path: Path) -> None:  # 
         assert answers == [64] * 24
         assert service.engine() == engine
         assert service.metric("octavo_engine_restarts_total") == 0
-        assert service.stop() == 0
-    finally:
-        service.process.kill()
-        service.process.wait()
 
 
 # ---------------------------------------------------------------- processes that are stopped

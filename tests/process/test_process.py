@@ -25,7 +25,6 @@ from support.checkpoints import Checkpoint
 from support.faults import Gate, signalled_at_birth
 from support.service import PATIENCE, Service, children, is_running, stopped, wait_for
 from test_http_process import LONG
-from test_http_process import checkpoint as tiny  # noqa: F401
 
 from engine import EngineConfig, EngineDeadError, ModelLoadError, OctavoError, RequestDelta, SamplingParams
 from engine.engine import Engine
@@ -89,7 +88,7 @@ def sockets() -> Iterator[Path]:
 
 
 @pytest.fixture
-def start(tiny: Path, sockets: Path, tmp_path: Path) -> Iterator[Callable[..., Service]]:  # noqa: F811
+def start(tiny: Path, sockets: Path, tmp_path: Path) -> Iterator[Callable[..., Service]]:
     """Starts services; whatever a test does, none survives it."""
     started: list[Service] = []
 

@@ -16,7 +16,6 @@ import pytest
 from support.faults import Gate, patch_engines
 from support.service import PATIENCE, Service, is_running, stopped, wait_for
 from test_http_process import LONG
-from test_http_process import checkpoint as tiny  # noqa: F401
 from test_process import loading, prefilling, sockets, start, status, wait_back  # noqa: F401
 
 pytestmark = pytest.mark.slow

@@ -17,6 +17,7 @@ from support.driving import (
     Job,
     Tokens,
     add,
+    answers,
     beam_rows,
     check_idle,
     check_pages,
@@ -31,7 +32,7 @@ from support.jobs import MIXED, beams, greedy, prompt, sampled
 from support.seq2seq import make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES as SEQ2SEQ
 
-from engine import Engine, RequestOutput, SamplingParams
+from engine import Engine, SamplingParams
 from engine.execution.pending import PendingStep
 from engine.process import runner as wire
 from engine.scheduling.budget import Costs, StepBudget, StepWork
@@ -68,14 +69,6 @@ def void_rows(engine: Engine) -> Iterator[list[int]]:
         yield seen
     finally:
         steps.end = end  # type: ignore[method-assign]
-
-
-def answers(engine: Engine, jobs: list[Job]) -> list[RequestOutput]:
-    """All that is said of the jobs, run together."""
-    for number, job in enumerate(jobs):
-        add(engine, str(number), job)
-    outputs = finish(engine)
-    return [outputs[str(number)] for number in range(len(jobs))]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import driving
 from support.checkpoints import random_prompt
 from support.driving import BOTH_DEPTHS, Job, add, check_pages, finish, make_engine, watching
 from support.jobs import MIXED, VOCAB, greedy, prompt, sampled
@@ -63,11 +64,9 @@ class Oracle:
 def answers(engine: Engine, jobs: Sequence[Job], oracle: Oracle | None = None) -> list[RequestOutput]:
     """All that is said of the jobs, run together."""
     engine.scheduler.drafter = oracle
-    for number, job in enumerate(jobs):
-        add(engine, str(number), job)
-    outputs = finish(engine)
+    outputs = driving.answers(engine, jobs)
     engine.scheduler.drafter = None
-    return [outputs[str(number)] for number in range(len(jobs))]
+    return outputs
 
 
 def check_same(found: Sequence[RequestOutput], expected: Sequence[RequestOutput]) -> None:

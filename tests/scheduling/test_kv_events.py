@@ -26,7 +26,7 @@ from support.jobs import CHECKPOINT
 from support.mirror import Mirror
 from support.seq2seq import make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES
-from support.service import Service, wait_for
+from support.service import Service, serving, wait_for
 from test_scheduler_properties import may_fit
 
 from engine import ConfigError, Engine, EngineConfig, SamplingParams, default_topic
@@ -413,57 +413,54 @@ def test_an_engine_tells_what_it_keeps(engines: Callable[..., Engine], checkpoin
 def test_a_service_tells_what_it_keeps_and_a_new_engine_begins_anew(tmp_path: Path, folder: Path) -> None:
     live, replay = f"ipc://{folder}/live", f"tcp://127.0.0.1:{free_port()}"
     given = json.dumps({"enable_kv_cache_events": True, "endpoint": live, "replay_endpoint": replay})
-    service = Service("--kv-cache-memory", "16MiB", "--kv-events-config", given, log=tmp_path / "log")
-    try:
-        url = service.wait_ready()
-        with Mirror(live, replay=replay) as mirror, httpx.Client(base_url=url, timeout=100) as client:
-            text = "Once upon a time there was a girl who lived in a house by the sea with a dog and a cat. " * 3
-            tokens = client.post("/tokenize", json={"prompt": text}).json()["tokens"]
+    flags = ("--kv-cache-memory", "16MiB", "--kv-events-config", given)
+    with (
+        serving(*flags, log=tmp_path / "log") as service,
+        Mirror(live, replay=replay) as mirror,
+        httpx.Client(base_url=service.url, timeout=100) as client,
+    ):
+        text = "Once upon a time there was a girl who lived in a house by the sea with a dog and a cat. " * 3
+        tokens = client.post("/tokenize", json={"prompt": text}).json()["tokens"]
 
-            def ask(**more: Any) -> int:
-                body = {"prompt": text, "max_tokens": 20, "temperature": 0, **more}
-                answer = client.post("/v1/completions", json=body)
-                assert answer.status_code == 200, answer.text
-                cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-                return int(cached)
+        def ask(**more: Any) -> int:
+            body = {"prompt": text, "max_tokens": 20, "temperature": 0, **more}
+            answer = client.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+            return int(cached)
 
-            def catch_up() -> None:
-                mirror.catch_up()
-                assert mirror.next == service.metric("octavo_kv_event_messages_total")
+        def catch_up() -> None:
+            mirror.catch_up()
+            assert mirror.next == service.metric("octavo_kv_event_messages_total")
 
-            assert ask(cache_salt="mine") == 0
-            catch_up()
-            assert mirror.pages
-            assert mirror.begins(tokens, 16) == 0, "pages of a salted prompt count for one without the salt"
-            assert ask() == 0
-            catch_up()
-            whole = len(tokens) // 16
-            assert mirror.begins(tokens, 16) >= whole
-            assert ask() == 16 * ((len(tokens) - 1) // 16), "what the mirror says is cached, is"
-            assert service.metric("octavo_kv_event_drops_total") == 0
-            # Live, too: what comes now is on the subscriber's socket without a replay.
-            before = mirror.next
-            ask(prompt=text[::-1])
-            mirror.read(before + 1)
-            (topic,) = mirror.topics
-            kind, pod, model = topic.split("@")
-            assert (kind, pod, model) == ("kv", socket.gethostname(), "octavo-demo")
+        assert ask(cache_salt="mine") == 0
+        catch_up()
+        assert mirror.pages
+        assert mirror.begins(tokens, 16) == 0, "pages of a salted prompt count for one without the salt"
+        assert ask() == 0
+        catch_up()
+        whole = len(tokens) // 16
+        assert mirror.begins(tokens, 16) >= whole
+        assert ask() == 16 * ((len(tokens) - 1) // 16), "what the mirror says is cached, is"
+        assert service.metric("octavo_kv_event_drops_total") == 0
+        # Live, too: what comes now is on the subscriber's socket without a replay.
+        before = mirror.next
+        ask(prompt=text[::-1])
+        mirror.read(before + 1)
+        (topic,) = mirror.topics
+        kind, pod, model = topic.split("@")
+        assert (kind, pod, model) == ("kv", socket.gethostname(), "octavo-demo")
 
-            old = service.engine()
-            os.kill(old, signal.SIGKILL)
-            service.engine(but=old)
-            wait_for(lambda: client.get("/health/ready").status_code == 200, "no new engine")
-            with Mirror(live, replay=replay) as fresh:
-                fresh.catch_up()
-                assert (fresh.counts["AllBlocksCleared"], fresh.pages) == (1, {})
-                ask()
-                fresh.catch_up()
-                assert fresh.begins(tokens, 16) >= whole
-        assert service.stop() == 0
-        assert "Traceback" not in service.log.read_text()
-    finally:
-        service.process.kill()
-        service.process.wait()
+        old = service.engine()
+        os.kill(old, signal.SIGKILL)
+        service.engine(but=old)
+        wait_for(lambda: client.get("/health/ready").status_code == 200, "no new engine")
+        with Mirror(live, replay=replay) as fresh:
+            fresh.catch_up()
+            assert (fresh.counts["AllBlocksCleared"], fresh.pages) == (1, {})
+            ask()
+            fresh.catch_up()
+            assert fresh.begins(tokens, 16) >= whole
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.adapters import LLAMA, make_adapter
 from support.checkpoints import Checkpoint
-from support.driving import BOTH_DEPTHS, Job, add, finish, make_engine
+from support.driving import BOTH_DEPTHS, Job, add, answers, finish, make_engine
 from support.executors import use_torch
 from support.jobs import CHECKPOINT, MIXED, VOCAB, beams, greedy, prompt, sampled
 from support.native import needs_native
@@ -166,13 +166,6 @@ def test_more_drafts_are_taken_the_cheaper_and_the_surer_they_are() -> None:
     assert drafts(0.05, 0.6, rows=16) < drafts(0.05, 0.6, rows=1)
 
 
-def outputs(engine: Engine, jobs: list[Job]) -> list[RequestOutput]:
-    for number, job in enumerate(jobs):
-        add(engine, str(number), job)
-    answers = finish(engine)
-    return [answers[str(number)] for number in range(len(jobs))]
-
-
 def predicted(job: Job, answer: RequestOutput) -> Job:
     """The job with a prediction of its answer in which some tokens are wrong, too many or missing."""
     tokens = list(answer.outputs[0].token_ids)
@@ -216,12 +209,12 @@ def test_no_answer_differs_with_a_draft_model(
     """Whatever can be asked for. The second time, prompts are found in both models' pages."""
     path = str(checkpoint(CHECKPOINT).path)
     jobs = [*JOBS, *LIMITED]
-    plain = outputs(engines(**settings), jobs)
+    plain = answers(engines(**settings), jobs)
     one = disturbed(engines(**drafting_by(path, **settings)), 0.05)
     one.scheduler.draft_costs = None
     for _ in range(2):
         before = one.stats()
-        check_same(outputs(one, jobs), plain)
+        check_same(answers(one, jobs), plain)
         drafted = one.stats().num_draft_tokens - before.num_draft_tokens
         accepted = one.stats().num_accepted_draft_tokens - before.num_accepted_draft_tokens
         assert 0 < accepted < drafted
@@ -237,15 +230,15 @@ def test_a_draft_model_draws_with_the_same_numbers(
     """At a temperature of 1, an equal model is always right, and a similar one more often than by chance."""
     path = str(checkpoint(CHECKPOINT).path)
     jobs = [Job(prompt(number, 9 + 10 * number), sampled(number, 28, n=2)) for number in range(3)]
-    plain = outputs(engines(), jobs)
+    plain = answers(engines(), jobs)
     one = engines(**drafting_by(path))
     one.scheduler.draft_costs = None
-    check_same(outputs(one, jobs), plain)
+    check_same(answers(one, jobs), plain)
     stats = one.stats()
     assert stats.num_accepted_draft_tokens == stats.num_draft_tokens == 6 * 24
     assert stats.num_steps <= 6
     disturbed(one, 0.02)
-    check_same(outputs(one, jobs), plain)
+    check_same(answers(one, jobs), plain)
     drafted = one.stats().num_draft_tokens - stats.num_draft_tokens
     accepted = one.stats().num_accepted_draft_tokens - stats.num_accepted_draft_tokens
     assert 0.3 * drafted < accepted < drafted
@@ -268,10 +261,10 @@ def test_a_draft_model_catches_up_with_a_long_prompt(
         return launch(plan)
 
     runner.launch = spy
-    (plain,) = outputs(engines(), [Job(long, greedy(30))])
+    (plain,) = answers(engines(), [Job(long, greedy(30))])
     for read in ([256, 256], []):
         sizes.clear()
-        check_same(outputs(one, [Job(long, greedy(30))]), [plain])
+        check_same(answers(one, [Job(long, greedy(30))]), [plain])
         assert [size for size in sizes if size > 100] == read
     assert one.stats().num_accepted_draft_tokens > 30
 
@@ -307,7 +300,7 @@ def test_a_draft_model_that_fails_fails_no_request(
     one.scheduler.draft_costs = None
     runner = one._draft_model._executor.runner  # type: ignore[union-attr]
     jobs = [Job(prompt(1, 9), greedy(40)), Job(prompt(2, 9), sampled(5, 40))]
-    plain = outputs(engines(), jobs)
+    plain = answers(engines(), jobs)
     launch, calls = runner.launch, []
 
     def broken(plan: StepPlan) -> Any:
@@ -317,7 +310,7 @@ def test_a_draft_model_that_fails_fails_no_request(
         return launch(plan)
 
     runner.launch = broken
-    check_same(outputs(one, jobs), plain)
+    check_same(answers(one, jobs), plain)
     assert len(calls) == 12
     assert 0 < one.stats().num_accepted_draft_tokens < 40
     assert "the draft model failed" in caplog.text
@@ -335,7 +328,7 @@ def test_a_draft_model_reads_no_adapter(
         one = engines(**settings)
         one.scheduler.draft_costs = None
         one.load_adapter("a", adapter)
-        found.append(outputs(one, jobs))
+        found.append(answers(one, jobs))
     assert found[0][0].outputs[0].token_ids != found[0][1].outputs[0].token_ids
     check_same(found[1], found[0])
     assert 40 < one.stats().num_accepted_draft_tokens < one.stats().num_draft_tokens
@@ -377,7 +370,7 @@ def test_no_answer_differs(settings: dict[str, Any], method: str, engines: Calla
     """For everything that can be asked for, and for prompts that repeat themselves."""
     pattern = prompt(5, 6)
     jobs = [*JOBS, *[Job([*pattern, *pattern, *pattern[:3]], job.params) for job in MIXED]]
-    plain = outputs(engines(**settings), jobs)
+    plain = answers(engines(**settings), jobs)
     if method == "prediction":
         jobs = [predicted(*pair) for pair in zip(jobs, plain, strict=True)]
     one = engines(**settings, **({} if method == "prediction" else {"speculative_config": method}))
@@ -385,7 +378,7 @@ def test_no_answer_differs(settings: dict[str, Any], method: str, engines: Calla
     one.scheduler.draft_costs = None  # the clock has no say here
     for _ in range(1 + (method == "suffix")):  # the second time, the answers are known
         before = one.stats()
-        check_same(outputs(one, jobs), plain)
+        check_same(answers(one, jobs), plain)
     if method == "suffix":
         drafted = one.stats().num_draft_tokens - before.num_draft_tokens
         assert one.stats().num_accepted_draft_tokens - before.num_accepted_draft_tokens > 0.5 * drafted
@@ -402,7 +395,7 @@ def test_log_probabilities_are_the_same_bits(dtype: str, engines: Callable[..., 
     jobs = [Job([*pattern, *pattern, *pattern[:2]], greedy(40, logprobs=3)), Job(prompt(1, 9), CIRCLES)]
     plain, one = engines(dtype=dtype), engines(dtype=dtype, speculative_config="ngram")
     one.scheduler.draft_costs = None
-    for found, wanted in zip(outputs(one, jobs), outputs(plain, jobs), strict=True):
+    for found, wanted in zip(answers(one, jobs), answers(plain, jobs), strict=True):
         assert found.outputs[0].token_ids == wanted.outputs[0].token_ids
         assert found.outputs[0].logprobs == wanted.outputs[0].logprobs
     assert one.stats().num_accepted_draft_tokens > 20
@@ -415,7 +408,7 @@ def test_a_draft_without_a_number_fails_no_request(by_torch: bool, engines: Call
     if by_torch:
         use_torch(one.runner.model)
     jobs = [Job(prompt(number, 9), sampled(number, 24, allowed_token_ids=range(50), logprobs=1)) for number in range(3)]
-    plain = outputs(one, jobs)
+    plain = answers(one, jobs)
     bad = 200
     with torch.inference_mode():
         one.runner.model.decoder.embedding.tokens[bad] = torch.nan  # not the head's
@@ -426,7 +419,7 @@ def test_a_draft_without_a_number_fails_no_request(by_torch: bool, engines: Call
             return [*right[:1], bad, *right[1:]], rate
 
     one.scheduler.drafter = Wrong(plain, right=3, wrong=0)
-    found = outputs(one, jobs)
+    found = answers(one, jobs)
     check_same(found, plain)
     assert one.stats().drafted_at[1:4] != (0, 0, 0)
     assert one.stats().accepted_at[0] > 10
@@ -438,16 +431,16 @@ def test_a_prediction_gives_drafts_from_the_first_token_on(changed: int | None, 
     """Also where nothing else is drafted, and after a token that differs. Other requests have no drafts."""
     one = engines()
     jobs = [Job(prompt(1, 9), sampled(5, 26)), Job(prompt(2, 9), greedy(26))]
-    plain = outputs(one, jobs)
+    plain = answers(one, jobs)
     tokens = list(plain[0].outputs[0].token_ids)
     if changed is not None:
         tokens[changed] = (tokens[changed] + 1) % VOCAB
     params = replace(jobs[0].params, predicted_token_ids=tokens)
     steps = one.stats().num_steps
-    check_same(outputs(one, [replace(jobs[0], params=params), jobs[1]]), plain)
+    check_same(answers(one, [replace(jobs[0], params=params), jobs[1]]), plain)
     assert one.stats().num_steps - steps == 26
     steps, before = one.stats().num_steps, one.stats().num_draft_tokens
-    check_same(outputs(one, [replace(jobs[0], params=params)]), plain[:1])
+    check_same(answers(one, [replace(jobs[0], params=params)]), plain[:1])
     assert one.stats().num_steps - steps == 1 + (3 if changed is None else 4)  # 9 tokens in each, the first apart
     assert one.stats().num_draft_tokens > before
     with pytest.raises(InvalidRequestError, match="predicted_token_ids"):
@@ -477,19 +470,19 @@ def test_earlier_answers_are_drafts_within_a_scope(engines: Callable[..., Engine
     job = Job(prompt(1, 9), sampled(5, 30))
     one = engines(speculative_config="suffix")
     one.scheduler.draft_costs = None
-    (plain,) = outputs(one, [job])
+    (plain,) = answers(one, [job])
     used = [one.stats().num_steps]
     options: list[dict[str, Any]] = [{}, {"tenant": "a"}, {"cache_salt": "b"}, {"tenant": "a"}]
     for terms in options:
         before = one.stats().num_steps
-        check_same(outputs(one, [replace(job, options=terms)]), [plain])
+        check_same(answers(one, [replace(job, options=terms)]), [plain])
         used.append(one.stats().num_steps - before)
     assert used[0] == used[2] == used[3] == 30
     assert used[1] == used[4] < 10
     other = engines(speculative_config={"method": "suffix", "suffix_decoding_max_cached_requests": 0})
     other.scheduler.draft_costs = None
     for _ in range(2):
-        check_same(outputs(other, [job]), [plain])
+        check_same(answers(other, [job]), [plain])
     assert other.stats().num_steps == 60
 
 
@@ -533,9 +526,9 @@ def test_an_answer_that_repeats_itself_takes_fewer_steps(engines: Callable[..., 
     """With two tokens to choose from, a random model runs in circles."""
     job = Job(prompt(1, 9), CIRCLES)
     plain, one = engines(), engines(speculative_config={"method": "ngram", "num_speculative_tokens": 4})
-    (expected,) = outputs(plain, [job])
+    (expected,) = answers(plain, [job])
     one.scheduler.draft_costs = None
-    (found,) = outputs(one, [job])
+    (found,) = answers(one, [job])
     check_same([found], [expected])
     assert one.stats().num_steps < plain.stats().num_steps * 0.6
     assert max(one.stats().num_draft_tokens, 1) <= 4 * one.stats().num_steps

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from paged_simulator import VOCAB, Simulator, make_request, solve
+from paged_simulator import small as simulator
 from support.reference import skip_if_older
 from transformers.generation.logits_process import (
     EncoderNoRepeatNGramLogitsProcessor,
@@ -39,18 +40,6 @@ from engine.scheduling.row import Row
 from engine.scheduling.sequence import IntBuffer, Sequence, SequenceGroup, worst_case_pages
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
-
-
-def simulator(
-    num_pages: int = 50, block_size: int = 4, max_num_seqs: int = 8, budget: int = 64, caching: bool = True
-) -> Simulator:
-    return Simulator(
-        num_pages=num_pages,
-        block_size=block_size,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=budget,
-        caching=caching,
-    )
 
 
 def prompt(length: int, start: int = 2) -> list[int]:

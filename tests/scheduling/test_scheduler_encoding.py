@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
-from paged_simulator import VOCAB, Simulator, make_request
+from paged_simulator import VOCAB, Simulator, make_request, small
 
 from engine.errors import InvalidRequestError
 from engine.interface.outputs import RequestDelta
@@ -53,16 +54,7 @@ class Watched(Simulator):
         return self.scheduler.stats.num_encoder_runs, self.scheduler.stats.num_encoder_hits
 
 
-def simulator(
-    num_pages: int = 50, block_size: int = 4, budget: int = 32, max_num_seqs: int = 8, caching: bool = True
-) -> Watched:
-    return Watched(
-        num_pages=num_pages,
-        block_size=block_size,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=budget,
-        caching=caching,
-    )
+simulator = partial(small, kind=Watched, budget=32)
 
 
 def words(length: int, start: int = 2) -> tuple[int, ...]:
@@ -127,7 +119,7 @@ class TestRefusals:
         width = 3 if how else 1
         for interruption in range(1, 12):
             pages = 3 + worst_case_pages(2, 9, width, 4)
-            with simulator(pages, budget=12, max_num_seqs=5, caching=caching) as sim:
+            with simulator(num_pages=pages, budget=12, max_num_seqs=5, caching=caching) as sim:
                 add(sim, "r", words(12), 2, max_tokens=9, **how)
                 add(sim, "younger", words(12, 5), max_tokens=4)
                 for _ in range(interruption):

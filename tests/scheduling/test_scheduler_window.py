@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
-from paged_simulator import VOCAB, Simulator, make_request
+from paged_simulator import VOCAB, Simulator, make_request, small
 
 from engine.errors import InvalidRequestError
 from engine.scheduling.limits import SchedulerConfig
 from engine.scheduling.needs import SequenceNeeds
 from engine.scheduling.sequence import SequenceGroup, worst_case_pages
 from engine.scheduling.step import Step
+
+simulator = partial(small, window=8, budget=16)
 
 
 def limits(window: int | None = 8, block_size: int = 4, budget: int = 16, max_num_seqs: int = 8) -> SchedulerConfig:
@@ -21,24 +24,6 @@ def limits(window: int | None = 8, block_size: int = 4, budget: int = 16, max_nu
         max_num_batched_tokens=budget,
         block_size=block_size,
         needs=SequenceNeeds(window=window),
-    )
-
-
-def simulator(
-    window: int | None = 8,
-    num_pages: int = 50,
-    block_size: int = 4,
-    budget: int = 16,
-    max_num_seqs: int = 8,
-    caching: bool = True,
-) -> Simulator:
-    return Simulator(
-        num_pages=num_pages,
-        block_size=block_size,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=budget,
-        caching=caching,
-        window=window,
     )
 
 
@@ -225,7 +210,8 @@ class TestRoom:
             pages = limits(window, size, budget=6).most_pages(width)
             assert pages < worst_case_pages(length, 12, width, size)
             for interruption in range(1, 24, 2):
-                with simulator(window, pages, size, budget=6, max_num_seqs=6, caching=caching) as sim:
+                room = {"num_pages": pages, "block_size": size, "budget": 6, "max_num_seqs": 6}
+                with simulator(window=window, caching=caching, **room) as sim:
                     how: dict[str, Any] = {kind: width} if width > 1 else {}
                     sim.add(make_request("r", prompt(length), max_tokens=12, temperature=1.5, seed=3, **how))
                     for _ in range(interruption):
@@ -242,7 +228,7 @@ class TestRoom:
         """Long prompts are let in for what they hold, not for what they are long."""
         most = {}
         for window in (None, 6):
-            with simulator(window, num_pages=24, caching=False) as sim:
+            with simulator(window=window, num_pages=24, caching=False) as sim:
                 for name in "abcde":
                     sim.add(make_request(name, prompt(60), max_tokens=20))
                 most[window] = 0

@@ -14,15 +14,26 @@ from server.context import Service
 from support.service import PATIENCE
 
 
-def request(app: FastAPI, method: str, path: str, **options: Any) -> httpx.Response:
-    """The answer to one request, in an event loop of its own."""
+def request(app: Any, method: str, path: str, *, strict: bool = False, **options: Any) -> httpx.Response:
+    """The answer to one request, in an event loop of its own; `strict` raises what comes out of the app besides."""
 
     async def call() -> httpx.Response:
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        transport = httpx.ASGITransport(app, raise_app_exceptions=strict)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             return await http.request(method, path, **options)
 
     return asyncio.run(asyncio.wait_for(call(), PATIENCE))
+
+
+def error(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
+    """The error of an answer, in the form that all have."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    body = answer.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert 0 < len(body["error"]["message"]) < 400
+    return dict(body["error"])
 
 
 async def until(what: Callable[[], object]) -> None:
@@ -119,3 +130,17 @@ class Call:
     def complete(self) -> bool:
         """The whole answer has been taken."""
         return len(self.sent) > 1 and not self.sent[-1].get("more_body", False)
+
+
+def leave(app: FastAPI, path: str, body: dict[str, Any], begun: Callable[[], object], sent: int = 0) -> Call:
+    """A call whose client leaves once the work has begun and so many messages have come."""
+
+    async def whole() -> Call:
+        call = Call(app, path, body)
+        await call.wait_sent(sent)
+        await until(begun)
+        call.leave()
+        await call.wait_end()
+        return call
+
+    return asyncio.run(whole())

@@ -93,13 +93,19 @@ def finish(engine: Engine, between: Callable[[int], None] | None = None) -> dict
     raise AssertionError("the engine does not come to an end")
 
 
-def run(engine: Engine, jobs: Sequence[Job], between: Callable[[int], None] | None = None) -> list[Tokens]:
-    """Run the jobs together; the token ids of their answers, in their order."""
+def answers(engine: Engine, jobs: Sequence[Job], between: Callable[[int], None] | None = None) -> list[RequestOutput]:
+    """All that is said of the jobs, run together."""
     for number, job in enumerate(jobs):
         add(engine, str(number), job)
     outputs = finish(engine, between)
-    assert all(outputs[str(number)].finished for number in range(len(jobs)))
-    return [tokens_of(outputs[str(number)]) for number in range(len(jobs))]
+    return [outputs[str(number)] for number in range(len(jobs))]
+
+
+def run(engine: Engine, jobs: Sequence[Job], between: Callable[[int], None] | None = None) -> list[Tokens]:
+    """Run the jobs together; the token ids of their answers, in their order."""
+    outputs = answers(engine, jobs, between)
+    assert all(output.finished for output in outputs)
+    return [tokens_of(output) for output in outputs]
 
 
 def run_alone(engine: Engine, jobs: Sequence[Job]) -> list[Tokens]:

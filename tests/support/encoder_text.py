@@ -54,23 +54,33 @@ def _byte_level(special: list[str], size: int = 420) -> RustTokenizer:
     return plain
 
 
+def _angled(plain: RustTokenizer, **special: str) -> Any:
+    """With these special tokens beside <pad> and <unk>."""
+    named = {f"{name}_token": token for name, token in (special | {"pad": "<pad>", "unk": "<unk>"}).items()}
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=plain, model_input_names=["input_ids", "attention_mask"], **named
+    )
+
+
+def _bracketed(plain: RustTokenizer, *, segments: bool = False) -> Any:
+    """BERT's special tokens around a text and between two."""
+    plain.post_processor = processors.TemplateProcessing(
+        single="[CLS]:0 $A:0 [SEP]:0",
+        pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 1), ("[SEP]", 2)],
+    )
+    named = {f"{name}_token": f"[{name.upper()}]" for name in ("cls", "sep", "pad", "unk", "mask")}
+    inputs = ["input_ids", *(["token_type_ids"] if segments else []), "attention_mask"]
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=plain, model_input_names=inputs, **named)
+
+
 def roberta(*, prefix_space: bool = False) -> Any:
     """RoBERTa's: <s> A </s></s> B </s>, no segments, places without the leading space."""
     plain = _byte_level(["<s>", "<pad>", "</s>", "<unk>"])
     plain.add_special_tokens([AddedToken("<mask>", lstrip=True, special=True)])
     sep, cls = (("</s>", 2), ("<s>", 0))
     plain.post_processor = processors.RobertaProcessing(sep, cls, trim_offsets=True, add_prefix_space=prefix_space)
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=plain,
-        bos_token="<s>",
-        cls_token="<s>",
-        eos_token="</s>",
-        sep_token="</s>",
-        pad_token="<pad>",
-        unk_token="<unk>",
-        mask_token="<mask>",
-        model_input_names=["input_ids", "attention_mask"],
-    )
+    return _angled(plain, bos="<s>", cls="<s>", eos="</s>", sep="</s>", mask="<mask>")
 
 
 def modernbert() -> Any:
@@ -78,20 +88,7 @@ def modernbert() -> Any:
     plain = _byte_level(["[UNK]", "[CLS]", "[SEP]", "[PAD]"])
     plain.normalizer = normalizers.NFC()
     plain.add_special_tokens([AddedToken("[MASK]", lstrip=True, special=True)])
-    plain.post_processor = processors.TemplateProcessing(
-        single="[CLS]:0 $A:0 [SEP]:0",
-        pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", 1), ("[SEP]", 2)],
-    )
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=plain,
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        mask_token="[MASK]",
-        model_input_names=["input_ids", "attention_mask"],
-    )
+    return _bracketed(plain)
 
 
 def gpt2() -> Any:
@@ -121,37 +118,14 @@ def xlmr() -> Any:
     plain.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
     )
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=plain,
-        bos_token="<s>",
-        cls_token="<s>",
-        eos_token="</s>",
-        sep_token="</s>",
-        pad_token="<pad>",
-        unk_token="<unk>",
-        mask_token="<mask>",
-        model_input_names=["input_ids", "attention_mask"],
-    )
+    return _angled(plain, bos="<s>", cls="<s>", eos="</s>", sep="</s>", mask="<mask>")
 
 
 def deberta() -> Any:
     """DeBERTa-v3's and ALBERT's: Unigram, with segments; this one lower-cases and drops accents, as ALBERT's."""
     plain = _unigram(["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]"], "[UNK]")
     plain.normalizer = normalizers.Sequence([normalizers.NFKD(), normalizers.StripAccents(), normalizers.Lowercase()])
-    plain.post_processor = processors.TemplateProcessing(
-        single="[CLS]:0 $A:0 [SEP]:0",
-        pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", 1), ("[SEP]", 2)],
-    )
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=plain,
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        mask_token="[MASK]",
-        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
-    )
+    return _bracketed(plain, segments=True)
 
 
 def t5() -> Any:
@@ -160,13 +134,7 @@ def t5() -> Any:
     plain.post_processor = processors.TemplateProcessing(
         single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
     )
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=plain,
-        eos_token="</s>",
-        pad_token="<pad>",
-        unk_token="<unk>",
-        model_input_names=["input_ids", "attention_mask"],
-    )
+    return _angled(plain, eos="</s>")
 
 
 KINDS: dict[str, Callable[[], Any]] = {

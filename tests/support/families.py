@@ -13,8 +13,10 @@ import argparse
 import importlib
 import itertools
 import pkgutil
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -107,22 +109,22 @@ def _serves_beams(model: FamilyCheckpoint, prompt: list[int]) -> bool:
     return len(lengths) > 1
 
 
-def main() -> None:
-    """Print what the shapes of these names need, or all shapes that have no prompts."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+def print_found(shapes: Mapping[str, Any], search: Callable[[Any], Any], field: str) -> None:
+    """Print what the shapes of the names on the command line need, or all shapes whose `field` is empty."""
+    parser = argparse.ArgumentParser(description=print_found.__doc__)
     parser.add_argument("names", nargs="*", help="or the beginning of names")
     wanted = parser.parse_args().names
     torch.set_num_threads(1)  # tiny tensors gain nothing from threads
-    for name, shape in FAMILY_SHAPES.items():
-        if not name.startswith(tuple(wanted)) if wanted else shape.prompts:
+    for name, shape in shapes.items():
+        if not name.startswith(tuple(wanted)) if wanted else getattr(shape, field):
             continue
         found = search(shape)
         if found is None:
             print(f"{name}: nothing clear; change the EOS ids, the vocabulary or the settings", flush=True)
             continue
-        changed = [key for key in ("seed", "eos_gain", "prompts") if getattr(found, key) != getattr(shape, key)]
+        changed = [key for key in ("seed", "eos_gain", field) if getattr(found, key) != getattr(shape, key)]
         print(f"{name}: {', '.join(f'{key}={getattr(found, key)}' for key in changed)}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    print_found(FAMILY_SHAPES, search, "prompts")

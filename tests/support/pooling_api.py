@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,26 +20,18 @@ from support.text_encoders import TextEncoder
 MODEL = "tiny"
 
 
-class PoolingApi:
-    """An app that serves a checkpoint.
+class LocalApi:
+    """An app over a float32 engine of a folder.
 
     Args:
-        tokenizer: the app has one.
-        settings: of the engine.
+        engine: its settings.
+        settings: the server's.
     """
 
-    def __init__(self, checkpoint: TextEncoder | GlinerFolder, *, tokenizer: bool = True, **settings: Any):
-        config = EngineConfig(
-            model=str(checkpoint.path), dtype="float32", device="cpu", show_progress=False, **settings
-        )
-        self.checkpoint = checkpoint
+    def __init__(self, path: Path, tokenizer: Tokenizer | None, engine: dict[str, Any], **settings: Any):
+        config = EngineConfig(model=str(path), dtype="float32", device="cpu", show_progress=False, **engine)
         self.client = LocalClient(config)
-        self.app = create_app(
-            self.client,
-            Tokenizer(checkpoint.tokenizer) if tokenizer else None,
-            MODEL,
-            settings=ServerSettings(allowed_hosts=("testserver",)),  # as schemathesis calls it
-        )
+        self.app = create_app(self.client, tokenizer, MODEL, settings=ServerSettings(**settings))
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         """The answer to a request; `client` remembers no other."""
@@ -54,6 +47,20 @@ class PoolingApi:
         assert answer.status_code == 200, answer.text
         found: dict[str, Any] = answer.json()
         return found
+
+
+class PoolingApi(LocalApi):
+    """An app that serves a checkpoint.
+
+    Args:
+        tokenizer: the app has one.
+        settings: of the engine.
+    """
+
+    def __init__(self, checkpoint: TextEncoder | GlinerFolder, *, tokenizer: bool = True, **settings: Any):
+        self.checkpoint = checkpoint
+        made = Tokenizer(checkpoint.tokenizer) if tokenizer else None
+        super().__init__(checkpoint.path, made, settings, allowed_hosts=("testserver",))  # as schemathesis calls it
 
     def refused(self, path: str, status: int = 400, **body: Any) -> dict[str, Any]:
         """The error of a request that reached no engine."""

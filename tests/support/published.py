@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.model import checkpoint, families
-from engine.model.spec import ModelSpec
+from engine.model.spec import ModelSpec, Stack, Tokens
 
 Read = Callable[..., ModelSpec]  # of the fixture `read`
 FOLDER = Path(__file__).with_suffix("")
@@ -21,6 +21,25 @@ def __getattr__(name: str) -> dict[str, Any]:
         raise AttributeError(f"no config.json of {name} is in {FOLDER}")
     config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return config
+
+
+def decoder(model: ModelSpec) -> Stack:
+    """The stack that writes."""
+    assert model.decoder is not None
+    return model.decoder
+
+
+def encoder(model: ModelSpec) -> Stack:
+    """The stack that reads."""
+    assert model.encoder is not None
+    return model.encoder
+
+
+def words(model: ModelSpec) -> Tokens:
+    """The embedding of an encoder of texts."""
+    embedding = encoder(model).embedding
+    assert isinstance(embedding, Tokens)
+    return embedding
 
 
 def read(folder: Path, values: dict[str, Any], **changes: Any) -> ModelSpec:

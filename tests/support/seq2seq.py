@@ -10,7 +10,6 @@ and put what is printed into the shape.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -317,24 +316,8 @@ def _clear_seeds(model: Seq2SeqCheckpoint) -> tuple[int, ...] | None:
     return tuple(found)
 
 
-def main() -> None:
-    """Print what the shapes of these names need, or all shapes that have no seeds."""
+if __name__ == "__main__":
+    from support.families import print_found
     from support.seq2seq_shapes import SHAPES
 
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("names", nargs="*", help="or the beginning of names")
-    wanted = parser.parse_args().names
-    torch.set_num_threads(1)  # tiny tensors gain nothing from threads
-    for name, shape in SHAPES.items():
-        if not name.startswith(tuple(wanted)) if wanted else shape.seeds:
-            continue
-        found = search(shape)
-        if found is None:
-            print(f"{name}: nothing clear; change the EOS ids, the vocabulary or the settings", flush=True)
-            continue
-        changed = [key for key in ("seed", "eos_gain", "seeds") if getattr(found, key) != getattr(shape, key)]
-        print(f"{name}: {', '.join(f'{key}={getattr(found, key)}' for key in changed)}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    print_found(SHAPES, search, "seeds")

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 from httpx._transports import default as transports
@@ -32,8 +33,8 @@ def wait_for(what: Callable[[], object], why: str, seconds: float = PATIENCE) ->
         time.sleep(0.01)
 
 
-def children(pid: int) -> list[int]:
-    """The engines among a process's children."""
+def children(pid: int, module: str = "engine.process.main") -> list[int]:
+    """The engines among a process's children, or the processes of another module."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -41,9 +42,9 @@ def children(pid: int) -> list[int]:
             command = (folder / "cmdline").read_bytes()
         except OSError:
             continue
-        if parent == pid and b"engine.process.main" in command:
+        if parent == pid and module.encode() in command:
             found.append(int(folder.name))
-    return found
+    return sorted(found)
 
 
 def state_of(pid: int) -> str:
@@ -139,27 +140,37 @@ class Service:
             time.sleep(0.02)
 
 
+@contextmanager
+def serving(
+    *arguments: str, log: Path, signum: int = signal.SIGTERM, ready: bool = True, **options: Any
+) -> Iterator[Service]:
+    """A service that ends as it should, at the signal: with status 0, and without a traceback in its log. Whatever
+    happens meanwhile, it does not outlive the block."""
+    service = Service(*arguments, log=log, **options)
+    try:
+        if ready:
+            service.wait_ready()
+        yield service
+        assert service.stop(signum) == 0, log.read_text()
+        assert "Traceback" not in log.read_text()
+    finally:
+        service.process.kill()
+        service.process.wait()
+
+
 def services_on_demand(folder: Path) -> Iterator[Callable[..., Service]]:
     """Gives a function from arguments to the service that has them, started once, with little memory for pages; at the
     end all of them end as they should."""
     running: dict[tuple[str, ...], Service] = {}
+    with contextlib.ExitStack() as stack:
 
-    def get(*arguments: str) -> Service:
-        if arguments not in running:
-            log = folder / f"service-{len(running)}.log"
-            running[arguments] = Service("--kv-cache-memory", "64MiB", *arguments, log=log)
-            running[arguments].wait_ready()
-        return running[arguments]
+        def get(*arguments: str) -> Service:
+            if arguments not in running:
+                log = folder / f"service-{len(running)}.log"
+                running[arguments] = stack.enter_context(serving("--kv-cache-memory", "64MiB", *arguments, log=log))
+            return running[arguments]
 
-    try:
         yield get
-        for service in running.values():
-            assert service.stop() == 0, service.log.read_text()
-            assert "Traceback" not in service.log.read_text()
-    finally:
-        for service in running.values():
-            service.process.kill()
-            service.process.wait()
 
 
 def environment() -> dict[str, str]:

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from support.family_shape import FamilyShape, build_reference
 
@@ -31,6 +31,7 @@ class Predicting:
     model: Any
     norms: dict[str, nn.Module]
     joining: Tensor
+    apart: bool  # whether the layer's weights have names of their own, and its norm is part of it (Qwen3-Next)
 
     @property
     def method(self) -> dict[str, Any]:
@@ -42,21 +43,20 @@ class Predicting:
         """The likeliest tokens after these, of which the model itself would compute all but the last."""
         known, stack = list(tokens), self.model.model
         layers, norm = list(stack.layers), stack.norm
-        eps = norm.variance_epsilon
         try:
             stack.layers = nn.ModuleList(layers[:-1])
             hidden = self._run(stack, stack.embed_tokens(torch.tensor([known[:-1]])))
             stack.layers, stack.norm = nn.ModuleList(layers[-1:]), nn.Identity()
-            stack.norm.variance_epsilon = eps
             for _ in range(count):
                 vectors = self.norms["enorm"](stack.embed_tokens(torch.tensor([known[1:]])))
                 x = torch.cat((vectors, self.norms["hnorm"](hidden)), dim=-1) @ self.joining.T
                 out = self._run(stack, x)
-                scores = self.model.lm_head(self.norms["shared_head.norm"](out[0, -1]))
+                normed = self.norms["shared_head.norm"](out)
+                scores = self.model.lm_head(normed[0, -1])
                 best = scores.topk(2).values
                 assert best[0] - best[1] > 1e-4
                 known.append(int(scores.argmax()))
-                hidden = torch.cat((hidden, out[:, -1:]), dim=1)
+                hidden = torch.cat((hidden, (normed if self.apart else out)[:, -1:]), dim=1)
         finally:
             stack.layers, stack.norm = nn.ModuleList(layers), norm
         return known[len(tokens) :]
@@ -77,11 +77,13 @@ def make_predicting(
 ) -> Predicting:
     """Build the checkpoint and save it. `change` alters the model, the norms and the joining matrix first."""
     layers = shape.settings["num_hidden_layers"]
-    model = build_reference(replace(shape, settings={**shape.settings, "num_hidden_layers": layers + 1}))
+    apart, types = "layer_types" in shape.settings, shape.settings.get("layer_types", [])
+    longer = {"num_hidden_layers": layers + 1} | ({"layer_types": [*types, "full_attention"]} if apart else {})
+    model = build_reference(replace(shape, settings={**shape.settings, **longer}))
     width, generator = shape.settings["hidden_size"], torch.Generator().manual_seed(shape.seed + 1)
     norms: dict[str, nn.Module] = {}
     for name in ("enorm", "hnorm", "shared_head.norm"):
-        norms[name] = LlamaRMSNorm(width, model.model.norm.variance_epsilon)
+        norms[name] = type(model.model.norm)(width, model.config.rms_norm_eps)
         norms[name].weight.data = 1 + 0.3 * torch.randn(width, generator=generator)
     joining = torch.randn(width, 2 * width, generator=generator) / (2 * width) ** 0.5
     if change is not None:
@@ -93,11 +95,17 @@ def make_predicting(
     own = {f"{stem}.{name}.weight": norm.weight.data for name, norm in norms.items()}
     own |= {f"{stem}.eh_proj.weight": joining, f"{stem}.embed_tokens.weight": model.model.embed_tokens.weight.data}
     own[f"{stem}.shared_head.head.weight"] = model.lm_head.weight.data
-    save_file(load_file(file) | {name: one.clone() for name, one in own.items()}, file, {"format": "pt"})
+    stored = load_file(file)
     config = json.loads(config_file.read_text(encoding="utf-8"))
-    config |= {"num_hidden_layers": layers, "num_nextn_predict_layers": 1}
+    config |= {"num_hidden_layers": layers} | ({"layer_types": types} if apart else {"num_nextn_predict_layers": 1})
+    if apart:
+        stored = {name.replace(stem, "mtp.layers.0"): one for name, one in stored.items()}
+        names = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm"}
+        own = {f"mtp.{name}.weight": norms[known].weight.data for name, known in names.items()}
+        own["mtp.fc.weight"] = joining
+    save_file(stored | {name: one.clone() for name, one in own.items()}, file, {"format": "pt"})
     config_file.write_text(json.dumps(config), encoding="utf-8")
-    return Predicting(folder, model, norms, joining)
+    return Predicting(folder, model, norms, joining, apart)
 
 
 @dataclass(frozen=True)

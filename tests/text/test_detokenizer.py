@@ -13,11 +13,12 @@ import pytest
 import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.structured import tokenizer_of
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from engine.text.detokenizer import Detokenizer, WordDetokenizer
-from engine.text.processor import Tokenizer, load_tokenizer
+from engine.text.processor import Tokenizer
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 FAMILY = "\U0001f468\u200d\U0001f469\u200d\U0001f467"  # one emoji of five code points
@@ -31,7 +32,8 @@ TEXTS = (
 )
 
 
-def _byte_level() -> Tokenizer:
+def byte_level(texts: Sequence[str] = TEXTS) -> Tokenizer:
+    """Byte-level BPE that is trained on these texts."""
     model = tokenizers.Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
@@ -39,7 +41,7 @@ def _byte_level() -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=400, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
     )
-    model.train_from_iterator(TEXTS, trainer)
+    model.train_from_iterator(texts, trainer)
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=model, bos_token="<s>", eos_token="</s>"))
 
 
@@ -99,38 +101,34 @@ def _folder(target: Path, files: dict[str, Path], config: dict[str, str]) -> Pat
     return target
 
 
-def _loaded(path: Path) -> Tokenizer:
-    tokenizer = load_tokenizer(path)
-    assert tokenizer is not None
-    return tokenizer
-
-
 def _gpt2(tmp: Path) -> Tokenizer:
     source = _data("tokenizers/gpt2_graykode")
     files = {"vocab.json": source / "encoder.json", "merges.txt": source / "vocab.bpe"}
-    return _loaded(_folder(tmp / "gpt2", files, {"tokenizer_class": "GPT2Tokenizer"}))
+    return tokenizer_of(_folder(tmp / "gpt2", files, {"tokenizer_class": "GPT2Tokenizer"}))
 
 
 def _bert(tmp: Path) -> Tokenizer:
     source = _data("tokenizers/bert-base-cased")
     files = {"vocab.txt": source / "bert_basic_cased_vocab.txt"}
-    return _loaded(_folder(tmp / "bert", files, {"tokenizer_class": "BertTokenizer"}))
+    return tokenizer_of(_folder(tmp / "bert", files, {"tokenizer_class": "BertTokenizer"}))
 
 
 def _nmt(tmp: Path) -> Tokenizer:
     files = {"tokenizer.json": _data("tokenizers/nmt") / "tokenizer.json"}
-    return _loaded(_folder(tmp / "nmt", files, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}))
+    return tokenizer_of(
+        _folder(tmp / "nmt", files, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"})
+    )
 
 
 def _mistral(tmp: Path) -> Tokenizer:
     source = _data("tokenizers/mistral")
     pytest.importorskip("sentencepiece")
     files = {"tokenizer.model": source / "tokenizer.model.v1"}
-    return _loaded(_folder(tmp / "mistral", files, {"tokenizer_class": "LlamaTokenizer"}))
+    return tokenizer_of(_folder(tmp / "mistral", files, {"tokenizer_class": "LlamaTokenizer"}))
 
 
 TRAINED: dict[str, Callable[[], Tokenizer]] = {
-    "byte-level": _byte_level,
+    "byte-level": byte_level,
     "word-piece": _word_piece,
     "unigram": _unigram,
     "byte-fallback": _byte_fallback,
@@ -141,9 +139,9 @@ REAL: dict[str, Callable[[Path], Tokenizer]] = {
     "bert": _bert,
     "nmt": _nmt,
     "mistral": _mistral,
-    "t5": lambda tmp: _loaded(_data("tokenizers/t5-small")),
-    "roberta": lambda tmp: _loaded(_data("tokenizers/roberta-base")),
-    "stories": lambda tmp: _loaded(_data("stories260k/hf")),
+    "t5": lambda tmp: tokenizer_of(_data("tokenizers/t5-small")),
+    "roberta": lambda tmp: tokenizer_of(_data("tokenizers/roberta-base")),
+    "stories": lambda tmp: tokenizer_of(_data("stories260k/hf")),
 }
 # Tokenizers whose tokens are plain bytes: their decoding is exact for any ids at all.
 BYTES = ("byte-level", "gpt2", "roberta")

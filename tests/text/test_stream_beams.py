@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_client import FakeClient, Step, hf_byte_tokenizer
+from support.asgi import request
 from support.driving import check_idle
 
 from engine import ChoiceDelta, Engine, RequestDelta, SamplingParams
@@ -118,12 +118,7 @@ def ask(path: str, **body: Any) -> httpx.Response:
     chatty = hf_byte_tokenizer()
     chatty.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     app = create_app(FakeClient(search), Tokenizer(chatty), "m")
-
-    async def call() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
-            return await http.post(path, json={"num_beams": 2, "stream_beams": True, **body})
-
-    return asyncio.run(asyncio.wait_for(call(), 20))
+    return request(app, "POST", path, json={"num_beams": 2, "stream_beams": True, **body}, strict=True)
 
 
 @pytest.mark.parametrize(

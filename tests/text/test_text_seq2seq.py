@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import transformers
 from fake_client import VOCAB_SIZE, FakeClient, byte_tokenizer, say
-from support.asgi import Call
+from support.asgi import Call, error
 from support.service import ROOT
 from support.text_seq2seq import (
     KINDS,
@@ -28,7 +28,7 @@ from support.text_seq2seq import (
     nllb_tokenizer,
     t5_tokenizer,
 )
-from test_http_api import Api, error
+from test_http_api import Api
 from test_http_chat import Api as ChatApi
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, pre_tokenizers, processors

@@ -7,15 +7,17 @@ import json
 import re
 import subprocess
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
+import test_detokenizer as detokenizer
 import tokenizers
 from fake_client import EOS, byte_tokenizer
 from support.service import ROOT
+from support.structured import tokenizer_of
 from support.turns import lets_others_run
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from engine.errors import InvalidRequestError, ModelLoadError
@@ -26,25 +28,7 @@ from server.config.settings import DEMOS
 
 TEMPLATES = Path(__file__).resolve().parents[3] / "shared" / "data" / "chat_templates" / "models" / "templates"
 TEXT = "Once upon a time, there was a little girl."
-
-
-@cache
-def byte_level() -> Tokenizer:
-    model = tokenizers.Tokenizer(models.BPE())
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
-    )
-    model.train_from_iterator([TEXT], trainer)
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=model, bos_token="<s>", eos_token="</s>"))
-
-
-def loaded(path: Path) -> Tokenizer:
-    tokenizer = load_tokenizer(path)
-    assert tokenizer is not None
-    return tokenizer
+byte_level = cache(partial(detokenizer.byte_level, (TEXT,)))
 
 
 def test_encoding_ignores_truncation_and_padding_that_the_file_brings(tmp_path: Path) -> None:
@@ -54,7 +38,7 @@ def test_encoding_ignores_truncation_and_padding_that_the_file_brings(tmp_path: 
     spec = json.loads(path.read_text())
     spec["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
     path.write_text(json.dumps(spec))
-    assert loaded(tmp_path).encode(TEXT) == hf.encode(TEXT)
+    assert tokenizer_of(tmp_path).encode(TEXT) == hf.encode(TEXT)
 
 
 def test_encoding_lets_other_threads_run() -> None:
@@ -110,7 +94,7 @@ def test_chat_template(tmp_path: Path) -> None:
     )
     plain._hf.save_pretrained(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(template)
-    tokenizer = loaded(tmp_path)
+    tokenizer = tokenizer_of(tmp_path)
     assert tokenizer.chat_template == template
     assert tokenizer.apply_chat_template(messages) == "<s>[user]hi[assistant]"
     assert tokenizer.apply_chat_template(messages, add_generation_prompt=False, mood="!") == "<s>[user]hi!"
@@ -237,13 +221,13 @@ def assert_same(ours: Tokenizer, theirs: Tokenizer) -> None:
 def test_a_tokenizer_json_alone_is_what_transformers_makes_of_it(tmp_path: Path, name: str, kind: str | None) -> None:
     demo_with(tmp_path, {"tokenizer_class": name}, kind)
     assert is_generic(tmp_path)
-    assert_same(loaded(tmp_path), Tokenizer(AutoTokenizer.from_pretrained(str(tmp_path))))
+    assert_same(tokenizer_of(tmp_path), Tokenizer(AutoTokenizer.from_pretrained(str(tmp_path))))
 
 
 @pytest.mark.parametrize("name", [*SETTINGS, *ODD])
 def test_settings_are_read_as_transformers_reads_them(tmp_path: Path, name: str) -> None:
     demo_with(tmp_path, (SETTINGS | ODD)[name])
-    ours = loaded(tmp_path)
+    ours = tokenizer_of(tmp_path)
     assert isinstance(ours._hf, PlainTokenizer) == (name in SETTINGS)
     assert_same(ours, Tokenizer(AutoTokenizer.from_pretrained(str(tmp_path))))
 

@@ -245,5 +245,9 @@ class AttentionBackend(ABC):
         """Attention of q [T, heads, head_dim] over each row's own keys; returns [T, heads, head_dim].
 
         heads is a multiple of kv_heads; head h reads key head h // (heads // kv_heads). sinks: [heads] float32, one
-        more score for each query, without a value.
+        more score for each query, without a value. Scores are scale * q k, then softcap * tanh(. / softcap), then +
+        bias: transformers' order. If causal, queries are at the last positions of their row, otherwise at the first
+        ones. Tokens past the sum of the query lengths, and queries that see no key, get zeros. Raises ValueError if
+        shapes, formats or lengths contradict each other; IndexError if a row's pages or tokens are outside the keys, on
+        a CPU with the library.
         """

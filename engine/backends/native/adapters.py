@@ -17,8 +17,9 @@ from engine.backends.native.memory import Arena
 from engine.backends.native.structures import structure
 
 _PANEL = 64  # outputs per panel in src/adapters.h
+_FORMATS = (torch.float32, torch.bfloat16, torch.float16)  # by their numbers there
 
-_LowRank = structure("LowRank", "pointer down up | int down_wide up_wide rank first outputs")
+_LowRank = structure("LowRank", "pointer down up | int down_format up_format rank first outputs")
 _Slot = structure("AdapterSlot", "pointer parts | int count")
 
 
@@ -32,16 +33,16 @@ class Part:
     outputs: int
 
     def structure(self) -> Any:
-        wide = (int(tensor.dtype == torch.float32) for tensor in (self.down, self.up))
-        return _LowRank(self.down.data_ptr(), self.up.data_ptr(), *wide, len(self.down), self.first, self.outputs)
+        formats = (_FORMATS.index(tensor.dtype) for tensor in (self.down, self.up))
+        return _LowRank(self.down.data_ptr(), self.up.data_ptr(), *formats, len(self.down), self.first, self.outputs)
 
 
 class AdapterTable:
     """The additions to one product, by slot.
 
     For an adapter to several matrices that are one product here, `up` has many zeros. Ranks that affect the same
-    outputs are stored together, and the zeros are left out. Values are stored in bfloat16 if it represents them
-    exactly, else in float32.
+    outputs are stored together, and the zeros are left out. Values are stored in bfloat16 or float16 if one of
+    them represents them exactly, else in float32.
 
     Args:
         slots: the slots; the first one is for tokens without an adapter.
@@ -128,9 +129,10 @@ def _panels(up: Tensor) -> Tensor:
 
 def _kept(values: Tensor, arena: Arena) -> Tensor:
     """A copy in the smallest format that represents the values."""
-    small = values.to(torch.bfloat16)
-    if torch.equal(small.float(), values.float()):
-        values = small
-    else:
-        values = values.float()
+    values = values.float()
+    for dtype in (torch.bfloat16, torch.float16):
+        small = values.to(dtype)
+        if torch.equal(small.float(), values):
+            values = small
+            break
     return arena.take(values.nbytes).view(values.dtype).view(values.shape).copy_(values)

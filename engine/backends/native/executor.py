@@ -325,8 +325,9 @@ class NativeExecutor:
             case ApplyDelta(module, x, rates, opening, out, layer):
                 memory = self._states.setdefault(layer, StateMemory())
                 rule = module.part
-                self.native.apply_delta(
-                    x, rates, opening, out, memory, decay=module.decay, offset=module.offset, norm=module.norm,
+                self.native.advance(
+                    "delta", x, rates, opening, out, memory, decay=module.decay,
+                    weights={"offset": module.offset, "norm": module.norm},
                     begin=(rule.kernel - 1) * rule.convolved, eps=rule.eps, key_heads=rule.key_heads,
                     value_heads=rule.value_heads, key_dim=rule.key_dim, value_dim=rule.value_dim,
                     alternate=rule.alternate, most=rule.most,
@@ -334,9 +335,10 @@ class NativeExecutor:
             case ApplyScan(module, x, rates, opening, out, layer):
                 memory = self._states.setdefault(layer, StateMemory())
                 scan = module.part
-                self.native.apply_scan(
-                    x, rates, opening, out, memory, decay=module.decay, offset=module.offset, skip=module.skip,
-                    norm=module.norm, begin=(scan.kernel - 1) * scan.convolved, eps=scan.eps or 0.0, heads=scan.heads,
+                self.native.advance(
+                    "scan", x, rates, opening, out, memory, decay=module.decay,
+                    weights={"offset": module.offset, "skip": module.skip, "norm": module.norm},
+                    begin=(scan.kernel - 1) * scan.convolved, eps=scan.eps or 0.0, heads=scan.heads,
                     head_dim=scan.head_dim, groups=scan.groups, size=scan.size, norm_first=scan.norm_first,
                 )  # fmt: skip
             case AddAdapters() | AllReduce():

@@ -10,7 +10,7 @@ import ctypes
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -437,8 +437,9 @@ class Program:
             taps, added, memory,
         )  # fmt: skip
 
-    def apply_delta(
+    def advance(
         self,
+        kind: Literal["delta", "scan"],
         x: Rows,
         rates: Rows,
         opening: Rows,
@@ -446,70 +447,24 @@ class Program:
         memory: StateMemory,
         *,
         decay: Tensor,
-        offset: Tensor,
-        norm: Tensor,
-        begin: int,
-        eps: float,
-        most: float,
-        **sizes: int,
+        weights: Mapping[str, Tensor | None],
+        **numbers: float,
     ) -> None:
-        """The gated delta rule (`engine.model.state_operations.ApplyDelta`).
+        """The gated delta rule or the selective scan (`engine.model.state_operations`: `ApplyDelta`, `ApplyScan`).
 
         Args:
-            begin: numbers of a state before the matrices.
-            most: the factor of the sigmoid that gives shares of corrections.
-            sizes: key_heads, value_heads, key_dim, value_dim, alternate.
+            decay: the logarithms of the decays' factors.
+            weights: `offset`, `norm` (None for no norm) and, of a scan, `skip`.
+            numbers: the structure's other fields; `begin` numbers of a state are before the matrices.
         """
-        if sizes["key_dim"] > LONGEST_KEY:
-            raise ValueError(f"a key may have at most {LONGEST_KEY} features, got {sizes['key_dim']}")
-        factors, added = decay.float().exp().contiguous(), offset.float().contiguous()
-        weight = norm.float().contiguous()
-        self._add(
-            _DELTA,
-            _Delta(
-                x=_place(x), rates=_place(rates), opening=_place(opening), out=_place(out), decay=factors.data_ptr(),
-                offset=added.data_ptr(), norm=weight.data_ptr(), memory=memory.address, begin=begin, eps=eps,
-                most=most, **sizes,
-            ),
-            factors, added, weight, memory,
-        )  # fmt: skip
-
-    def apply_scan(
-        self,
-        x: Rows,
-        rates: Rows,
-        opening: Rows,
-        out: Rows,
-        memory: StateMemory,
-        *,
-        decay: Tensor,
-        offset: Tensor,
-        skip: Tensor,
-        norm: Tensor | None,
-        begin: int,
-        eps: float,
-        **sizes: int,
-    ) -> None:
-        """The selective scan (`engine.model.state_operations.ApplyScan`).
-
-        Args:
-            norm: None for no norm.
-            begin: numbers of a state before the matrices.
-            sizes: heads, head_dim, groups, size, norm_first.
-        """
-        if sizes["size"] > LONGEST_KEY:
-            raise ValueError(f"B and C may have at most {LONGEST_KEY} features, got {sizes['size']}")
-        factors, added, kept = decay.float().exp().contiguous(), offset.float().contiguous(), skip.float().contiguous()
-        weight = None if norm is None else norm.float().contiguous()
-        self._add(
-            _SCAN,
-            _Scan(
-                x=_place(x), rates=_place(rates), opening=_place(opening), out=_place(out), decay=factors.data_ptr(),
-                offset=added.data_ptr(), skip=kept.data_ptr(), norm=None if weight is None else weight.data_ptr(),
-                memory=memory.address, begin=begin, eps=eps, **sizes,
-            ),
-            factors, added, kept, weight, memory,
-        )  # fmt: skip
+        number, what, size = (_DELTA, _Delta, "key_dim") if kind == "delta" else (_SCAN, _Scan, "size")
+        if numbers[size] > LONGEST_KEY:
+            raise ValueError(f"keys of a state may have at most {LONGEST_KEY} features, got {numbers[size]}")
+        kept = {"decay": decay.float().exp().contiguous()}
+        kept |= {name: weight.float().contiguous() for name, weight in weights.items() if weight is not None}
+        addresses = {name: tensor.data_ptr() for name, tensor in kept.items()}
+        places = {"x": _place(x), "rates": _place(rates), "opening": _place(opening), "out": _place(out)}
+        self._add(number, what(**places, memory=memory.address, **addresses, **numbers), *kept.values(), memory)
 
     def _add(self, kind: int, what: ctypes.Structure, *kept: object, barrier: bool = True) -> None:
         self._operations.append((kind, what, barrier))

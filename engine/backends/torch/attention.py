@@ -99,12 +99,6 @@ class TorchReference(AttentionBackend):
         sinks: Tensor | None = None,
         own: OwnKey | None = None,
     ) -> Tensor:
-        """Attention of q [T, heads, head_dim] over each row's own keys; returns [T, heads, head_dim].
-
-        Scores are scale * q k, then softcap * tanh(. / softcap), then + bias: transformers' order. If causal, queries
-        are at the last positions of their row, otherwise at the first ones. Tokens past the sum of the query lengths,
-        and queries that see no key, get zeros. Raises ValueError if shapes or lengths contradict each other.
-        """
         plain = not causal and window is None and bias is None and softcap is None and sinks is None and own is None
         if plain and isinstance(kv, Ragged) and whole.serves(q, kv, metadata):
             return whole.attend(q, kv, metadata, scale)

@@ -18,9 +18,8 @@ from engine.backends.native.program import Rows
 from engine.backends.torch.states import apply_delta, apply_scan, convolve, each_row
 from engine.model import kernels
 from engine.model.activations import activate, activate_by_name, gate_by_name
-from engine.model.attention_operations import Attend, PrepareHeads, PrepareLatent, StoreEncoded, Temper
+from engine.model.attention_operations import Attend, PrepareHeads, PrepareLatent, StoreEncoded
 from engine.model.convolution import gather_neighbours
-from engine.model.embedding import add_images
 from engine.model.inputs import Inputs
 from engine.model.latent import LatentAttention
 from engine.model.layers import CrossAttention, SelfAttention, split_heads
@@ -28,21 +27,15 @@ from engine.model.operations import (
     Activate,
     Add,
     AddAdapters,
-    AddImages,
     AllReduce,
     Apply,
-    Concatenate,
     Embed,
     GatherNeighbours,
-    Keep,
     MixExperts,
     Multiply,
-    MultiplyAll,
     Normalize,
     Open,
-    OpenHeads,
     Operation,
-    Scale,
     Take,
 )
 from engine.model.positions import AttentionPosition, Disentangled, RelativeBuckets, Rotary
@@ -237,13 +230,6 @@ def _prepare_heads(operation: PrepareHeads, state: Pass) -> None:
     state.values[operation.keys], state.values[operation.values] = keys, values
 
 
-def _temper(operation: Temper, state: Pass) -> None:
-    part, queries = operation.temperature, state.values[operation.queries]
-    steps = ((state.inputs.positions + part.first).float() / part.every).floor()
-    factors = steps.log1p() * part.growth + 1.0
-    state.values[operation.queries] = (queries * factors.view(-1, *[1] * (queries.dim() - 1))).to(queries.dtype)
-
-
 def _prepare_latent(operation: PrepareLatent, state: Pass) -> None:
     inputs, cache = state.inputs, state.pages(operation.layer)
     position = operation.module.part.position
@@ -296,20 +282,6 @@ def _attend(operation: Attend, state: Pass) -> None:
     state.values[operation.out] = attended.reshape(len(attended), operation.out.width)
 
 
-def _multiply_all(operation: MultiplyAll, state: Pass) -> None:
-    state.values[operation.x] = state.values[operation.x] * operation.factor
-
-
-def _keep(operation: Keep, state: Pass) -> None:
-    state.inputs.kept.append(state.values[operation.x].clone())
-
-
-def _add_images(operation: AddImages, state: Pass) -> None:
-    inputs = state.inputs
-    if inputs.images is not None:
-        state.values[operation.x] = add_images(state.values[operation.x], inputs.images, inputs.sides, operation.number)
-
-
 def _activate(operation: Activate, state: Pass) -> None:
     by_name = gate_by_name if operation.gated else activate_by_name
     state.values[operation.out] = by_name(operation.function, state.values[operation.x])
@@ -317,13 +289,6 @@ def _activate(operation: Activate, state: Pass) -> None:
 
 def _open(operation: Open, state: Pass) -> None:
     state.values[operation.x] = state.values[operation.opening].sigmoid() * state.values[operation.x]
-
-
-def _open_heads(operation: OpenHeads, state: Pass) -> None:
-    x, opening = state.values[operation.x], state.values[operation.opening].flatten(1).float()
-    opened = activate(torch.sigmoid if operation.function == "sigmoid" else F.softplus, opening)
-    parts = x.reshape(len(x), opening.shape[1], -1)
-    state.values[operation.x] = (parts * opened.to(x.dtype).unsqueeze(-1)).view(len(x), -1)
 
 
 def _mix_experts(operation: MixExperts, state: Pass) -> None:
@@ -337,16 +302,6 @@ def _gather_neighbours(operation: GatherNeighbours, state: Pass) -> None:
     inputs = state.inputs
     x = state.values[operation.x]
     state.values[operation.out] = gather_neighbours(x, inputs.metadata, operation.taps, inputs.tokens)
-
-
-def _concatenate(operation: Concatenate, state: Pass) -> None:
-    parts = [state.values[rows].flatten(1) for rows in (operation.x, operation.y)]
-    state.values[operation.out] = torch.cat(parts, dim=1)
-
-
-def _scale(operation: Scale, state: Pass) -> None:
-    x = state.values[operation.x]
-    state.values[operation.out] = x * state.values[operation.y].reshape(x.shape)
 
 
 def _add(operation: Add, state: Pass) -> None:
@@ -450,20 +405,13 @@ HANDLERS: dict[type, Handler] = {
     AllReduce: _all_reduce,
     Apply: _apply,
     PrepareHeads: _prepare_heads,
-    Temper: _temper,
     PrepareLatent: _prepare_latent,
     StoreEncoded: _store_encoded,
     Attend: _attend,
-    Keep: _keep,
-    MultiplyAll: _multiply_all,
-    AddImages: _add_images,
     Activate: _activate,
     Open: _open,
-    OpenHeads: _open_heads,
     MixExperts: _mix_experts,
     GatherNeighbours: _gather_neighbours,
-    Concatenate: _concatenate,
-    Scale: _scale,
     Add: _add,
     Convolve: _convolve,
     ApplyDelta: _apply_delta,

@@ -168,12 +168,6 @@ class TritonAttention(AttentionBackend):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attention of q [T, heads, head_dim] over each row's own keys; returns [T, heads, head_dim].
-
-        Scores are scale * q k, then softcap * tanh(. / softcap), then + bias: transformers' order. If causal, queries
-        are at the last positions of their row, otherwise at the first ones. Tokens past the sum of the query lengths,
-        and queries that see no key, get zeros. Raises ValueError if shapes, formats or lengths contradict each other.
-        """
         if isinstance(window, Chunks):
             raise ValueError("no kernel for chunks")
         check_shapes(q, kv, metadata, bias, sinks)

@@ -15,6 +15,7 @@ from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model.gguf import hybrids
 from engine.model.gguf.arrangements import AboveOne, Arrangement, AsStored, Interleaved, Kernels, OneRow
 from engine.model.gguf.container import Gguf, TensorInfo
+from engine.model.gguf.hybrids import ATTENTION, HEAD_NORMS, PROJECTIONS
 from engine.model.gguf.metadata import Metadata
 from engine.model.gguf.rope import FACTORS, LONG_FACTORS, SHORT_FACTORS, rope_parameters
 from engine.model.gguf.tensors import mapped, read_numbers, read_tensor
@@ -302,7 +303,6 @@ def _gemma_3(metadata: Metadata, *, embeds: bool = False) -> Config:
     config = _plain(metadata, "gemma3_text", "Gemma3ForCausalLM", embeds=embeds)
     every = metadata.count("attention.sliding_window_pattern", 6)
     windowed = [not every or bool((layer + 1) % every) for layer in range(config["num_hidden_layers"])]
-    local = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base_swa", 10_000.0)}
     return _whole_rotation(
         metadata,
         config
@@ -310,11 +310,9 @@ def _gemma_3(metadata: Metadata, *, embeds: bool = False) -> Config:
             "hidden_activation": "gelu_pytorch_tanh",
             "sliding_window": metadata.count("attention.sliding_window"),
             "layer_types": _layer_types(windowed),
-            "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": local},
+            "rope_parameters": _two_bases(metadata, config["rope_parameters"]),
             "attn_logit_softcapping": None,
-            "final_logit_softcapping": (
-                metadata.number("final_logit_softcapping") if metadata.has("final_logit_softcapping") else None
-            ),
+            "final_logit_softcapping": _softcap(metadata),
             "query_pre_attn_scalar": _query_scalar(config, layers_of_largest=62),
         },
     )
@@ -385,14 +383,17 @@ def _gemma_layers(metadata: Metadata, config: Config) -> Config:
         "num_kv_shared_layers": metadata.count("attention.shared_kv_layers", 0),
         "hidden_size_per_layer_input": vectors if table is not None else 0,
         "vocab_size_per_layer_input": config["vocab_size"] if table is None else table.shape[0],
-        "final_logit_softcapping": (
-            metadata.number("final_logit_softcapping") if metadata.has("final_logit_softcapping") else None
-        ),
+        "final_logit_softcapping": _softcap(metadata),
     }
 
 
-def _local_base(metadata: Metadata) -> Config:
-    return {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base_swa", 10_000.0)}
+def _softcap(metadata: Metadata) -> float | None:
+    return metadata.number("final_logit_softcapping") if metadata.has("final_logit_softcapping") else None
+
+
+def _two_bases(metadata: Metadata, of_global: Config) -> Config:
+    local = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base_swa", 10_000.0)}
+    return {"full_attention": of_global, "sliding_attention": local}
 
 
 def _gemma_3n(metadata: Metadata) -> Config:
@@ -405,9 +406,7 @@ def _gemma_3n(metadata: Metadata) -> Config:
         config
         | {
             "intermediate_size": [int(each) for each in metadata.each("feed_forward_length", layers)],
-            "rope_parameters": {
-                "full_attention": config["rope_parameters"], "sliding_attention": _local_base(metadata),
-            },
+            "rope_parameters": _two_bases(metadata, config["rope_parameters"]),
             "final_logit_softcapping": config["final_logit_softcapping"] or 30.0,
             "altup_num_inputs": metadata.count("altup.num_inputs"),
             "altup_active_idx": metadata.count("altup.active_idx"),
@@ -446,7 +445,7 @@ def _gemma_4(metadata: Metadata) -> Config:
         "use_double_wide_mlp": doubled,
         "per_layer_config": {str(i): {"head_dim": wide, "num_key_value_heads": own[i]} for i in globals_},
         "attention_k_eq_v": any(f"blk.{i}.attn_v.weight" not in tensors for i in globals_ if i < first),
-        "rope_parameters": {"full_attention": _share_rotation(metadata), "sliding_attention": _local_base(metadata)},
+        "rope_parameters": _two_bases(metadata, _share_rotation(metadata)),
         "enable_moe_block": experts,
         "num_experts": metadata.count("expert_count", 0) or None,
         "top_k_experts": metadata.count("expert_used_count", 0) or None,
@@ -631,18 +630,6 @@ def _of_lfm2(metadata: Metadata, model_type: str, name: str) -> Config:
     return _whole_rotation(metadata, config)
 
 
-_PROJECTIONS = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
@@ -661,7 +648,7 @@ _MIXTRAL_EXPERTS = {
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
     "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
 }
-_SANDWICH = _PROJECTIONS | {
+_SANDWICH = PROJECTIONS | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
@@ -689,13 +676,10 @@ def _above_one(*names: str) -> dict[str, Callable[[Config], Arrangement]]:
     return {name: lambda config: AboveOne() for name in ("output_norm", "attn_norm", "ffn_norm", *names)}
 
 
-_MIXTRAL = Architecture(_mixtral, _PROJECTIONS | _MIXTRAL_EXPERTS, arranged=_TURNED_NEIGHBOURS)
+_MIXTRAL = Architecture(_mixtral, PROJECTIONS | _MIXTRAL_EXPERTS, arranged=_TURNED_NEIGHBOURS)
 _AFTER = ("post_attention_norm", "post_ffw_norm")
-_LFM2 = {
+_LFM2 = ATTENTION | {
     "attn_norm": "operator_norm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.out_proj",
     "attn_q_norm": "self_attn.q_layernorm",
     "attn_k_norm": "self_attn.k_layernorm",
@@ -726,17 +710,17 @@ _NEMOTRON = Architecture(
 _DELTA_EXPERTS = hybrids.DELTA | _EXPERTS | _SHARED_EXPERT
 _CORRECTED = hybrids.CORRECTED | {"ffn_gate_inp_shexp": lambda config: OneRow()}
 _ARCHITECTURES: dict[str, Architecture] = {
-    "command-r": Architecture(_command_r, _PROJECTIONS | _HEAD_NORMS),
-    "gemma": Architecture(_gemma, _PROJECTIONS, arranged=_above_one()),
+    "command-r": Architecture(_command_r, PROJECTIONS | HEAD_NORMS),
+    "gemma": Architecture(_gemma, PROJECTIONS, arranged=_above_one()),
     "gemma2": Architecture(_gemma_2, _SANDWICH, arranged=_above_one(*_AFTER)),
-    "gemma3": Architecture(_gemma_3, _SANDWICH | _HEAD_NORMS, arranged=_above_one(*_AFTER, *_HEAD_NORMS)),
+    "gemma3": Architecture(_gemma_3, _SANDWICH | HEAD_NORMS, arranged=_above_one(*_AFTER, *HEAD_NORMS)),
     "gemma-embedding": Architecture(
-        _gemma_embedding, _SANDWICH | _HEAD_NORMS, arranged=_above_one(*_AFTER, *_HEAD_NORMS)
+        _gemma_embedding, _SANDWICH | HEAD_NORMS, arranged=_above_one(*_AFTER, *HEAD_NORMS)
     ),
     "gemma3n": Architecture(
         _gemma_3n,
         _SANDWICH
-        | _HEAD_NORMS
+        | HEAD_NORMS
         | _LAYER_VECTORS
         | {
             "altup_correct_coef": "altup.correction_coefs",
@@ -754,7 +738,7 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "gemma4": Architecture(
         _gemma_4,
         _SANDWICH
-        | _HEAD_NORMS
+        | HEAD_NORMS
         | _LAYER_VECTORS
         | {
             "layer_output_scale.weight": "layer_scalar",
@@ -798,23 +782,23 @@ _ARCHITECTURES: dict[str, Architecture] = {
     ),
     "lfm2": Architecture(_lfm2, _LFM2, outer=_LFM2_OUTER, arranged=_KERNELS),
     "lfm2moe": Architecture(_lfm2_moe, _LFM2 | _LFM2_EXPERTS, outer=_LFM2_OUTER, arranged=_KERNELS),
-    "llama": Architecture(_llama, _PROJECTIONS, arranged=_TURNED_NEIGHBOURS),
-    "mistral3": Architecture(_mistral_3, _PROJECTIONS, arranged=_TURNED_NEIGHBOURS),
+    "llama": Architecture(_llama, PROJECTIONS, arranged=_TURNED_NEIGHBOURS),
+    "mistral3": Architecture(_mistral_3, PROJECTIONS, arranged=_TURNED_NEIGHBOURS),
     "phi2": Architecture(
         _phi_2,
-        _PROJECTIONS | {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
+        PROJECTIONS | {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
         outer={"token_embd": "model.embed_tokens", "output_norm": "model.final_layernorm", "output": "lm_head"},
     ),
-    "phi3": Architecture(_phi_3, _PROJECTIONS | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
-    "qwen2": Architecture(_qwen2, _PROJECTIONS),
+    "phi3": Architecture(_phi_3, PROJECTIONS | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
+    "qwen2": Architecture(_qwen2, PROJECTIONS),
     "qwen2moe": Architecture(
-        _qwen2_moe, _PROJECTIONS | _EXPERTS | _SHARED_EXPERT, arranged={"ffn_gate_inp_shexp": lambda config: OneRow()}
+        _qwen2_moe, PROJECTIONS | _EXPERTS | _SHARED_EXPERT, arranged={"ffn_gate_inp_shexp": lambda config: OneRow()}
     ),
-    "qwen3": Architecture(_qwen3, _PROJECTIONS | _HEAD_NORMS),
-    "qwen3moe": Architecture(_qwen3_moe, _PROJECTIONS | _HEAD_NORMS | _EXPERTS),
+    "qwen3": Architecture(_qwen3, PROJECTIONS | HEAD_NORMS),
+    "qwen3moe": Architecture(_qwen3_moe, PROJECTIONS | HEAD_NORMS | _EXPERTS),
     "stablelm": Architecture(
         _stablelm,
-        _PROJECTIONS
+        PROJECTIONS
         | {"attn_q_norm": "self_attn.q_layernorm.norms.{}", "attn_k_norm": "self_attn.k_layernorm.norms.{}"},
     ),
 }

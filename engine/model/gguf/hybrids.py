@@ -12,15 +12,24 @@ from engine.model.gguf.metadata import Metadata
 Config = dict[str, Any]
 Arranged = dict[str, Callable[[Config], Arrangement]]
 
+# Names of most architectures.
+ATTENTION = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+}
+HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+NETWORK = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+PROJECTIONS = ATTENTION | NETWORK | {"ffn_norm": "post_attention_layernorm"}
+
 _ATTENDS, _SCANS = "full_attention", "linear_attention"
 
 
 def _sizes(metadata: Metadata) -> tuple[int, int, int, int, int]:
-    """Heads, features of a head, groups, features of a state and taps of the layers with a state.
-
-    Raises:
-        UnsupportedModelError: the heads cannot share the features evenly.
-    """
+    """Heads, features of a head, groups, features of a state and taps of the layers with a state. Raises
+    UnsupportedModelError if the heads cannot share the features evenly."""
     heads, inner = metadata.count("ssm.time_step_rank"), metadata.count("ssm.inner_size")
     if not heads or inner % heads:
         raise UnsupportedModelError(
@@ -205,35 +214,32 @@ SCANNED: Arranged = {
     "ssm_d": lambda config: Flat(),
     "ssm_norm": lambda config: Flat(),
 }
-GRANITE = _names_of_scan("mamba") | {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "shared_mlp.gate_proj",
-    "ffn_up": "shared_mlp.up_proj",
-    "ffn_down": "shared_mlp.output_linear",
-    "ffn_gate_shexp": "shared_mlp.gate_proj",
-    "ffn_up_shexp": "shared_mlp.up_proj",
-    "ffn_down_shexp": "shared_mlp.output_linear",
-    "ffn_gate_inp": "block_sparse_moe.router",
-    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
-    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
-    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
-}
-FALCON = _names_of_scan("mamba") | {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "pre_ff_layernorm.weight",  # llama.cpp omits the end of this name
-    "ffn_gate": "feed_forward.gate_proj",
-    "ffn_up": "feed_forward.up_proj",
-    "ffn_down": "feed_forward.down_proj",
-}
+GRANITE = (
+    _names_of_scan("mamba")
+    | PROJECTIONS
+    | {
+        "ffn_gate": "shared_mlp.gate_proj",
+        "ffn_up": "shared_mlp.up_proj",
+        "ffn_down": "shared_mlp.output_linear",
+        "ffn_gate_shexp": "shared_mlp.gate_proj",
+        "ffn_up_shexp": "shared_mlp.up_proj",
+        "ffn_down_shexp": "shared_mlp.output_linear",
+        "ffn_gate_inp": "block_sparse_moe.router",
+        "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+        "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+        "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+    }
+)
+FALCON = (
+    _names_of_scan("mamba")
+    | ATTENTION
+    | {
+        "ffn_norm": "pre_ff_layernorm.weight",  # llama.cpp omits the end of this name
+        "ffn_gate": "feed_forward.gate_proj",
+        "ffn_up": "feed_forward.up_proj",
+        "ffn_down": "feed_forward.down_proj",
+    }
+)
 FALCON_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.final_layernorm", "output": "lm_head"}
 NEMOTRON = _names_of_scan("mixer") | {
     "attn_norm": "norm",
@@ -251,30 +257,25 @@ NEMOTRON = _names_of_scan("mixer") | {
     "ffn_down_shexp": "mixer.shared_experts.down_proj",
 }
 NEMOTRON_OUTER = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"}
-DELTA = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "attn_qkv": "linear_attn.in_proj_qkv",
-    "attn_gate": "linear_attn.in_proj_z",
-    "ssm_in": "linear_attn.in_proj_qkvz",
-    "ssm_alpha": "linear_attn.in_proj_a",
-    "ssm_beta": "linear_attn.in_proj_b",
-    "ssm_ba": "linear_attn.in_proj_ba",
-    "ssm_conv1d": "linear_attn.conv1d",
-    "ssm_dt.bias": "linear_attn.dt_bias",
-    "ssm_a": "linear_attn.A_log",
-    "ssm_norm": "linear_attn.norm",
-    "ssm_out": "linear_attn.out_proj",
-}
+DELTA = (
+    ATTENTION
+    | HEAD_NORMS
+    | NETWORK
+    | {
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_in": "linear_attn.in_proj_qkvz",
+        "ssm_alpha": "linear_attn.in_proj_a",
+        "ssm_beta": "linear_attn.in_proj_b",
+        "ssm_ba": "linear_attn.in_proj_ba",
+        "ssm_conv1d": "linear_attn.conv1d",
+        "ssm_dt.bias": "linear_attn.dt_bias",
+        "ssm_a": "linear_attn.A_log",
+        "ssm_norm": "linear_attn.norm",
+        "ssm_out": "linear_attn.out_proj",
+    }
+)
 CORRECTED: Arranged = {
     "ssm_conv1d.weight": lambda config: Kernels(),
     "ssm_a": lambda config: Decays(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.backends.attention.base import (
+    AttentionBackend,
     AttentionMetadata,
     Chunks,
     DistanceBias,
@@ -497,27 +499,33 @@ def test_tiles_are_cut_at_absolute_positions() -> None:
 # --- what is refused -----------------------------------------------------------------------------
 
 
-def test_contradictions_are_refused_with_the_figures() -> None:
+def contradicted(backend: AttentionBackend) -> Callable[..., None]:
+    """Calls that each backend refuses with the figures; gives the function that makes them."""
     row = make_row(0, 20, 4, 2, 8, torch.float32)
     kv = paged([row])
 
-    def attend(q: Tensor, queries: list[int], context: list[int], **how: Any) -> None:
-        BACKEND.attend(q, kv, AttentionMetadata.build(queries, context, CPU), scale=1.0, **how)
+    def attend(queries: list[int], context: list[int], q: Tensor = row.q, **how: Any) -> None:
+        backend.attend(q, kv, AttentionMetadata.build(queries, context, CPU), scale=1.0, **how)
 
     with pytest.raises(ValueError, match="row 0 has 20 causal queries but a context of 19"):
-        attend(row.q, [20], [19])
+        attend([20], [19])
     with pytest.raises(ValueError, match="contexts up to 49 tokens do not fit"):
-        attend(row.q, [20], [49])
-    with pytest.raises(ValueError, match="2 rows with contexts up to 5 tokens do not fit"):
-        attend(row.q, [1, 1], [5, 5])
+        attend([20], [49])
     with pytest.raises(ValueError, match="q has 20 tokens, the rows have 21 queries"):
-        attend(row.q, [21], [21])
+        attend([21], [21])
     with pytest.raises(ValueError, match="heads must be a multiple of kv_heads"):
-        attend(row.q[:, :3], [20], [20])
+        attend([20], [20], row.q[:, :3])
     with pytest.raises(ValueError, match="the bias has 3 heads, the queries have 4"):
-        attend(row.q, [20], [20], bias=table(3, 5, 2))
+        attend([20], [20], bias=table(3, 5, 2))
+    return attend
+
+
+def test_contradictions_are_refused_with_the_figures() -> None:
+    attend = contradicted(BACKEND)
+    with pytest.raises(ValueError, match="2 rows with contexts up to 5 tokens do not fit"):
+        attend([1, 1], [5, 5], make_row(0, 2, 4, 2, 8, torch.float32).q)
     with pytest.raises(ValueError, match="the bias has 3 heads, the queries have 4"):
-        attend(row.q, [20], [20], bias=by_position(3, 20))
+        attend([20], [20], bias=by_position(3, 20))
 
 
 @dataclass

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 from support.gpu import kernels
 from support.poison import poisoned
+from support.rows import apart, numbers
 
 from engine.backends.triton import activations, norms
 from engine.model.activations import ACTIVATIONS
@@ -27,17 +28,6 @@ counts = st.integers(1, 7)
 sizes = st.sampled_from([1, 3, 48, 64, 100, 193, 600, 1024, 1100])
 seeds = st.integers(0, 2**20)
 formats = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
-
-
-def numbers(seed: int, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
-    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
-
-
-def apart(x: Tensor) -> Tensor:
-    """The same rows, with NaN between them."""
-    wide = torch.full((*x.shape[:-1], x.shape[-1] + 5), torch.nan, dtype=x.dtype, device=x.device)
-    wide[..., : x.shape[-1]] = x
-    return wide[..., : x.shape[-1]]
 
 
 def assert_near(found: Tensor, wanted: Tensor, steps: int = 1) -> None:

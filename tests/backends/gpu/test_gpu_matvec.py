@@ -14,7 +14,8 @@ pytest.importorskip("triton")
 
 from support.gpu import kernels
 from support.poison import poisoned
-from test_gpu_elementwise import by_torch, hows, numbers
+from support.rows import numbers
+from test_gpu_elementwise import by_torch, hows
 
 from engine.backends.triton import activations, matvec
 from engine.backends.triton.norms import Norm

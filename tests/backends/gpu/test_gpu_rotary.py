@@ -14,10 +14,11 @@ pytest.importorskip("triton")
 
 from support.gpu import kernels
 from support.poison import poisoned
+from support.rows import numbers, poisoned_pages, rotary_parts, with_extremes
 from test_gpu_elementwise import by_torch
 
 from engine.backends.attention.base import Paged
-from engine.backends.attention.formats import FP8, LARGEST, SCALE
+from engine.backends.attention.formats import FP8, LARGEST
 from engine.backends.triton import norms, pages
 from engine.backends.triton.pages import slots_of
 from engine.backends.triton.rotary import Angles, HeadNorms, rotate_, rotate_and_store
@@ -28,20 +29,8 @@ pytestmark = pytest.mark.slow
 
 few = settings(max_examples=25, deadline=None, derandomize=True, phases=[Phase.generate])
 BLOCK, BLOCKS, LENGTH = 4, 12, 40
+parts = rotary_parts([1, 4, 12, 16, 33, 64])
 PAGE_FORMATS = [torch.float32, torch.float16, torch.bfloat16, torch.int8, FP8]
-
-
-def numbers(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-@st.composite
-def parts(draw: st.DrawFn) -> tuple[Rotary | None, int]:
-    """A rotary part, or none, and how many features a head has."""
-    dim = 2 * draw(st.sampled_from([1, 4, 12, 16, 33, 64]))
-    rest = draw(st.sampled_from([0, 0, 1, 7, 16]))
-    part = Rotary(dim=dim, theta=10000.0, interleaved=draw(st.booleans()), in_float32=draw(st.booleans()))
-    return draw(st.sampled_from([part, part, part, None])), dim + rest
 
 
 @st.composite
@@ -73,21 +62,6 @@ def normed(x: Tensor, how: norms.Norm, own: bool) -> Tensor:
 
     each = [how._replace(weight=of(how.weight, head), bias=of(how.bias, head)) for head in range(x.shape[1])]
     return torch.stack([by_torch(x[:, head], one) for head, one in enumerate(each)], dim=1)
-
-
-def make_pages(kv_heads: int, head_dim: int, dtype: torch.dtype, centred: bool, device: torch.device) -> Paged:
-    """Pages of poison."""
-
-    def pages() -> Tensor:
-        memory = torch.full((BLOCKS * BLOCK * kv_heads * head_dim * dtype.itemsize,), 0xFF, dtype=torch.uint8)
-        return memory.to(device).view(dtype).view(BLOCKS, BLOCK, kv_heads, head_dim)
-
-    scales = [torch.full((BLOCKS, BLOCK, kv_heads), -1.0, dtype=SCALE, device=device) for _ in range(2)]
-    centre = numbers(9, kv_heads, head_dim).to(device) if centred else None
-    tables = torch.zeros(1, 1, dtype=torch.int32, device=device)
-    if dtype in LARGEST:
-        return Paged(pages(), pages(), tables, *scales, centre)
-    return Paged(pages(), pages(), tables)
 
 
 def assert_same(found: Tensor, wanted: Tensor, exact: bool, dtype: torch.dtype = torch.float32) -> None:
@@ -133,7 +107,7 @@ def assert_pages(
 
 @few
 @given(
-    st.data(), parts(), st.integers(1, 5), st.integers(1, 5), st.integers(1, 4), st.integers(0, 2**20),
+    st.data(), parts, st.integers(1, 5), st.integers(1, 5), st.integers(1, 4), st.integers(0, 2**20),
     st.sampled_from([torch.float32, torch.float32, torch.float16, torch.bfloat16]), st.sampled_from(PAGE_FORMATS),
     st.booleans(), st.booleans(), st.sampled_from([None, None, 0.7]), st.booleans(),
 )  # fmt: skip
@@ -157,10 +131,7 @@ def test_queries_are_turned_and_keys_and_values_stored(
         how = data.draw(st.one_of(st.none(), st.none(), head_norms(heads, kv_heads, head_dim, dtype, device)))
         projected = numbers(seed, tokens, heads + 2 * kv_heads, head_dim, dtype=dtype).to(device)
         if extreme and how is None:
-            projected[0] *= 1e30
-            projected[tokens // 2, :, 0] = torch.inf
-            projected[-1, :, -1] = torch.nan
-            projected[tokens // 3] *= 1e-6
+            with_extremes(projected)
         turning, values = projected.tensor_split((heads + kv_heads,), dim=1)
         clipped = projected if clip is None else projected.clamp(-clip, clip)
         wanted, wanted_values = clipped.tensor_split((heads + kv_heads,), dim=1)
@@ -177,7 +148,9 @@ def test_queries_are_turned_and_keys_and_values_stored(
             table = RotaryTable(part, head_dim, LENGTH, device)
             wanted = rotate(wanted, part, *table(positions, dtype))
             angles = Angles(table.cos, table.sin, part.interleaved, part.in_float32)
-        found_pages, wanted_pages = (make_pages(kv_heads, head_dim, page_dtype, centred, device) for _ in range(2))
+        found_pages, wanted_pages = (
+            poisoned_pages((BLOCKS, BLOCK, kv_heads, head_dim), page_dtype, centred, device) for _ in range(2)
+        )
         wanted_pages.write(slots, wanted[:stored, heads:], wanted_values[:stored])
         keys, kept = turning[:, heads:].clone(), values.clone()
         found_pages = replace(found_pages, block_tables=tables)
@@ -215,7 +188,7 @@ def test_positions_without_angles_give_nan_and_no_slot() -> None:
         table = RotaryTable(Rotary(dim=8, theta=1e4), 8, LENGTH, device)
         x = numbers(1, 3, 2, 8).to(device)
         pages = replace(
-            make_pages(1, 8, torch.float32, False, device),
+            poisoned_pages((BLOCKS, BLOCK, 1, 8), torch.float32, False, device),
             block_tables=torch.tensor([[1], [2], [3]], dtype=torch.int32, device=device),
         )
         positions = torch.tensor([LENGTH, -1, 2], device=device)
@@ -231,12 +204,12 @@ def test_positions_without_angles_give_nan_and_no_slot() -> None:
 def test_block_0_and_what_lies_outside_the_pages_stay_as_they_were() -> None:
     with kernels() as device:
         x = numbers(1, 5, 2, 8).to(device)
-        pages = make_pages(1, 8, torch.int8, False, device)
+        pages = poisoned_pages((BLOCKS, BLOCK, 1, 8), torch.int8, False, device)
         slots = torch.tensor([0, BLOCK - 1, -1, BLOCKS * BLOCK, 2**40], device=device)
         rotate_and_store(x, x[:, 1:].clone(), pages, slots=slots)
         rows = replace(pages, block_tables=torch.zeros(5, 3, dtype=torch.int32, device=device))
         rotate_and_store(x, x[:, 1:].clone(), rows, positions=torch.zeros(5, dtype=torch.int64, device=device))
-        assert_pages(pages, make_pages(1, 8, torch.int8, False, device), True, True)
+        assert_pages(pages, poisoned_pages((BLOCKS, BLOCK, 1, 8), torch.int8, False, device), True, True)
 
 
 def test_slots_beyond_32_bits() -> None:
@@ -247,7 +220,7 @@ def test_slots_beyond_32_bits() -> None:
         positions = torch.tensor([5], device=device)
         found = slots_of(table, torch.tensor([0, 1], dtype=torch.int32, device=device), positions, 2**14)
         assert found.tolist() == [2**35 + 5]
-        pages = make_pages(1, 64, torch.float32, False, device)
+        pages = poisoned_pages((BLOCKS, BLOCK, 1, 64), torch.float32, False, device)
         rotate_and_store(x, x[:, 1:].clone(), pages, slots=torch.tensor([2**40 + BLOCK], device=device))
         assert pages.keys.isnan().all(), "a slot is not cut to 32 bits"
 
@@ -281,7 +254,7 @@ def test_every_step_of_fp8() -> None:
         x = torch.cat((exact, middle, middle.nextafter(inf), middle.nextafter(-inf), torch.tensor([448.0])))
         x = torch.cat((x, -x))[: 8 * 126].view(-1, 1, 126).to(device)
         x[:, :, 0] = 448.0  # so the scale is 1
-        found, wanted = (make_pages(1, 126, FP8, False, device) for _ in range(2))
+        found, wanted = (poisoned_pages((BLOCKS, BLOCK, 1, 126), FP8, False, device) for _ in range(2))
         slots = torch.arange(len(x), device=device) + BLOCK
         wanted.write(slots, x, x)
         rotate_and_store(torch.cat((x, x), dim=1), x, found, slots=slots)
@@ -292,7 +265,7 @@ def test_every_step_of_fp8() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     with kernels() as device:
-        pages = make_pages(2, 8, torch.float32, False, device)
+        pages = poisoned_pages((BLOCKS, BLOCK, 2, 8), torch.float32, False, device)
         x, values = torch.ones(3, 5, 8, device=device), torch.ones(3, 2, 8, device=device)
         slots, cos, sin = torch.arange(3), torch.ones(9, 8), torch.ones(9, 4)
         for call in (

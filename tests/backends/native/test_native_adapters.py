@@ -15,7 +15,7 @@ from engine.backends.native.program import Program
 pytestmark = needs_native
 
 INPUTS, OUTPUTS, RANK = 83, 200, 24
-SLOTS = torch.tensor([0, 3, 3, 3, 3, 3, 1, 0, 0, 2, 3, 1, 1, 4, 0])
+SLOTS = torch.tensor([0, 3, 3, 3, 3, 3, 1, 0, 0, 2, 3, 1, 1, 4, 0, 5, 5, 5, 5, 5])
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -23,13 +23,14 @@ def random(*shape: int, seed: int) -> Tensor:
 
 
 def matrices() -> list[tuple[Tensor, Tensor]]:
-    """Adapters of slots 1 to 4: a small one; one that joins three matrices; one of bfloat16's numbers; one whose ranks
-    reach outputs that overlap."""
+    """Adapters of slots 1 to 5: a small one; one that joins three matrices; one of bfloat16's numbers; one whose ranks
+    reach outputs that overlap; one of float16's numbers."""
     joined = torch.block_diag(random(130, 5, seed=1), random(7, 8, seed=2), random(63, 3, seed=3))
     mixed = random(OUTPUTS, 3, seed=4)
     mixed[50:, 0], mixed[:150, 1] = 0, 0
     ups = [random(OUTPUTS, 1, seed=5), joined, random(OUTPUTS, RANK, seed=6).bfloat16().float(), mixed]
-    return [(random(up.shape[1], INPUTS, seed=10 + slot) * 0.1, up) for slot, up in enumerate(ups)]
+    found = [(random(up.shape[1], INPUTS, seed=10 + slot) * 0.1, up) for slot, up in enumerate(ups)]
+    return [*found, ((random(RANK, INPUTS, seed=7) * 0.1).half().float(), random(OUTPUTS, RANK, seed=8).half().float())]
 
 
 def table() -> AdapterTable:
@@ -88,6 +89,7 @@ def test_a_slot_gives_its_matrices_back_and_forgets_them() -> None:
     blocks = [(part.first, part.outputs, len(part.down), part.up.dtype) for part in made._parts[2]]
     assert blocks == [(0, 130, 5, torch.float32), (130, 7, 8, torch.float32), (137, 63, 3, torch.float32)]
     assert made._parts[3][0].up.dtype == torch.bfloat16, "the numbers are bfloat16's: half the memory holds them"
+    assert {part.dtype for part in (made._parts[5][0].down, made._parts[5][0].up)} == {torch.float16}
     assert len(made._parts[4]) == 1, "no two threads add to the same numbers"
     made.clear(2)
     assert made.matrices(2) is made.matrices(0) is None
@@ -96,5 +98,5 @@ def test_a_slot_gives_its_matrices_back_and_forgets_them() -> None:
 def test_runs_are_those_of_tokens_with_an_adapter() -> None:
     runs = find_runs(SLOTS)
     assert runs is not None
-    assert runs.tolist() == [[1, 5, 3], [6, 1, 1], [9, 1, 2], [10, 1, 3], [11, 2, 1], [13, 1, 4]]
+    assert runs.tolist() == [[1, 5, 3], [6, 1, 1], [9, 1, 2], [10, 1, 3], [11, 2, 1], [13, 1, 4], [15, 5, 5]]
     assert find_runs(torch.zeros(4, dtype=torch.int64)) is None

@@ -12,33 +12,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.attention import stored
 from support.native import each_isa, kernels_of, needs_native
 from test_attention_content import content
-from test_attention_reference import CPU, Part, Row, by_position, dense, make_row, paged, ragged, table
+from test_attention_reference import CPU, Part, Row, by_position, contradicted, dense, make_row, paged, ragged, table
 from torch import Tensor
 
 from engine.backends import native
 from engine.backends.attention.base import AttentionMetadata, Chunks, ContentBias, Paged, Ragged, Window
-from engine.backends.attention.formats import convert, quantise
 from engine.backends.attention.selection import select
 from engine.backends.native.attention import NativeAttention
 from engine.backends.torch.attention import TorchReference
 
 pytestmark = needs_native
 FORMATS = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
-
-
-def stored(kv: Paged, dtype: torch.dtype, centred: bool = False) -> Paged:
-    """The same pages in another format; what was poison stays poison."""
-    if dtype == torch.int8:
-        centre = None
-        keys = kv.keys.float()
-        if centred:
-            centre = torch.linspace(-1, 1, keys[0, 0].numel()).view(keys.shape[2:])
-            keys = keys - centre
-        (keys, key_scales), (values, value_scales) = quantise(keys), quantise(kv.values)
-        return Paged(keys, values, kv.block_tables, key_scales, value_scales, centre)
-    return replace(kv, keys=convert(kv.keys, dtype), values=convert(kv.values, dtype))
 
 
 def batch(rows: list[Row], query_lens: list[int], causal: bool, dtype: torch.dtype) -> tuple[Tensor, AttentionMetadata]:
@@ -519,24 +506,9 @@ def test_queries_without_keys_give_zeros(isa: str) -> None:
 
 
 def test_contradictions_are_refused_with_the_figures() -> None:
-    row = make_row(0, 20, 4, 2, 8, torch.float32)
-    kv = paged([row])
-
-    def attend(q: Tensor, queries: list[int], context: list[int], kv: Paged | Ragged = kv, **how: Any) -> None:
-        NativeAttention().attend(q, kv, AttentionMetadata.build(queries, context, CPU), scale=1.0, **how)
-
-    with pytest.raises(ValueError, match="row 0 has 20 causal queries but a context of 19"):
-        attend(row.q, [20], [19])
-    with pytest.raises(ValueError, match="contexts up to 49 tokens do not fit"):
-        attend(row.q, [20], [49])
-    with pytest.raises(ValueError, match="q has 20 tokens, the rows have 21 queries"):
-        attend(row.q, [21], [21])
-    with pytest.raises(ValueError, match="heads must be a multiple of kv_heads"):
-        attend(row.q[:, :3], [20], [20])
-    with pytest.raises(ValueError, match="the bias has 3 heads, the queries have 4"):
-        attend(row.q, [20], [20], bias=table(3, 5, 2))
+    attend = contradicted(NativeAttention())
     with pytest.raises(ValueError, match=r"no kernel for queries of torch\.float64"):
-        attend(row.q.double(), [20], [20])
+        attend([20], [20], make_row(0, 20, 4, 2, 8, torch.float64).q)
     equal = make_row(0, 20, 2, 2, 8, torch.float32)
     terms = ContentBias(torch.zeros(2, 3, 8), None, torch.zeros(3, dtype=torch.int64), 1)
     with pytest.raises(ValueError, match="no kernel for a content bias over keys of int8"):

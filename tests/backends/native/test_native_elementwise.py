@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.native import each_isa, kernels_of, needs_native
+from support.rows import apart, numbers
 from torch import Tensor
 
 from engine.backends.native import activations, norms
@@ -24,17 +25,6 @@ sizes = st.one_of(st.integers(1, 70), st.sampled_from([576, 1000, 2048]))
 seeds = st.integers(0, 2**20)
 formats = st.sampled_from(FORMATS)
 threads = st.sampled_from([1, 2])
-
-
-def numbers(seed: int, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
-    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
-
-
-def apart(x: Tensor) -> Tensor:
-    """The same rows, with NaN between them."""
-    wide = torch.full((*x.shape[:-1], x.shape[-1] + 5), torch.nan, dtype=x.dtype)
-    wide[..., : x.shape[-1]] = x
-    return wide[..., : x.shape[-1]]
 
 
 def plain_rms(x: Tensor, weight: Tensor | None, eps: float, unit_offset: bool, in_float32: bool) -> Tensor:

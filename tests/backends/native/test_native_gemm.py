@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.blocks import numbers, random_blocks
 from support.native import ISAS, each_amx, each_isa, kernels_of, needs_amx, needs_native
+from support.rows import apart
 from torch import Tensor
 
 from engine.backends.native import gemm
@@ -43,7 +44,7 @@ class Case:
         """The product, into rows that lie apart, with what surrounds them untouched."""
         rows, outputs = self.x.shape[0], self.weight.shape[0]
         room = torch.full((rows + 1, outputs + 3), torch.nan, dtype=self.result)
-        found = matmul(packed, _apart(self.x), room[:rows, 1 : 1 + outputs])
+        found = matmul(packed, apart(self.x), room[:rows, 1 : 1 + outputs])
         assert room[:rows, 0].isnan().all()
         assert room[:rows, 1 + outputs :].isnan().all()
         assert room[rows].isnan().all()
@@ -69,13 +70,6 @@ def cases(draw: st.DrawFn, sizes: st.SearchStrategy[int] = SIZES) -> Case:
     bias = torch.randn(outputs, generator=generator) if draw(st.booleans()) else None
     formats = st.sampled_from(FORMATS)
     return Case(x.to(draw(formats)), weight, bias, draw(formats), draw(st.sampled_from([1, 2])))
-
-
-def _apart(x: Tensor) -> Tensor:
-    """The same rows, with NaN between them."""
-    wide = torch.full((x.shape[0], x.shape[1] + 5), torch.nan, dtype=x.dtype)
-    wide[:, : x.shape[1]] = x
-    return wide[:, : x.shape[1]]
 
 
 # By matrix tiles: inputs that fill them, in one slice and several.

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.native import each_isa, kernels_of, needs_native
+from support.rows import CPU, numbers, poisoned_pages, rotary_parts, with_extremes
 from torch import Tensor
 
 from engine.backends.attention.base import Paged
-from engine.backends.attention.formats import SCALE
 from engine.backends.native.rotary import Rotation, rotate_, rotate_and_store
 from engine.model.positions import Rotary
 from engine.model.rotary import RotaryTable, rotate
@@ -18,36 +18,8 @@ from engine.model.rotary import RotaryTable, rotate
 pytestmark = needs_native
 few = settings(max_examples=25, deadline=None, derandomize=True)
 threads = st.sampled_from([1, 2])
-CPU = torch.device("cpu")
 BLOCK, BLOCKS = 4, 30
-
-
-def numbers(seed: int, *shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-@st.composite
-def parts(draw: st.DrawFn) -> tuple[Rotary | None, int]:
-    """A rotary part, or none, and how many features a head has."""
-    dim = 2 * draw(st.integers(1, 40))
-    rest = draw(st.sampled_from([0, 0, 1, 7, 16]))
-    part = Rotary(dim=dim, theta=10000.0, interleaved=draw(st.booleans()), in_float32=draw(st.booleans()))
-    return draw(st.sampled_from([part, part, part, None])), dim + rest
-
-
-def make_pages(kv_heads: int, head_dim: int, dtype: torch.dtype, centred: bool) -> Paged:
-    """Pages of poison."""
-
-    def pages() -> Tensor:
-        memory = torch.full((BLOCKS * BLOCK * kv_heads * head_dim * dtype.itemsize,), 0xFF, dtype=torch.uint8)
-        return memory.view(dtype).view(BLOCKS, BLOCK, kv_heads, head_dim)
-
-    scales = [torch.full((BLOCKS, BLOCK, kv_heads), -1.0, dtype=SCALE) for _ in range(2)]
-    centre = numbers(9, kv_heads, head_dim, dtype=torch.float32) if centred else None
-    tables = torch.zeros(1, 1, dtype=torch.int32)
-    if dtype == torch.int8:
-        return Paged(pages(), pages(), tables, *scales, centre)
-    return Paged(pages(), pages(), tables)
+parts = rotary_parts(range(1, 41))
 
 
 def assert_same(found: Tensor, wanted: Tensor, exact: bool) -> None:
@@ -68,7 +40,7 @@ def assert_same(found: Tensor, wanted: Tensor, exact: bool) -> None:
 @each_isa
 @few
 @given(
-    parts(), st.integers(1, 30), st.integers(1, 5), st.integers(1, 4), st.integers(0, 2**20),
+    parts, st.integers(1, 30), st.integers(1, 5), st.integers(1, 4), st.integers(0, 2**20),
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int8]), st.booleans(), st.booleans(), threads,
 )  # fmt: skip
@@ -89,10 +61,7 @@ def test_queries_are_turned_and_keys_and_values_stored(
     stored = max(tokens - 2, 1)
     projected = numbers(seed, tokens, heads + 2 * kv_heads, head_dim, dtype=dtype)
     if extreme:
-        projected[0] *= 1e30
-        projected[tokens // 2, :, 0] = torch.inf
-        projected[-1, :, -1] = torch.nan
-        projected[tokens // 3] *= 1e-6
+        with_extremes(projected)
     turning, values = projected.tensor_split((heads + kv_heads,), dim=1)
     slots = torch.randperm(BLOCK * BLOCKS, generator=torch.Generator().manual_seed(seed))[:stored]
     rotation = None
@@ -102,7 +71,9 @@ def test_queries_are_turned_and_keys_and_values_stored(
         cos, sin = RotaryTable(part, head_dim, 500, CPU)(positions, dtype)
         wanted = rotate(turning, part, cos, sin)
         rotation = Rotation(cos, sin, part.interleaved)
-    found_pages, wanted_pages = (make_pages(kv_heads, head_dim, page_dtype, centred) for _ in range(2))
+    found_pages, wanted_pages = (
+        poisoned_pages((BLOCKS, BLOCK, kv_heads, head_dim), page_dtype, centred) for _ in range(2)
+    )
     wanted_pages.write(slots, wanted[:stored, heads:], values[:stored])
     keys = turning[:, heads:].clone()
     with kernels_of(isa, cores):
@@ -124,7 +95,7 @@ def test_queries_are_turned_and_keys_and_values_stored(
 
 @each_isa
 @few
-@given(parts(), st.integers(1, 30), st.integers(1, 5), st.integers(0, 2**20), st.booleans(), threads)
+@given(parts, st.integers(1, 30), st.integers(1, 5), st.integers(0, 2**20), st.booleans(), threads)
 def test_heads_are_turned_where_they_lie(
     isa: str, part_and_size: tuple[Rotary | None, int], tokens: int, heads: int, seed: int, half: bool, cores: int
 ) -> None:
@@ -166,7 +137,7 @@ def test_every_half_is_rounded_as_torch_does(isa: str) -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    pages = make_pages(2, 8, torch.float32, False)
+    pages = poisoned_pages((BLOCKS, BLOCK, 2, 8), torch.float32, False)
     x, values, slots = torch.ones(3, 5, 8), torch.ones(3, 2, 8), torch.arange(3)
     cos, sin = torch.ones(3, 1, 8), torch.ones(3, 1, 4)
     for call in (

@@ -7,20 +7,15 @@ from typing import Any
 import pytest
 from support.answering import reference_answers
 from support.pooling_api import MODEL, PoolingApi
-from support.text_encoders import MAX_LENGTH, TEXTS, make_text_encoder
+from support.text_encoders import MAX_LENGTH, TEXTS
 
 QUESTION = "who lives in Bergen?"
 CONTEXT = " ".join([*TEXTS[:5], *TEXTS[:3]])
 
 
-@pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory) -> PoolingApi:
-    return PoolingApi(make_text_encoder("answers", tmp_path_factory.mktemp("answers")))
-
-
-def expected(api: PoolingApi, question: str, context: str, **terms: Any) -> list[dict[str, Any]]:
+def expected(answers: PoolingApi, question: str, context: str, **terms: Any) -> list[dict[str, Any]]:
     limits = {"max_seq_len": MAX_LENGTH, "doc_stride": MAX_LENGTH // 2}
-    model, tokenizer = api.checkpoint.model, api.checkpoint.tokenizer
+    model, tokenizer = answers.checkpoint.model, answers.checkpoint.tokenizer
     return reference_answers(model, tokenizer, question, context, **(limits | terms))
 
 
@@ -32,29 +27,29 @@ def expected(api: PoolingApi, question: str, context: str, **terms: Any) -> list
         {"top_k": 3, "max_seq_len": 30, "doc_stride": 9, "align_to_words": False},
     ],
 )
-def test_the_values_are_the_pipelines(api: PoolingApi, terms: dict[str, Any]) -> None:
-    body = api.ask("/v1/answer", model=MODEL, question=QUESTION, context=[CONTEXT, *TEXTS], **terms)
+def test_the_values_are_the_pipelines(answers: PoolingApi, terms: dict[str, Any]) -> None:
+    body = answers.ask("/v1/answer", model=MODEL, question=QUESTION, context=[CONTEXT, *TEXTS], **terms)
     assert set(body) == {"id", "object", "created", "model", "data", "usage"}
     assert (body["object"], body["model"]) == ("list", MODEL)
     for index, (item, context) in enumerate(zip(body["data"], [CONTEXT, *TEXTS], strict=True)):
         assert set(item) == {"index", "answers"}
         assert item["index"] == index
-        wanted = expected(api, QUESTION, context, **terms)
+        wanted = expected(answers, QUESTION, context, **terms)
         assert len(item["answers"]) == len(wanted)
         for found, other in zip(item["answers"], wanted, strict=True):
             assert {**found, "score": 0} == {**other, "score": 0}
             assert found["score"] == pytest.approx(other["score"], rel=1e-4, abs=1e-9)
     # Windows overlap, and each holds the question: more tokens are read than there are.
-    assert body["usage"]["total_tokens"] > sum(api.checkpoint.count(QUESTION, text) for text in [CONTEXT, *TEXTS])
-    assert api.ask("/answer", question=QUESTION, context=[CONTEXT, *TEXTS], **terms)["data"] == body["data"]
+    assert body["usage"]["total_tokens"] > sum(answers.checkpoint.count(QUESTION, text) for text in [CONTEXT, *TEXTS])
+    assert answers.ask("/answer", question=QUESTION, context=[CONTEXT, *TEXTS], **terms)["data"] == body["data"]
 
 
-def test_many_questions_of_one_text(api: PoolingApi) -> None:
+def test_many_questions_of_one_text(answers: PoolingApi) -> None:
     questions = [QUESTION, "what is late?"]
-    body = api.ask("/v1/answer", question=questions, context=CONTEXT, top_k=2)
+    body = answers.ask("/v1/answer", question=questions, context=CONTEXT, top_k=2)
     for item, question in zip(body["data"], questions, strict=True):
         assert [found["answer"] for found in item["answers"]] == [
-            other["answer"] for other in expected(api, question, CONTEXT, top_k=2)
+            other["answer"] for other in expected(answers, question, CONTEXT, top_k=2)
         ]
 
 
@@ -80,16 +75,7 @@ def test_many_questions_of_one_text(api: PoolingApi) -> None:
         ({"question": "a", "context": ["b", "\u3000"]}, "context", "invalid_value", "context[1]: the context has no"),
     ],
 )
-def test_what_is_refused(api: PoolingApi, body: dict[str, Any], param: str, code: str, words: str) -> None:
-    error = api.refused("/v1/answer", **body)
+def test_what_is_refused(answers: PoolingApi, body: dict[str, Any], param: str, code: str, words: str) -> None:
+    error = answers.refused("/v1/answer", **body)
     assert (error["param"], error["code"]) == (param, code)
     assert words in error["message"]
-
-
-def test_other_models_say_what_they_are(tmp_path_factory: pytest.TempPathFactory, api: PoolingApi) -> None:
-    other = PoolingApi(make_text_encoder("masked", tmp_path_factory.mktemp("masked")))
-    error = other.refused("/v1/answer", question="a", context="b")
-    assert error["code"] == "unsupported_endpoint"
-    assert "it is a masked language model, and it does not find answers" in error["message"]
-    error = api.refused("/v1/classify", input="a")
-    assert "its head finds answers to questions" in error["message"]

@@ -14,16 +14,6 @@ STRATEGIES = ["none", "simple", "first", "average", "max"]
 LONG = " ".join(TEXTS)
 
 
-@pytest.fixture(scope="module")
-def classes(tmp_path_factory: pytest.TempPathFactory) -> PoolingApi:
-    return PoolingApi(make_text_encoder("classes", tmp_path_factory.mktemp("classes")))
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> PoolingApi:
-    return PoolingApi(make_text_encoder("tokens", tmp_path_factory.mktemp("tokens")))
-
-
 def close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     """The same classes in the same order, with the same scores."""
     assert [item["label"] for item in found] == [item["label"] for item in expected]
@@ -169,13 +159,6 @@ def test_what_is_wrong_is_400_and_names_the_field(
     error = classes.refused("/v1/classify", **body)
     assert (error["param"], error["type"]) == (param, "invalid_request_error")
     assert words in error["message"]
-
-
-def test_unknown_fields_and_models(classes: PoolingApi) -> None:
-    answer = classes.post("/v1/classify", input="a", user="me", colour="red", top_k=None, aggregation=None)
-    assert answer.status_code == 200
-    assert answer.headers["x-octavo-ignored-fields"] == "colour"
-    assert classes.refused("/classify", 404, input="a", model="other")["code"] == "model_not_found"
 
 
 # ---------------------------------------------------------------- tokens

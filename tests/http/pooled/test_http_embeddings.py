@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from fake_client import FEATURES, VOCAB_SIZE, FakeClient, Script, Step, hf_byte_tokenizer, pool
 from structlog.testing import capture_logs
-from support.asgi import Call, counts, request, until
+from support.asgi import Call, counts, error, request, until
 
 from engine import EngineDeadError, InvalidRequestError, PoolingParams, RequestDelta, RequestFailedError, TokenInput
 from engine.text.processor import Tokenizer
@@ -79,15 +79,6 @@ class Api:
         assert not self.service.metrics._watched
         assert self.drain.num_running == 0
         assert not self.drain._interruptions
-
-
-def error(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
-    assert answer.status_code == status, answer.text
-    body = answer.json()
-    assert set(body) == {"error"}
-    assert set(body["error"]) == {"message", "type", "param", "code"}
-    assert 0 < len(body["error"]["message"]) < 400
-    return dict(body["error"])
 
 
 def expected(text: str) -> list[float]:

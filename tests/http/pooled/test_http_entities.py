@@ -9,7 +9,6 @@ import pytest
 from support.encoder_text import CORPUS
 from support.entities import GlinerFolder, make_gliner
 from support.pooling_api import MODEL, PoolingApi
-from support.text_encoders import make_text_encoder
 
 from server.config.settings import ServerSettings
 
@@ -97,12 +96,3 @@ def test_scores_of_more_than_an_answer_may_take(reference: GlinerFolder) -> None
     answer = api.post("/v1/entities", input=CORPUS[1], labels=LABELS, threshold=0)
     assert answer.status_code == 400
     assert "The scores of tokens need more than 1024 bytes" in answer.json()["error"]["message"]
-
-
-def test_other_models_say_what_they_are(tmp_path_factory: pytest.TempPathFactory, api: PoolingApi) -> None:
-    other = PoolingApi(make_text_encoder("masked", tmp_path_factory.mktemp("masked")))
-    error = other.refused("/v1/entities", input="a", labels=["b"])
-    assert error["code"] == "unsupported_endpoint"
-    assert "it is a masked language model, and it does not find entities by label" in error["message"]
-    error = api.refused("/v1/classify", input="a")
-    assert "its head finds entities by labels" in error["message"]

@@ -6,15 +6,10 @@ from typing import Any
 
 import pytest
 from support.pooling_api import MODEL, PoolingApi
-from support.text_encoders import MAX_LENGTH, TEXTS, make_text_encoder
+from support.text_encoders import MAX_LENGTH, TEXTS
 
 ONE = ["the [MASK] poet sings of the sea", "[MASK]", "caf\u00e9 by the [MASK], \U0001f642 naive!"]
 SEVERAL = "we [MASK] down the [MASK] road [MASK]."
-
-
-@pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory) -> PoolingApi:
-    return PoolingApi(make_text_encoder("masked", tmp_path_factory.mktemp("masked")))
 
 
 def close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
@@ -25,38 +20,38 @@ def close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
         assert item["score"] == pytest.approx(other["score"], rel=1e-4)
 
 
-def test_the_values_are_the_pipelines(api: PoolingApi) -> None:
-    body = api.ask("/v1/fill-mask", model=MODEL, input=ONE)
+def test_the_values_are_the_pipelines(masked: PoolingApi) -> None:
+    body = masked.ask("/v1/fill-mask", model=MODEL, input=ONE)
     assert set(body) == {"id", "object", "created", "model", "data", "usage"}
     assert (body["object"], body["model"]) == ("list", MODEL)
-    reference = api.checkpoint.pipeline("fill-mask")
+    reference = masked.checkpoint.pipeline("fill-mask")
     for index, (item, text) in enumerate(zip(body["data"], ONE, strict=True)):
         assert item["index"] == index
         (mask,) = item["masks"]
         assert set(mask[0]) == {"token", "token_str", "score", "sequence"}
         close(mask, reference(text))
-    assert body["usage"]["prompt_tokens"] == body["usage"]["total_tokens"] == sum(map(api.checkpoint.count, ONE))
+    assert body["usage"]["prompt_tokens"] == body["usage"]["total_tokens"] == sum(map(masked.checkpoint.count, ONE))
     assert len({item["masks"][0][0]["token"] for item in body["data"]}) > 1
-    assert api.ask("/fill-mask", input=ONE)["data"] == body["data"]
+    assert masked.ask("/fill-mask", input=ONE)["data"] == body["data"]
 
 
 @pytest.mark.parametrize("top_k", [1, 7, 164, 1000])
-def test_several_masks(api: PoolingApi, top_k: int) -> None:
-    (item,) = api.ask("/v1/fill-mask", input=SEVERAL, top_k=top_k)["data"]
-    expected = api.checkpoint.pipeline("fill-mask", top_k=min(top_k, 164))(SEVERAL)
+def test_several_masks(masked: PoolingApi, top_k: int) -> None:
+    (item,) = masked.ask("/v1/fill-mask", input=SEVERAL, top_k=top_k)["data"]
+    expected = masked.checkpoint.pipeline("fill-mask", top_k=min(top_k, 164))(SEVERAL)
     assert len(item["masks"]) == len(expected) == 3
     for found, row in zip(item["masks"], expected, strict=True):
         close(found, row)
     assert all("[MASK]" in found["sequence"] for row in item["masks"] for found in row)
 
 
-def test_token_ids(api: PoolingApi) -> None:
-    ids = [api.checkpoint.tokenizer(text).input_ids for text in [*ONE, SEVERAL]]
-    assert api.ask("/v1/fill-mask", input=ids)["data"] == api.ask("/v1/fill-mask", input=[*ONE, SEVERAL])["data"]
-    assert api.ask("/v1/fill-mask", input=ids[0])["data"][0]["masks"]
+def test_token_ids(masked: PoolingApi) -> None:
+    ids = [masked.checkpoint.tokenizer(text).input_ids for text in [*ONE, SEVERAL]]
+    assert masked.ask("/v1/fill-mask", input=ids)["data"] == masked.ask("/v1/fill-mask", input=[*ONE, SEVERAL])["data"]
+    assert masked.ask("/v1/fill-mask", input=ids[0])["data"][0]["masks"]
     assert (
-        api.ask("/v1/fill-mask", input=[ids[0], *ONE[1:], SEVERAL])["data"]
-        == api.ask("/v1/fill-mask", input=ids)["data"]
+        masked.ask("/v1/fill-mask", input=[ids[0], *ONE[1:], SEVERAL])["data"]
+        == masked.ask("/v1/fill-mask", input=ids)["data"]
     )
 
 
@@ -83,32 +78,25 @@ def test_token_ids(api: PoolingApi) -> None:
     ],
 )
 def test_what_is_wrong_is_400_and_names_the_field(
-    api: PoolingApi, body: dict[str, Any], param: str, code: str, words: str
+    masked: PoolingApi, body: dict[str, Any], param: str, code: str, words: str
 ) -> None:
-    error = api.refused("/v1/fill-mask", **body)
+    error = masked.refused("/v1/fill-mask", **body)
     assert (error["param"], error["code"]) == (param, code)
     assert words in error["message"]
 
 
-def test_too_long_inputs(api: PoolingApi) -> None:
+def test_too_long_inputs(masked: PoolingApi) -> None:
     long = "the [MASK] poet " + " ".join(TEXTS)
-    error = api.refused("/v1/fill-mask", input=long)
+    error = masked.refused("/v1/fill-mask", input=long)
     assert error["code"] == "context_length_exceeded"
     assert f"at most {MAX_LENGTH}" in error["message"]
-    (item,) = api.ask("/v1/fill-mask", input=long, truncate_prompt_tokens=-1)["data"]
+    (item,) = masked.ask("/v1/fill-mask", input=long, truncate_prompt_tokens=-1)["data"]
     settings = {"truncation": True, "max_length": MAX_LENGTH}
-    close(item["masks"][0], api.checkpoint.pipeline("fill-mask", tokenizer_kwargs=settings)(long))
+    close(item["masks"][0], masked.checkpoint.pipeline("fill-mask", tokenizer_kwargs=settings)(long))
 
 
-def test_unknown_fields_and_models(api: PoolingApi) -> None:
-    answer = api.post("/v1/fill-mask", input="[MASK]", user="me", colour="red", top_k=None)
-    assert answer.status_code == 200
-    assert answer.headers["x-octavo-ignored-fields"] == "colour"
-    assert api.refused("/v1/fill-mask", 404, input="[MASK]", model="other")["code"] == "model_not_found"
-
-
-def test_a_client_that_leaves_ends_the_work(api: PoolingApi) -> None:
-    submitted, given_up = api.left("/v1/fill-mask", input=ONE)
+def test_a_client_that_leaves_ends_the_work(masked: PoolingApi) -> None:
+    submitted, given_up = masked.left("/v1/fill-mask", input=ONE)
     assert submitted == given_up == len(ONE)
-    assert api.metric("octavo_num_requests_in_service") == 0
-    api.client.engine.check_integrity()
+    assert masked.metric("octavo_num_requests_in_service") == 0
+    masked.client.engine.check_integrity()

@@ -10,49 +10,29 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import PIL.Image
 import pytest
-from support.asgi import request
 from support.image_text import LABELS, ImageModel, data_url, make_image_model, picture
-from support.local_client import LocalClient
+from support.pooling_api import LocalApi
 from test_images import bomb, file_of
 
-from engine import EngineConfig
 from engine.text.processor import load_tokenizer
 from server.answering import images as reading
-from server.app import create_app
-from server.config.settings import ServerSettings
 from server.workers.pool import WorkerPool
 
 EMBED, CLASSIFY = "/v1/embeddings", "/v1/classify"
 POSITIONS = 10  # of an image in the models with a class token
 
 
-class Api:
+class Api(LocalApi):
     """An app that serves a model of images."""
 
     def __init__(self, model: ImageModel, workers: WorkerPool | None = None, **settings: Any):
         self.model = model
-        config = EngineConfig(model=str(model.path), dtype="float32", device="cpu", show_progress=False)
-        self.client = LocalClient(config)
-        made = ServerSettings(allowed_hosts=("localhost",), **settings)
-        self.app = create_app(self.client, load_tokenizer(model.path), "tiny", settings=made)
+        super().__init__(model.path, load_tokenizer(model.path), {}, allowed_hosts=("localhost",), **settings)
         self.workers = workers or WorkerPool()
         self.app.state.service.images._workers = self.workers
-
-    def post(self, path: str, **body: Any) -> httpx.Response:
-        self.client.forget()
-        return self.request("POST", path, json=body)
-
-    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
-        return request(self.app, method, path, **options)
-
-    def ask(self, path: str, **body: Any) -> dict[str, Any]:
-        answer = self.post(path, **body)
-        assert answer.status_code == 200, answer.text
-        return dict(answer.json())
 
     def error(self, path: str, **body: Any) -> dict[str, Any]:
         answer = self.post(path, **body)
@@ -100,7 +80,7 @@ def test_texts_and_images_in_one_request(apis: Callable[[str], Api], kind: str) 
 
 @pytest.mark.parametrize(("kind", "inputs"), [("clip", ["text", "image"]), ("vit", ["image"])])
 def test_the_card_says_that_images_are_read(apis: Callable[[str], Api], kind: str, inputs: list[str]) -> None:
-    (card,) = apis(kind).request("GET", "/v1/models").json()["data"]
+    (card,) = apis(kind).send("GET", "/v1/models").json()["data"]
     assert card["inputs"] == inputs
     assert "decoding" not in card
 

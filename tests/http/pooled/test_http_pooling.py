@@ -9,30 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.asgi import error
 from support.pooling_api import MODEL, PoolingApi
-from support.text_encoders import TEXTS, make_text_encoder
-from test_http_embeddings import Api, error
+from support.text_encoders import TEXTS
+from test_http_embeddings import Api
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role[0] }}:{{ message.content }};{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
 )
 HELLO = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-
-
-@pytest.fixture(scope="module")
-def classes(tmp_path_factory: pytest.TempPathFactory) -> PoolingApi:
-    return PoolingApi(make_text_encoder("classes", tmp_path_factory.mktemp("classes")))
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> PoolingApi:
-    return PoolingApi(make_text_encoder("tokens", tmp_path_factory.mktemp("tokens")))
-
-
-@pytest.fixture(scope="module")
-def headless(tmp_path_factory: pytest.TempPathFactory) -> PoolingApi:
-    return PoolingApi(make_text_encoder("headless", tmp_path_factory.mktemp("headless")))
 
 
 def chatting(**settings: Any) -> Api:

@@ -25,13 +25,22 @@ SERVED = {
 }
 
 
+# The same for all models (test_http_endpoints.py), and it takes a second to make.
+DOCUMENT: dict[str, Any] = {}
+
+
 @pytest.fixture(scope="module", params=SERVED)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, PoolingApi]:
     """A model, and its kind."""
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "entities":
-        return request.param, PoolingApi(make_gliner(folder))
-    return request.param, PoolingApi(make_text_encoder(request.param, folder, max_position_embeddings=512))
+        api = PoolingApi(make_gliner(folder))
+    else:
+        api = PoolingApi(make_text_encoder(request.param, folder, max_position_embeddings=512))
+    if not DOCUMENT:
+        DOCUMENT.update(api.app.openapi())
+    api.app.openapi_schema = DOCUMENT
+    return request.param, api
 
 
 def test_examples_work_as_they_stand(served: tuple[str, PoolingApi]) -> None:

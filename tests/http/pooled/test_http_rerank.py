@@ -6,19 +6,9 @@ from typing import Any
 
 import pytest
 from support.pooling_api import MODEL, PoolingApi
-from support.text_encoders import MAX_LENGTH, TEXTS, make_text_encoder
+from support.text_encoders import MAX_LENGTH, TEXTS
 
 QUERY, DOCUMENTS = TEXTS[0], TEXTS[1:]
-
-
-@pytest.fixture(scope="module")
-def cross(tmp_path_factory: pytest.TempPathFactory) -> PoolingApi:
-    return PoolingApi(make_text_encoder("cross", tmp_path_factory.mktemp("cross")))
-
-
-@pytest.fixture(scope="module")
-def headless(tmp_path_factory: pytest.TempPathFactory) -> PoolingApi:
-    return PoolingApi(make_text_encoder("headless", tmp_path_factory.mktemp("headless")))
 
 
 @pytest.fixture(params=["cross", "headless"])

@@ -18,26 +18,6 @@ from test_retrieval import expanded
 
 
 @pytest.fixture(scope="module")
-def masked(tmp_path_factory: pytest.TempPathFactory) -> PoolingApi:
-    return PoolingApi(make_text_encoder("masked", tmp_path_factory.mktemp("masked")))
-
-
-@pytest.fixture(scope="module")
-def headless(tmp_path_factory: pytest.TempPathFactory) -> PoolingApi:
-    return PoolingApi(make_text_encoder("headless", tmp_path_factory.mktemp("headless")))
-
-
-@pytest.fixture(scope="module")
-def classes(tmp_path_factory: pytest.TempPathFactory) -> PoolingApi:
-    return PoolingApi(make_text_encoder("classes", tmp_path_factory.mktemp("classes")))
-
-
-@pytest.fixture(scope="module")
-def cross(tmp_path_factory: pytest.TempPathFactory) -> PoolingApi:
-    return PoolingApi(make_text_encoder("cross", tmp_path_factory.mktemp("cross")))
-
-
-@pytest.fixture(scope="module")
 def late(tmp_path_factory: pytest.TempPathFactory) -> tuple[PoolingApi, Late]:
     """A model that does not say how queries and documents are read."""
     found = stanford(tmp_path_factory.mktemp("late"))

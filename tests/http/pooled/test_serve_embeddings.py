@@ -16,7 +16,7 @@ import numpy as np
 import openai
 import pytest
 import torch
-from support.service import PATIENCE, Service, stopped, wait_for
+from support.service import PATIENCE, Service, serving, stopped, wait_for
 from support.text_encoders import MAX_LENGTH, TEXTS, TextEncoder, make_text_encoder
 
 from cli.main import main
@@ -54,15 +54,10 @@ class Api:
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     folder = tmp_path_factory.mktemp("encoder")
     checkpoint = make_text_encoder(MODEL, folder / MODEL)
-    service = Service(str(checkpoint.path), "--dtype", "float32", log=folder / "service.log")
-    try:
-        service.wait_ready()
+    with serving(
+        str(checkpoint.path), "--dtype", "float32", log=folder / "service.log", signum=signal.SIGINT
+    ) as service:
         yield Api(service, checkpoint)
-        assert service.stop(signal.SIGINT) == 0
-        assert "Traceback" not in service.log.read_text()
-    finally:
-        service.process.kill()
-        service.process.wait()
 
 
 def unit(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,6 +15,7 @@ from support.encoders import ENCODER_SHAPES
 from support.everyday import everyday
 from support.families import FAMILY_SHAPES
 from support.seq2seq_shapes import SHAPES as SEQ2SEQ_SHAPES
+from test_setup_script import load
 
 from engine.errors import UnsupportedModelError
 from engine.model import families
@@ -27,17 +25,7 @@ from engine.model.spec import MaskedLm, ModelSpec, Pool
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def load_tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("octavo_tools_families_table", ROOT / "tools" / "families_table.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
+tool = load("families_table")
 LONG_DOCUMENTS = (ROOT / "docs" / "long-documents.md").read_text(encoding="utf-8")
 PAGE = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
 SERVED = [family for family in families.FAMILIES if family.weights is not None]

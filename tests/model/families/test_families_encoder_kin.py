@@ -17,7 +17,9 @@ from support.published import (
     JINA_V2_SMALL,
     MOBILEBERT,
     XLM_MLM_EN,
+    encoder,
     read,
+    words,
 )
 
 from engine import EngineConfig
@@ -37,7 +39,6 @@ from engine.model.spec import (
     Gated,
     MaskedLm,
     MaskedOut,
-    ModelSpec,
     Neighbours,
     Repeated,
     Spans,
@@ -47,17 +48,6 @@ from engine.model.spec import (
 )
 
 XLM_CLASSES = XLM_MLM_EN | {"architectures": ["XLMForSequenceClassification"]}
-
-
-def encoder(model: ModelSpec) -> Stack:
-    assert model.encoder is not None
-    return model.encoder
-
-
-def words(model: ModelSpec) -> Tokens:
-    embedding = encoder(model).embedding
-    assert isinstance(embedding, Tokens)
-    return embedding
 
 
 # ---------------------------------------------------------------- published configs

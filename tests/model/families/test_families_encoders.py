@@ -25,7 +25,9 @@ from support.published import (
     MS_MARCO_MINILM_L6,
     ROBERTA_BASE,
     XLM_ROBERTA_BASE,
+    encoder,
     read,
+    words,
 )
 from torch import Tensor
 
@@ -37,20 +39,9 @@ from engine.model import checkpoint, families
 from engine.model.inputs import Inputs
 from engine.model.normalisation import Norm
 from engine.model.positions import Learned, RelativeBuckets
-from engine.model.spec import Attention, Block, Classifier, Dense, MaskedLm, ModelSpec, Pool, Post, Stack, Tokens
+from engine.model.spec import Attention, Block, Classifier, Dense, MaskedLm, Pool, Post, Tokens
 
 Tensors = dict[str, Tensor]
-
-
-def encoder(model: ModelSpec) -> Stack:
-    assert model.encoder is not None
-    return model.encoder
-
-
-def words(model: ModelSpec) -> Tokens:
-    embedding = encoder(model).embedding
-    assert isinstance(embedding, Tokens)
-    return embedding
 
 
 # ---------------------------------------------------------------- published configs

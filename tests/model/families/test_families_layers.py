@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import transformers
+from support.published import decoder
 
 from engine.configs.published import published
 from engine.errors import UnsupportedModelError
 from engine.model import families
 from engine.model.missing import unsupported
 from engine.model.positions import Rotary, ShareScaling, Temperature
-from engine.model.spec import GroupLimited, ModelSpec, NormedSum, OutputGate, Shared, SparselyGated, Stack
+from engine.model.spec import GroupLimited, ModelSpec, NormedSum, OutputGate, Shared, SparselyGated
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -25,11 +26,6 @@ TEMPERED = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max
 def described(architecture: str, **settings: Any) -> ModelSpec:
     kind = getattr(transformers, architecture).config_class
     return families.describe(published(kind(architectures=[architecture], **settings)))
-
-
-def decoder(model: ModelSpec) -> Stack:
-    assert model.decoder is not None
-    return model.decoder
 
 
 def test_the_last_layers_of_gemma_4_read_keys_of_the_last_layer_of_their_kind_that_has_some() -> None:

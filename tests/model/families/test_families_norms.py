@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.families import FAMILY_SHAPES
 from support.family_shape import build_reference, run
 from support.pages import Pages, load, scattered_tables
-from support.published import GEMMA_2_2B, GEMMA_3_1B, GEMMA_3_4B, OLMO_2_7B, OLMO_3_7B, read
+from support.published import GEMMA_2_2B, GEMMA_3_1B, GEMMA_3_4B, OLMO_2_7B, OLMO_3_7B, decoder, read
 
 from engine.backends.attention.base import Window
 from engine.errors import UnsupportedModelError
@@ -26,19 +25,12 @@ from engine.model.spec import (
     EachHead,
     Gated,
     Lm,
-    ModelSpec,
     Parallel,
     PerHead,
     Sandwich,
-    Stack,
     Tokens,
     WholeProjection,
 )
-
-
-def decoder(model: ModelSpec) -> Stack:
-    assert model.decoder is not None
-    return model.decoder
 
 
 def test_gemma_2_as_published(tmp_path: Path) -> None:
@@ -190,18 +182,6 @@ def test_norms_of_each_head_as_published(config: dict[str, Any], switch: str, tm
         blocks = decoder(read(tmp_path, settings)).blocks
         assert {block.attention.qk_norm for block in blocks} == {norm}
         assert isinstance(blocks[0].placement, Parallel)
-
-
-@pytest.mark.parametrize("name", ["gemma3", "olmo2-grouped-biases-tied", "olmo3-yarn-biases-tied"])
-def test_a_checkpoint_without_its_head(name: str, tmp_path: Path) -> None:
-    """The bare model's names lack the prefix; its embedding is the head."""
-    whole = build_reference(FAMILY_SHAPES[name])
-    whole.save_pretrained(tmp_path / "whole")
-    whole.model.save_pretrained(tmp_path / "bare")
-    assert "layers.0.self_attn.q_norm.weight" in load_file(tmp_path / "bare" / "model.safetensors")
-    ours = dict(load(tmp_path / "whole").named_parameters())
-    for parameter, value in load(tmp_path / "bare").named_parameters():
-        assert torch.equal(ours[parameter], value), parameter
 
 
 def test_configs_in_their_older_form_mean_the_same(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from support.families import FAMILY_SHAPES, FamilyShape, make_family_checkpoint
 from support.family_shape import run
 from support.pages import Pages, close, load, scattered_tables
-from support.published import GPT_J_6B, GPT_NEOX_20B, OPT_125M, OPT_350M, PHI_2, PYTHIA_410M, Read
+from support.published import GPT_J_6B, GPT_NEOX_20B, OPT_125M, OPT_350M, PHI_2, PYTHIA_410M, Read, decoder
 from torch import Tensor
 
 from engine.errors import ModelLoadError, UnsupportedModelError
@@ -25,11 +25,6 @@ from engine.model.positions import Learned, LinearScaling, Rotary
 from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Parallel, PerHead, Pool, Post, Pre, Stack, Tokens
 
 LAYER = Norm("layer", 1e-5, bias=True)
-
-
-def decoder(model: ModelSpec) -> Stack:
-    assert model.decoder is not None
-    return model.decoder
 
 
 def block(model: ModelSpec) -> Block:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import transformers
-from support.driving import Job, add, finish, make_engine
+from support.driving import Job, answers, make_engine
 from support.encoders import ENCODER_SHAPES
 from support.everyday import everyday
 from support.families import FAMILY_SHAPES, FamilyCheckpoint, make_family_checkpoint, stops
@@ -21,7 +21,7 @@ from support.pages import Pages, close, load, scattered_tables
 from support.reference import MIN_MARGIN
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from engine import Engine, RequestOutput, SamplingParams
+from engine import Engine, SamplingParams
 from engine.model import families
 
 pytestmark = pytest.mark.whole
@@ -54,26 +54,18 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     engine.close()
 
 
-def outputs(engine: Engine, jobs: list[Job]) -> list[RequestOutput]:
-    """Run the jobs together."""
-    for number, job in enumerate(jobs):
-        add(engine, str(number), job)
-    finished = finish(engine)
-    return [finished[str(number)] for number in range(len(jobs))]
-
-
 def test_greedy_equals_reference(subject: Subject) -> None:
     """All prompts in one batch and each alone, all decisions clear; answers end by EOS and by the limit."""
     model = subject.model
     jobs = [Job(prompt, SamplingParams(temperature=0.0, max_tokens=GREEDY_TOKENS)) for prompt in model.prompts()]
     assert max(len(job.prompt) for job in jobs) > model.window
-    together = outputs(subject.engine, jobs)
+    together = answers(subject.engine, jobs)
     reasons = set()
     for job, crowd in zip(jobs, together, strict=True):
         expected = model.greedy(job.prompt)
         assert expected.margin > MIN_MARGIN
         tokens = expected.answers[0].tokens
-        (alone,) = outputs(subject.engine, [job])
+        (alone,) = answers(subject.engine, [job])
         for output in (crowd, alone):
             answer = output.outputs[0]
             assert answer.token_ids == tokens
@@ -99,7 +91,7 @@ def test_beams_equal_reference(subject: Subject) -> None:
         for prompt, penalty, early in cases
     ]
     lengths = set()
-    for case, output in zip(cases, outputs(subject.engine, jobs), strict=True):
+    for case, output in zip(cases, answers(subject.engine, jobs), strict=True):
         expected = model.beams(*case)
         assert expected.margin > MIN_MARGIN
         assert [answer.token_ids for answer in output.outputs] == [answer.tokens for answer in expected.answers]

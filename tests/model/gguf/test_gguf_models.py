@@ -37,10 +37,10 @@ from engine.model.gguf import blocks
 from engine.model.gguf import folder as folders
 from engine.model.gguf.blocks import as_quantised, dequantise, find_format, numbers_of
 from engine.model.gguf.folder import stand_in
+from engine.model.gguf.model_types import MODEL_TYPES
 from engine.model.gguf.tensors import StoredRows
 from engine.model.gguf.weights import GgufWeights
 from engine.model.layers import Linear
-from engine.model.lora.gguf import MODEL_TYPES
 from engine.model.quantisation import Parts
 from engine.model.weight_files import Checkpoint
 from server.facts import log_facts

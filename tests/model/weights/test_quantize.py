@@ -23,6 +23,7 @@ from support.families import FAMILY_SHAPES
 from support.family_shape import make_family_checkpoint
 from support.jobs import CHECKPOINT, MIXED
 from test_quantization_cache import assert_same, cases, load
+from test_quantization_cache import llama as llama  # a fixture
 from test_stored_weights import ORACLE
 
 from cli.main import main
@@ -42,12 +43,6 @@ from engine.model.weight_files import INDEX_FILE, SINGLE_FILE, Checkpoint
 KINDS: tuple[Quantization, ...] = ("int8", "int8-fast", "int4")
 each_kind = pytest.mark.parametrize("kind", KINDS)
 LAYER = "model.layers.0.self_attn.q_proj"
-
-
-@pytest.fixture
-def llama(tmp_path: Path) -> Path:
-    make_checkpoint(CHECKPOINT, tmp_path / "llama")
-    return tmp_path / "llama"
 
 
 def as_written(weight: torch.Tensor, kind: Quantization) -> Quantised:

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from server.admission import LONGEST_WAIT, Admission, Ticket, estimate_tokens
+from server.admission import LONGEST_WAIT, Admission, LocalReservation, estimate_tokens
 from server.door.full import AT_ONCE, LONGEST_PAUSE, MOST_PAUSING, PER_SECOND, FullGate
 from server.errors import ApiError
 
@@ -51,7 +51,7 @@ def refusal(admission: Admission, prompts: int, tokens: int, *whose: Any) -> Api
 
 def test_no_more_prompts_than_run_and_queue() -> None:
     admission, reasons, _ = make()
-    tickets = [admission.reserve(1, 1) for _ in range(5)]
+    reservations = [admission.reserve(1, 1) for _ in range(5)]
     problem = refusal(admission, 1, 1)
     assert problem.status_code == 503
     assert problem.code == "overloaded"
@@ -59,22 +59,22 @@ def test_no_more_prompts_than_run_and_queue() -> None:
     for part in ("max_num_seqs (2) + max_num_queued_reqs (3)", "5 prompts", "--max-num-queued-reqs"):
         assert part in problem.message
     assert reasons == ["queue_full"]
-    with tickets[0]:
+    with reservations[0]:
         pass
     admission.reserve(1, 1)
 
 
 def test_a_request_takes_a_slot_per_prompt_and_gives_each_back_when_it_ends() -> None:
     admission, _, _ = make()
-    with admission.reserve(4, 8) as ticket:
-        ticket.measure([2, 2, 2, 2])
+    with admission.reserve(4, 8) as reservation:
+        reservation.measure([2, 2, 2, 2])
         refusal(admission, 2, 1)
-        ticket.finished(3)
+        reservation.finished(3)
         assert (admission.num_prompts, admission.num_queued_tokens) == (3, 6)
         with admission.reserve(2, 1):
             pass
     assert (admission.num_prompts, admission.num_queued_tokens) == (0, 0)
-    assert ticket.num_unfinished == 3
+    assert reservation.num_unfinished == 3
 
 
 def test_what_can_never_fit_is_not_asked_to_come_back() -> None:
@@ -111,8 +111,8 @@ def test_the_truth_replaces_the_estimate() -> None:
 
 def test_a_lone_waiting_request_may_be_of_any_size() -> None:
     admission, _, _ = make()
-    with admission.reserve(2, 500) as ticket:
-        ticket.measure([400, 600])
+    with admission.reserve(2, 500) as reservation:
+        reservation.measure([400, 600])
         refusal(admission, 1, 1)
 
 
@@ -128,18 +128,18 @@ def test_retry_after_follows_the_recent_rate() -> None:
         assert (refusal(admission, 1, 1).headers or {})["Retry-After"] == str(LONGEST_WAIT)
 
 
-def begin(admission: Admission, count: int, tenant: str | None = None) -> list[Ticket]:
+def begin(admission: Admission, count: int, tenant: str | None = None) -> list[LocalReservation]:
     """Prompts with a first token each."""
-    tickets = [admission.reserve(1, 1, tenant) for _ in range(count)]
-    for ticket in tickets:
-        ticket.started(0)
-    return tickets
+    reservations = [admission.reserve(1, 1, tenant) for _ in range(count)]
+    for reservation in reservations:
+        reservation.started(0)
+    return reservations
 
 
-def end(tickets: Iterable[Ticket]) -> None:
-    for ticket in tickets:
-        with ticket:
-            ticket.finished(0)
+def end(reservations: Iterable[LocalReservation]) -> None:
+    for reservation in reservations:
+        with reservation:
+            reservation.finished(0)
 
 
 # ---------------------------------------------------------------- by time
@@ -147,10 +147,10 @@ def end(tickets: Iterable[Ticket]) -> None:
 
 def test_what_would_wait_too_long_is_refused_at_once() -> None:
     admission, reasons, clock = make(max_running=4, max_queued=100, max_queue_time=2.0)
-    tickets = begin(admission, 4)
+    reservations = begin(admission, 4)
     clock.now += 4.0
-    end(tickets)  # four places for four seconds each: one comes free each second
-    tickets = begin(admission, 4)
+    end(reservations)  # four places for four seconds each: one comes free each second
+    reservations = begin(admission, 4)
     admission.reserve(1, 1)
     problem = refusal_after(admission, 1)
     assert (problem.status_code, problem.code) == (503, "overloaded")
@@ -160,7 +160,7 @@ def test_what_would_wait_too_long_is_refused_at_once() -> None:
     assert reasons == ["queue_time", "queue_time"]
     with pytest.raises(ApiError):
         admission.check()
-    end(tickets[:2])
+    end(reservations[:2])
     admission.check()
 
 
@@ -175,9 +175,9 @@ def refusal_after(admission: Admission, accepted: int) -> ApiError:
 
 def test_nothing_that_finds_nothing_waiting_is_refused_by_time() -> None:
     admission, reasons, clock = make(max_running=1, max_queued=9, max_queue_time=0.1, lacks_room=lambda: True)
-    tickets = begin(admission, 1)
+    reservations = begin(admission, 1)
     clock.now += 1000.0
-    end(tickets)
+    end(reservations)
     begin(admission, 1)
     admission.check()
     admission.reserve(1, 1)
@@ -209,25 +209,25 @@ def test_nothing_was_measured_yet() -> None:
 
 def test_without_a_setting_the_wait_is_half_of_a_first_tokens_time() -> None:
     admission, reasons, clock = make(max_running=4, max_queued=100, max_queue_time=None)
-    tickets = begin(admission, 4)
+    reservations = begin(admission, 4)
     admission.reserve(1, 1)  # one may always wait
     problem = refusal(admission, 1, 1)
     assert "not known yet" in problem.message
     assert "--max-queue-time" in problem.message
-    end(tickets)
+    end(reservations)
 
     admission, reasons, clock = make(max_running=4, max_queued=100, max_queue_time=None)
     for _ in range(3):
-        tickets = [admission.reserve(1, 1) for _ in range(4)]
+        reservations = [admission.reserve(1, 1) for _ in range(4)]
         clock.now += 5.0  # to the first tokens
-        for ticket in tickets:
-            ticket.started(0)
+        for reservation in reservations:
+            reservation.started(0)
         clock.now += 4.0  # to the ends: one in each second
-        end(tickets)
-    tickets = [admission.reserve(1, 1) for _ in range(4)]
+        end(reservations)
+    reservations = [admission.reserve(1, 1) for _ in range(4)]
     clock.now += 5.0
-    for ticket in tickets:
-        ticket.started(0)
+    for reservation in reservations:
+        reservation.started(0)
     admission.reserve(1, 1)
     admission.reserve(1, 1)  # waits for about 2 s, and half of 5 s are 2.5
     problem = refusal(admission, 1, 1)
@@ -249,10 +249,10 @@ def test_what_has_waited_says_nothing_about_first_tokens() -> None:
     """Else the time that may be waited would grow with the waits."""
     admission, _, clock = make(max_running=1, max_queued=100, max_queue_time=None)
     for _ in range(20):
-        tickets = begin(admission, 1)
+        reservations = begin(admission, 1)
         waiting = admission.reserve(1, 1)
         clock.now += 10.0
-        end(tickets)
+        end(reservations)
         waiting.started(0)
         end([waiting])
     begin(admission, 1)
@@ -283,9 +283,9 @@ def test_idle_times_are_not_measured() -> None:
 def test_a_deadline_that_cannot_be_met_is_refused() -> None:
     admission, reasons, clock = make(max_running=1, max_queued=20)
     for _ in range(3):
-        tickets = begin(admission, 1)
+        reservations = begin(admission, 1)
         clock.now += 2.0
-        end(tickets)
+        end(reservations)
     begin(admission, 1)
     admission.reserve(1, 1, None, clock.now + 1.0)  # nothing waits
     admission.reserve(1, 1, None, clock.now + 5.0)
@@ -299,9 +299,9 @@ def test_a_deadline_that_cannot_be_met_is_refused() -> None:
 
 def test_a_tenants_wait_is_that_of_its_turn() -> None:
     admission, reasons, clock = make(max_running=1, max_queued=99, max_queue_time=5.0)
-    tickets = begin(admission, 1, "a")
+    reservations = begin(admission, 1, "a")
     clock.now += 1.0
-    end(tickets)
+    end(reservations)
     begin(admission, 1, "a")
     for _ in range(5):
         admission.reserve(1, 1, "a")
@@ -333,8 +333,8 @@ def test_a_tenant_that_fills_the_service_does_not_lock_others_out() -> None:
     refusal(admission, 1, 1, "b")
     assert set(reasons) == {"queue_full"}
     third = admission.reserve(1, 1, "c")
-    for ticket in (*mine, *theirs, third):
-        with ticket:
+    for reservation in (*mine, *theirs, third):
+        with reservation:
             pass
     assert admission.num_prompts == admission.num_queued_tokens == 0
     assert not admission._accounts
@@ -368,7 +368,7 @@ def test_estimates_are_never_nothing() -> None:
 class Held:
     """What the model knows of a request: tokens of the prompts that wait, or one estimate for all."""
 
-    ticket: Ticket
+    reservation: LocalReservation
     tenant: str | None
     prompts: set[int]
     waiting: dict[int, int]
@@ -393,13 +393,13 @@ class Endings(RuleBasedStateMachine):
         fits = in_service + prompts <= 5 and (not waiting or waiting + tokens <= 100)
         others = any(one.tenant != tenant and (one.prompts or one.estimate) for one in self.held)
         try:
-            ticket = self.admission.reserve(prompts, tokens, tenant)
+            reservation = self.admission.reserve(prompts, tokens, tenant)
         except ApiError:
             self.num_refused += 1
             assert not fits
         else:
             assert fits or others
-            self.held.append(Held(ticket, tenant, set(range(prompts)), {}, tokens))
+            self.held.append(Held(reservation, tenant, set(range(prompts)), {}, tokens))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), tokens=st.lists(st.integers(0, 60), min_size=5, max_size=5))
@@ -409,7 +409,7 @@ class Endings(RuleBasedStateMachine):
             return
         exact = dict(enumerate(tokens[: len(one.prompts)]))
         try:
-            one.ticket.measure(list(exact.values()))
+            one.reservation.measure(list(exact.values()))
         except ApiError:
             self.num_refused += 1
             self.leave(one)
@@ -421,7 +421,7 @@ class Endings(RuleBasedStateMachine):
     def start(self, data: st.DataObject) -> None:
         one = data.draw(st.sampled_from([one for one in self.held if one.waiting]))
         index = data.draw(st.sampled_from(sorted(one.waiting)))
-        one.ticket.started(index)
+        one.reservation.started(index)
         one.waiting[index] = 0
 
     @precondition(lambda self: any(one.waiting and one.prompts for one in self.held))
@@ -429,8 +429,8 @@ class Endings(RuleBasedStateMachine):
     def finish(self, data: st.DataObject) -> None:
         one = data.draw(st.sampled_from([one for one in self.held if one.waiting and one.prompts]))
         index = data.draw(st.sampled_from(sorted(one.prompts)))
-        one.ticket.finished(index)
-        one.ticket.finished(index)  # once more changes nothing
+        one.reservation.finished(index)
+        one.reservation.finished(index)  # once more changes nothing
         one.prompts.discard(index)
         one.waiting[index] = 0
 
@@ -440,13 +440,13 @@ class Endings(RuleBasedStateMachine):
         self.leave(self.pick(data), problem)
 
     def leave(self, one: Held, problem: type[BaseException] | None = None) -> None:
-        with contextlib.suppress(RuntimeError, asyncio.CancelledError), one.ticket:
+        with contextlib.suppress(RuntimeError, asyncio.CancelledError), one.reservation:
             if problem is not None:
                 raise problem
-        assert one.ticket.num_unfinished == len(one.prompts)
+        assert one.reservation.num_unfinished == len(one.prompts)
         for index in range(len(one.waiting)):  # late news change nothing
-            one.ticket.started(index)
-            one.ticket.finished(index)
+            one.reservation.started(index)
+            one.reservation.finished(index)
         self.held.remove(one)
 
     def totals(self) -> tuple[int, int]:
@@ -454,14 +454,14 @@ class Endings(RuleBasedStateMachine):
         return prompts, sum(one.estimate + sum(one.waiting.values()) for one in self.held)
 
     @invariant()
-    def counts_are_those_of_the_open_tickets(self) -> None:
+    def counts_are_those_of_the_open_reservations(self) -> None:
         assert (self.admission.num_prompts, self.admission.num_queued_tokens) == self.totals()
         assert len(self.reasons) <= self.num_refused
         assert self.admission.num_prompts <= self.admission.max_prompts + 1
         accounts = self.admission._accounts
         assert set(accounts) <= {one.tenant for one in self.held}
         assert sum(account.waiting for account in accounts.values()) == self.admission._num_waiting
-        assert self.admission._num_waiting == sum(sum(one.ticket._waits) for one in self.held)
+        assert self.admission._num_waiting == sum(sum(one.reservation._waits) for one in self.held)
 
     def teardown(self) -> None:
         while self.held:

@@ -15,7 +15,7 @@ import pytest
 from support import bombs
 from support.bombs import MIB
 from support.image_text import make_image_model
-from support.service import PATIENCE, Service
+from support.service import PATIENCE, Service, serving
 from support.speech import make_speech_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -147,15 +147,8 @@ class Growth:
 
 
 def serve(path: Path, log: Path, *settings: str) -> Iterator[Service]:
-    service = Service(str(path), "--dtype", "float32", "--kv-cache-memory", "64MiB", *settings, log=log)
-    try:
-        service.wait_ready()
+    with serving(str(path), "--dtype", "float32", "--kv-cache-memory", "64MiB", *settings, log=log) as service:
         yield service
-        assert service.stop() == 0, log.read_text()
-        assert "Traceback" not in log.read_text()
-    finally:
-        service.process.kill()
-        service.process.wait()
 
 
 @pytest.fixture(scope="module")

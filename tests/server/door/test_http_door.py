@@ -21,6 +21,7 @@ from fake_client import FakeClient, Script, Step, byte_tokenizer, hf_byte_tokeni
 from hypothesis import HealthCheck, given, settings
 from pydantic import BaseModel, ConfigDict
 from schemathesis import GenerationMode
+from support.asgi import request
 from support.documented import validate
 
 from engine import SamplingParams, TokenInput
@@ -51,11 +52,7 @@ class Door:
         self.app = create_app(self.client, byte_tokenizer(), "m", settings=ServerSettings(**chosen))
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
-        async def call() -> httpx.Response:
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://localhost") as http:
-                return await http.request(method, path, **options)
-
-        return asyncio.run(asyncio.wait_for(call(), 20))
+        return request(self.app, method, path, strict=True, **options)
 
     def complete(self, *, headers: Any = None, **body: Any) -> httpx.Response:
         return self.request("POST", "/v1/completions", json={"prompt": "ab", **body}, headers=headers)

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_client import FakeClient, Step, byte_tokenizer, say
-from support.service import Service
+from support.service import serving
 
 from engine import ConfigError, SamplingParams, TokenInput
 from server.app import create_app
@@ -333,20 +333,18 @@ def test_the_documentation_is_closed_against_others_as_the_playground_is(root: s
 @pytest.mark.slow
 def test_a_service_refuses_a_rebound_page(tmp_path: Any) -> None:
     """The whole way, over TCP."""
-    service = Service("--allowed-hosts", "llm.example.org", "--allowed-origins", APP, log=tmp_path / "log")
-    try:
-        service.wait_ready()
-        with httpx.Client(base_url=service.url, timeout=60) as http:
+    allowed = ("--allowed-hosts", "llm.example.org", "--allowed-origins", APP)
+    with (
+        serving(*allowed, log=tmp_path / "log") as service,
+        httpx.Client(base_url=service.url, timeout=60) as http,
+    ):
 
-            def status(**headers: str) -> int:
-                given = {name.replace("_", "-"): value for name, value in headers.items()}
-                answer = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers=given)
-                return answer.status_code
+        def status(**headers: str) -> int:
+            given = {name.replace("_", "-"): value for name, value in headers.items()}
+            answer = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers=given)
+            return answer.status_code
 
-            assert status(host="evil.example", origin="http://evil.example") == 403
-            assert status(origin="https://evil.example") == 403
-            assert status(host="llm.example.org", origin="https://llm.example.org") == 200
-            assert status(origin=APP) == status() == 200
-    finally:
-        service.process.kill()
-        service.process.wait(60)
+        assert status(host="evil.example", origin="http://evil.example") == 403
+        assert status(origin="https://evil.example") == 403
+        assert status(host="llm.example.org", origin="https://llm.example.org") == 200
+        assert status(origin=APP) == status() == 200

@@ -16,7 +16,7 @@ import httpx
 import pytest
 import uvicorn
 from support.clock import PatientEventLoop
-from support.service import PATIENCE, Service
+from support.service import PATIENCE, Service, serving
 
 from server.door.limits import BodyLimitMiddleware
 from server.door.protocol import BoundedHttpProtocol
@@ -41,20 +41,14 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """With a key and small limits; at the end nothing of all this has left a trace but one line each."""
     log = tmp_path_factory.mktemp("log") / "service.log"
     limits = ("--max-body-size", "64KiB", "--max-header-size", "8KiB")
-    service = Service("--api-key", KEY, *limits, "--log-format", "json", log=log)
-    try:
-        service.wait_ready()
+    with serving("--api-key", KEY, *limits, "--log-format", "json", log=log) as service:
         yield service
-        assert service.stop() == 0, log.read_text()
-        lines = [json.loads(line) for line in log.read_text().splitlines()]
-        assert all(set(line) >= {"timestamp", "level", "logger", "event"} for line in lines)
-        assert {"octavo.server", "octavo.engine"} <= {line["logger"] for line in lines}
-        assert not [line for line in lines if "exception" in line or line["level"] == "error"]
-        assert "Rumpel" not in log.read_text()
-        assert KEY not in log.read_text()
-    finally:
-        service.process.kill()
-        service.process.wait()
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert all(set(line) >= {"timestamp", "level", "logger", "event"} for line in lines)
+    assert {"octavo.server", "octavo.engine"} <= {line["logger"] for line in lines}
+    assert not [line for line in lines if "exception" in line or line["level"] == "error"]
+    assert "Rumpel" not in log.read_text()
+    assert KEY not in log.read_text()
 
 
 class Wire:

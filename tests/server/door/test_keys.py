@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.service import PATIENCE, Service, wait_for
+from support.service import PATIENCE, serving, wait_for
 from test_http_door import KEY, Door, bearer, call, error, lines
 from test_http_door import logged as logged  # a fixture
 
@@ -362,9 +362,7 @@ def test_a_service_takes_new_keys_while_it_serves(tmp_path: Path) -> None:
     """A stream that an old key began goes on; before, a hangup ended the service."""
     file = tmp_path / "keys"
     file.write_text("old\n")
-    service = Service("--kv-cache-memory", "64MiB", "--api-key-file", str(file), log=tmp_path / "log")
-    try:
-        service.wait_ready()
+    with serving("--kv-cache-memory", "64MiB", "--api-key-file", str(file), log=tmp_path / "log") as service:
         engine = service.engine()
         with httpx.Client(base_url=service.url, timeout=PATIENCE) as http:
 
@@ -390,18 +388,13 @@ def test_a_service_takes_new_keys_while_it_serves(tmp_path: Path) -> None:
             wait_for(lambda: "were not reloaded" in service.log.read_text(), "the broken file was not noticed")
             assert status("new", "/metrics") == 200
         assert service.engine() == engine
-        assert service.stop() == 0
-        assert "secret" not in service.log.read_text()
-    finally:
-        service.process.kill()
-        service.process.wait()
+    assert "secret" not in service.log.read_text()
 
 
 @pytest.mark.slow
 def test_a_hangup_without_a_file_never_ends_the_service(tmp_path: Path) -> None:
     """Nor while the model loads, when it is remembered."""
-    service = Service("--kv-cache-memory", "64MiB", log=tmp_path / "log")
-    try:
+    with serving("--kv-cache-memory", "64MiB", log=tmp_path / "log", ready=False) as service:
         engine = service.engine()
         service.process.send_signal(signal.SIGHUP)
         os.kill(engine, signal.SIGHUP)
@@ -415,7 +408,3 @@ def test_a_hangup_without_a_file_never_ends_the_service(tmp_path: Path) -> None:
         )
         assert service.get("/health").status_code == 200
         assert service.engine() == engine
-        assert service.stop() == 0
-    finally:
-        service.process.kill()
-        service.process.wait()

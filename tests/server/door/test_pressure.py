@@ -17,7 +17,6 @@ import pytest
 from support.faults import Gate
 from support.service import PATIENCE, Service, stopped, wait_for
 from test_http_process import LONG as WITHOUT_END
-from test_http_process import checkpoint as tiny  # noqa: F401
 from test_http_process import complete
 
 pytestmark = pytest.mark.slow
@@ -43,7 +42,7 @@ def wait_empty(service: Service) -> None:
 
 
 @pytest.fixture(scope="module")
-def start(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Service]]:  # noqa: F811
+def start(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Service]]:
     """Starts services; whatever a test does, none survives it."""
     started: list[Service] = []
 

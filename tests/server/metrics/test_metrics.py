@@ -16,7 +16,7 @@ from fake_client import FakeClient, Step, say
 from prometheus_client import parser as text_parser
 from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics import parser as openmetrics_parser
-from test_http_api import MODEL, Api, call_raw, endless
+from test_http_api import MODEL, Api, endless
 
 from engine import ChoiceDelta, EngineStats, InvalidRequestError, RequestDelta, SamplingParams, TokenInput
 from server.metrics.buckets import token_counts
@@ -376,7 +376,7 @@ def test_a_stop_string_ends_what_is_counted() -> None:
 
 def test_what_is_cut_short_has_no_duration() -> None:
     api = Api(endless)
-    call_raw(api, {"prompt": ["a", "b"], "stream": True}, leave_after=2)
+    api.leave({"prompt": ["a", "b"], "stream": True}, 2)
     found = values(api)
     assert found["octavo_time_to_first_token_seconds_count"] == 2
     assert found["octavo_e2e_request_latency_seconds_count"] == found["octavo_request_generation_tokens_count"] == 0

@@ -15,7 +15,7 @@ import structlog
 from fake_client import Script, Step, byte_tokenizer, say
 from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
-from test_http_api import MODEL, Api, call_raw, endless
+from test_http_api import MODEL, Api, endless
 from test_http_chat import Api as ChatApi
 
 from engine import ChoiceDelta, EngineDeadError, InvalidRequestError, RequestDelta, SamplingParams, TokenInput
@@ -132,7 +132,7 @@ def test_an_error_in_the_middle_of_a_stream() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves(stream: bool) -> None:
     api = Api(endless)
-    logged = line(lambda: call_raw(api, {"prompt": ["a", "b"], "stream": stream}, leave_after=2 if stream else 0))
+    logged = line(lambda: api.leave({"prompt": ["a", "b"], "stream": stream}, 2 if stream else 0))
     assert logged["outcome"] == "aborted:disconnect"
     assert logged["finish_reasons"] == [None, None]
 

@@ -18,7 +18,7 @@ import pytest
 import transformers
 from support import reference
 from support.peft_folders import adapter_tensors, matrices, merged, write_adapter
-from support.service import PATIENCE, Service, children, is_running, wait_for
+from support.service import PATIENCE, Service, children, is_running, serving, wait_for
 from support.text_encoders import make_text_encoder
 
 from cli.main import main
@@ -61,15 +61,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     places = {"chat": DEMOS["chat"], "translate": DEMOS["seq2seq"], "embed": folder / "encoder"}
     places |= {"rerank": folder / "reranker", "adapter": folder / "adapter"}
     file.write_text(MODELS.format(broken=folder / "broken", **places))
-    made = Service("--models", str(file), "--max-memory", "640MiB", log=folder / "service.log")
-    try:
-        made.wait_ready()
+    with serving("--models", str(file), "--max-memory", "640MiB", log=folder / "service.log") as made:
         yield made
-        assert made.stop() == 0
-        assert "Traceback" not in made.log.read_text()
-    finally:
-        made.process.kill()
-        made.process.wait()
 
 
 def states(service: Service) -> dict[str, str]:

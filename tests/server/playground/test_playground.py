@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import re
 from html.parser import HTMLParser
@@ -12,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_client import FakeClient, byte_tokenizer, say
+from support.asgi import request
 
 from server.app import create_app
 from server.config.settings import ServerSettings
@@ -33,12 +33,7 @@ class Site:
         self.app = create_app(client, byte_tokenizer(), "m", settings=self.settings)
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
-        async def call() -> httpx.Response:
-            app = uvicorn_config(self.app, self.settings).app
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:  # type: ignore[arg-type]
-                return await http.request(method, path, **options)
-
-        return asyncio.run(asyncio.wait_for(call(), 20))
+        return request(uvicorn_config(self.app, self.settings).app, method, path, strict=True, **options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         return self.request("GET", path, **options)

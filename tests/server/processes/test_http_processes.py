@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from support.service import PATIENCE, Service, is_running, stopped, wait_for
+from support.service import PATIENCE, Service, children, is_running, stopped, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -47,16 +47,7 @@ def services(tmp_path: Path) -> Iterator[Any]:
 
 def fronts(service: Service) -> list[int]:
     """Its processes that answer HTTP."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            command = (folder / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if parent == service.process.pid and b"server.processes.front" in command:
-            found.append(int(folder.name))
-    return sorted(found)
+    return children(service.process.pid, "server.processes.front")
 
 
 def sockets(pid: int) -> set[str]:

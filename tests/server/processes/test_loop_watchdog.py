@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from support.service import PATIENCE, ROOT, Service, is_running, state_of, stopped, wait_for
-from test_http_process import checkpoint as tiny  # noqa: F401
 from test_process import sockets, start  # noqa: F401
 
 from server import loop_guard

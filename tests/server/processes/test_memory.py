@@ -13,7 +13,6 @@ import pytest
 import torch
 from fake_client import FakeClient, byte_tokenizer, say
 from support.service import PATIENCE, Service, wait_for
-from test_http_process import checkpoint as tiny  # noqa: F401
 from test_process import sockets, start, status  # noqa: F401
 
 from engine import ConfigError

@@ -14,7 +14,7 @@ import pytest
 from fake_client import FakeClient
 
 from engine import ConfigError
-from server.admission import Ticket
+from server.admission import LocalReservation
 from server.commons import Admissions
 from server.config.settings import ServerSettings
 from server.door.accepting import Acceptor
@@ -108,7 +108,7 @@ async def test_a_question_fails_when_the_line_is_closed() -> None:
 
 
 async def outcome(asking: Awaitable[Any]) -> tuple[Any, ApiError | None]:
-    """A place, or why there is none."""
+    """A reservation, or why there is none."""
     try:
         return await asking, None
     except ApiError as error:
@@ -125,7 +125,7 @@ async def test_gates_at_the_desk_decide_as_one_gate() -> None:
     rng = random.Random(5)
     counts, model = make_counts(), make_counts().admissions.generating
     sides = [await Side(counts).connect() for _ in range(3)]
-    held: list[tuple[Side, Any, Ticket, int]] = []
+    held: list[tuple[Side, Any, LocalReservation, int]] = []
     refused = 0
     for _ in range(1500):
         chance = rng.random()
@@ -163,12 +163,12 @@ async def test_gates_at_the_desk_decide_as_one_gate() -> None:
 async def test_what_a_front_held_is_free_when_it_is_gone() -> None:
     counts = make_counts()
     first, second = await Side(counts).connect(), await Side(counts).connect()
-    place = await first.gate.admit(2, 10)
-    await place.measured([10, 20])
+    reservation = await first.gate.admit(2, 10)
+    await reservation.measured([10, 20])
     kept = await second.gate.admit(1, 7)
     assert (await first.keys.begin("key", 1, None)).counted
     assert not (await second.keys.begin("key", 1, None)).counted
-    place.finished(0)
+    reservation.finished(0)
     await first.heard()
     gate = counts.admissions.generating
     assert (gate.num_prompts, gate.num_queued_tokens) == (2, 27)

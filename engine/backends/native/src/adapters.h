@@ -4,16 +4,19 @@
 // in one order, whatever block its token is in: bits do not depend on the other tokens.
 #pragma once
 
+#include "half.h"
 #include "threads.h"
-#include "vector.h"
 
 namespace octavo {
+
+// How numbers are stored; those of adapters.py.
+enum NumberFormat : int64_t { NUMBER_F32 = 0, NUMBER_BF16 = 1, NUMBER_F16 = 2 };
 
 // Some ranks of an adapter, whose changes reach the same outputs.
 struct LowRank {
   const void* down;  // [rank, inputs]
   const void* up;    // [panels, rank, PANEL]: PANEL outputs side by side, zeros after the last one
-  int64_t down_wide, up_wide, rank, first, outputs;  // wide: float32, else bfloat16; outputs from `first` on
+  int64_t down_format, up_format, rank, first, outputs;  // outputs from `first` on
 };
 
 struct AdapterSlot {
@@ -165,10 +168,11 @@ template <class T>
 void shrink_part(const Run* runs, int64_t count, const AdapterSlot* slots, const T* x, int64_t stride, int64_t inputs,
                  float* thin, int64_t thin_stride, int thread, int threads) {
   const auto carry_out = [&](const Unit& unit, const Unit& next) {
-    if (unit.part->down_wide)
-      shrink_unit<T, float>(unit, next, x, stride, inputs, thin, thin_stride);
-    else
-      shrink_unit<T, bfloat16>(unit, next, x, stride, inputs, thin, thin_stride);
+    switch (unit.part->down_format) {
+      case NUMBER_F32: return shrink_unit<T, float>(unit, next, x, stride, inputs, thin, thin_stride);
+      case NUMBER_F16: return shrink_unit<T, float16>(unit, next, x, stride, inputs, thin, thin_stride);
+      default: return shrink_unit<T, bfloat16>(unit, next, x, stride, inputs, thin, thin_stride);
+    }
   };
   Ahead<decltype(carry_out)> units{carry_out};
   int64_t number = 0;
@@ -184,10 +188,11 @@ template <class T>
 void expand_part(const Run* runs, int64_t count, const AdapterSlot* slots, const float* thin, int64_t thin_stride, T* y,
                  int64_t stride, int thread, int threads) {
   const auto carry_out = [&](const Unit& unit, const Unit& next) {
-    if (unit.part->up_wide)
-      expand_unit<T, float>(unit, next, thin, thin_stride, y, stride);
-    else
-      expand_unit<T, bfloat16>(unit, next, thin, thin_stride, y, stride);
+    switch (unit.part->up_format) {
+      case NUMBER_F32: return expand_unit<T, float>(unit, next, thin, thin_stride, y, stride);
+      case NUMBER_F16: return expand_unit<T, float16>(unit, next, thin, thin_stride, y, stride);
+      default: return expand_unit<T, bfloat16>(unit, next, thin, thin_stride, y, stride);
+    }
   };
   Ahead<decltype(carry_out)> units{carry_out};
   int64_t number = 0;

@@ -29,14 +29,7 @@ OCTAVO_INLINE Vector read(const bfloat16* from, int64_t count) {
 }
 
 OCTAVO_INLINE Vector read(const float16* from, int64_t count) {
-#if defined(__AVX512F__)
-  const auto mask = static_cast<__mmask16>(count >= WIDTH ? 0xffff : (1u << count) - 1);
-  return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, from));
-#else
-  float16 parts[WIDTH] = {};
-  __builtin_memcpy(parts, from, 2 * static_cast<size_t>(smaller(count, WIDTH)));
-  return load(parts);
-#endif
+  return count >= WIDTH ? load(from) : load_part(from, count);
 }
 
 OCTAVO_INLINE Vector read(const int8_t* from, int64_t count) {

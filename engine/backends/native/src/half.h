@@ -50,4 +50,14 @@ OCTAVO_INLINE Vector load(const float16* from) {
 #endif
 }
 
+OCTAVO_INLINE Vector load_part(const float16* from, int64_t count) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << count) - 1), from));
+#else
+  float16 parts[WIDTH] = {};
+  for (int64_t i = 0; i < count; ++i) parts[i] = from[i];
+  return load(parts);
+#endif
+}
+
 }  // namespace octavo

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-from server.gates import Place
+from server.gates import Reservation
 
 
-class SharedPlace:
+class SharedReservation:
     """Several prompts share each slot. A slot is free once the last of its prompts has ended."""
 
-    def __init__(self, place: Place, slots: int, prompts: int) -> None:
-        self._place = place
+    def __init__(self, reservation: Reservation, slots: int, prompts: int) -> None:
+        self._reservation = reservation
         self._slots = slots  # how many there are
         self._tokens = [0] * prompts  # waiting tokens of each prompt, once known
         self._waiting = set(range(prompts))
@@ -27,24 +27,24 @@ class SharedPlace:
         return index % self._slots
 
     def __enter__(self) -> Self:
-        self._place.__enter__()
+        self._reservation.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._place.__exit__(kind, problem, trace)
+        self._reservation.__exit__(kind, problem, trace)
 
     async def measured(self, tokens: Sequence[int]) -> None:
         """Replace the estimate by each prompt's number of tokens. Raises ApiError: 503 if there are too many tokens."""
         self._tokens = list(tokens)
-        await self._place.measured([sum(tokens[slot :: self._slots]) for slot in range(self._slots)])
+        await self._reservation.measured([sum(tokens[slot :: self._slots]) for slot in range(self._slots)])
 
     def progressed(self, index: int, tokens: int) -> None:
         """Count this many of a prompt's tokens as no longer waiting."""
         tokens = min(tokens, self._tokens[index])
         self._tokens[index] -= tokens
-        self._place.progressed(self._slot(index), tokens)
+        self._reservation.progressed(self._slot(index), tokens)
 
     def started(self, index: int) -> None:
         """A prompt's first token has come."""
@@ -56,7 +56,7 @@ class SharedPlace:
         if self._waiting_in[slot]:
             self.progressed(index, self._tokens[index])
         else:
-            self._place.started(slot)
+            self._reservation.started(slot)
 
     def finished(self, index: int) -> None:
         """A prompt's answers are complete."""
@@ -69,4 +69,4 @@ class SharedPlace:
         if self._held_in[slot]:
             self.started(index)
         else:
-            self._place.finished(slot)
+            self._reservation.finished(slot)

@@ -1,0 +1,47 @@
+"""Functions of rows that several parts use, for `Apply`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.model.activations import activate
+from engine.model.inputs import RunningPass
+from engine.model.positions import Temperature
+
+
+def concatenate(x: Tensor, y: Tensor) -> Tensor:
+    """[x | y]."""
+    return torch.cat([x.flatten(1), y.flatten(1)], dim=1)
+
+
+def scale(x: Tensor, y: Tensor) -> Tensor:
+    """x * y, element by element."""
+    return x * y.reshape(x.shape)
+
+
+def multiply_all(factor: nn.Parameter | float, x: Tensor) -> Tensor:
+    """x * factor, a learned number or a constant."""
+    return x * factor
+
+
+def open_heads(function: Literal["sigmoid", "softplus"], opening: Tensor, x: Tensor) -> Tensor:
+    """function(opening) * x, where an opening has one number per feature, or per head."""
+    opened = activate(torch.sigmoid if function == "sigmoid" else F.softplus, opening.flatten(1).float())
+    parts = x.reshape(len(x), opened.shape[1], -1)
+    return (parts * opened.to(x.dtype).unsqueeze(-1)).view(len(x), -1)
+
+
+def temper(part: Temperature, state: RunningPass, queries: Tensor) -> Tensor:
+    """Queries times a number that depends on their position."""
+    steps = ((state.inputs.positions + part.first).float() / part.every).floor()
+    factors = steps.log1p() * part.growth + 1.0
+    return (queries * factors.view(-1, *[1] * (queries.dim() - 1))).to(queries.dtype)
+
+
+def keep(state: RunningPass, x: Tensor) -> None:
+    """Append x to the pass's `kept`."""
+    state.inputs.kept.append(x.clone())
