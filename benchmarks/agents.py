@@ -32,7 +32,7 @@ from urllib.parse import urlsplit
 import numpy as np
 from offline import ROOT, machine
 from peers import process
-from peers.checkpoints import LETTERS, make_llama
+from peers.checkpoints import LETTERS, make_decoder
 from peers.engines import Files
 from peers.process import child_environment, tree_seconds
 from peers.servers import Server
@@ -182,7 +182,7 @@ def make_servers(folder: Path, options: argparse.Namespace) -> list[Server]:
     """Octavo, and llama-server if it is installed."""
     checkpoint = folder / "hf"
     if not (checkpoint / "config.json").exists():
-        make_llama(checkpoint, SHAPE | ({"num_hidden_layers": 1} if options.tiny else {}))
+        make_decoder(checkpoint, SHAPE | ({"num_hidden_layers": 1} if options.tiny else {}))
         template = checkpoint / "chat_template.jinja"
         template.write_text(TEMPLATE)
     environment = {"OCTAVO_SHOW_PROGRESS": "false", "OCTAVO_KV_CACHE_MEMORY": "1GiB", "OCTAVO_MAX_QUEUE_TIME": "0"}

@@ -32,7 +32,7 @@ import uvloop
 from http_cost import children, cpu_seconds, make_shots, send
 from load.client import Client, Target
 from offline import ROOT, machine
-from peers.checkpoints import SHAPES, make_llama
+from peers.checkpoints import SHAPES, make_decoder
 from serving import served
 
 ENGINE = b"engine.process.main"
@@ -119,7 +119,7 @@ def throughput(options: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         model = Path(folder) / "model"
-        make_llama(model, SHAPES["S"])
+        make_decoder(model, SHAPES["S"])
         settings = {
             "model": str(model), "dtype": "bfloat16", "device": "cpu", "kv_cache_memory": "512MiB",
             "max_num_seqs": options.concurrency, "max_queue_time": 0, "enable_prefix_caching": False,
@@ -211,7 +211,7 @@ def routing(options: argparse.Namespace) -> dict[str, Any]:
     """The shares of prompts that were found in caches, by router."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        make_llama(Path(folder), SHAPES["tiny"])
+        make_decoder(Path(folder), SHAPES["tiny"])
         settings = {
             "model": folder, "device": "cpu", "threads": 1, "num_gpu_blocks_override": BLOCKS, "block_size": BLOCK,
             "max_num_seqs": 8, "log_level": "warning", "num_cpus": 0.5, "min_replicas": 2, "max_replicas": 2,

@@ -1,7 +1,8 @@
 """From the command to the first token: `octavo serve` of a bundled model or a GGUF file, asked until it answers.
 
 Seconds are what a person waits; on a busy machine they say little. CPU seconds of all its processes, up to their end
-right after the first token, hold there, too.
+right after the first token, hold there, too. Memory is that of all processes a second after that token, and of the
+largest one of them (the engine's), with its peak so far (Linux).
 
     python benchmarks/start.py --rounds 5
     python benchmarks/start.py --model build/sizes/1.5B/q4_k_m.gguf --output start-gguf.json
@@ -26,9 +27,34 @@ from typing import Any
 
 from offline import ROOT, machine
 from peers import process
+from peers.memory import memory_of
 
 BODY = {"prompt": "Once upon a time", "max_tokens": 1, "temperature": 0, "stream": True}
 PATIENCE = 300.0  # seconds
+Memory = dict[str, int]  # MiB
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that it has started (Linux)."""
+    found = [pid]
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in task.read_text().split():
+            found += family(int(child))
+    return found
+
+
+def memory_after(pid: int) -> Memory:
+    """MiB of all processes of a server, and of the largest one; nothing where the system does not tell."""
+    time.sleep(1)
+    taken = [memory for memory in (memory_of([one]) for one in family(pid)) if memory]
+    if not taken:
+        return {}
+    largest = max(taken, key=lambda memory: memory["at_rest"])
+    return {
+        "all_at_rest": sum(memory["at_rest"] for memory in taken),
+        "largest_at_rest": largest["at_rest"],
+        "largest_peak": largest["peak"],
+    }
 
 
 def free_port() -> int:
@@ -63,8 +89,8 @@ def octavo(model: list[str], port: int) -> list[str]:
     return [sys.executable, "-m", "octavo", "serve", *model, "--port", str(port), "--log-level", "warning"]
 
 
-def start_once(command: list[str], port: int, environment: dict[str, str]) -> tuple[float, float]:
-    """Seconds to the first token, and CPU seconds of the whole start."""
+def start_once(command: list[str], port: int, environment: dict[str, str]) -> tuple[float, float, Memory]:
+    """Seconds to the first token, CPU seconds of the whole start, and memory after it."""
     before = cpu_seconds()
     began = time.perf_counter()
     with subprocess.Popen(
@@ -73,18 +99,20 @@ def start_once(command: list[str], port: int, environment: dict[str, str]) -> tu
         try:
             line = first_token(port, server)
             seconds = time.perf_counter() - began
+            memory = memory_after(server.pid)
         finally:
             server.send_signal(signal.SIGTERM)
     assert line.startswith("data: {"), line
-    return seconds, cpu_seconds() - before
+    return seconds, cpu_seconds() - before, memory
 
 
-def summary(rounds: list[tuple[float, float]]) -> dict[str, Any]:
+def summary(rounds: list[tuple[float, float, Memory]]) -> dict[str, Any]:
     """Medians and each round."""
     return {
-        "seconds_to_first_token": round(median(seconds for seconds, _ in rounds), 2),
-        "cpu_seconds": round(median(cpu for _, cpu in rounds), 2),
-        "rounds": [{"seconds": round(seconds, 2), "cpu_seconds": round(cpu, 2)} for seconds, cpu in rounds],
+        "seconds_to_first_token": round(median(seconds for seconds, _, _ in rounds), 2),
+        "cpu_seconds": round(median(cpu for _, cpu, _ in rounds), 2),
+        "memory_mib": {name: round(median(each[2][name] for each in rounds)) for name in rounds[0][2]},
+        "rounds": [{"seconds": round(seconds, 2), "cpu_seconds": round(cpu, 2)} for seconds, cpu, _ in rounds],
     }
 
 
@@ -98,8 +126,8 @@ def main() -> None:
     args = parser.parse_args()
     model = ["--demo", args.demo] if args.model is None else [str(args.model), "--max-model-len", "4096"]
     peer = process.find("llama.cpp", args.peers_dir) if args.model is not None else None
-    ours: list[tuple[float, float]] = []
-    theirs: list[tuple[float, float]] = []
+    ours: list[tuple[float, float, Memory]] = []
+    theirs: list[tuple[float, float, Memory]] = []
     for _ in range(args.rounds):
         port = free_port()
         ours.append(start_once(octavo(model, port), port, {"PYTHONPATH": str(ROOT)}))

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -114,6 +113,7 @@ class LocalExecutor:
     def __init__(self, runner: ModelRunner, facts: ModelFacts):
         self.runner = runner
         self.facts = facts
+        self._contents: Sequence[Content] = ()
 
     def launch(self, plan: StepPlan) -> PendingStep:
         return self.runner.launch(plan)
@@ -121,11 +121,9 @@ class LocalExecutor:
     def copy_pages(self, copies: Int32) -> None:
         self.runner.cache.copy_pages(copies)
 
-    @cached_property
-    def _contents(self) -> Sequence[Content]:
-        return contents_of(self.runner.cache)
-
     def contents(self) -> Sequence[Content]:
+        if not self._contents:
+            self._contents = contents_of(self.runner.cache)
         return self._contents
 
     def read_adapter(self, name: str, source: Adapter | str) -> LocalReading:
@@ -150,7 +148,6 @@ class LocalExecutor:
 
     def close(self) -> None:
         on_gpu = self.runner.model.device.type == "cuda"
-        vars(self).pop("_contents", None)  # it holds the pages
-        del self.runner
+        del self.runner, self._contents
         if on_gpu:
             torch.cuda.empty_cache()

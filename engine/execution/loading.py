@@ -51,6 +51,7 @@ def check_weights_fit(
     """
     memory = device_memory(device)
     with Checkpoint(path, scheme) as checkpoint:
+        path = checkpoint.path  # for a GGUF file, the file
         size = sum(
             checkpoint.shape(name).numel() * _share(quantization, checkpoint, name, dtype, device) >> 20
             for name in checkpoint.names

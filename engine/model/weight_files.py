@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.backends.native.gemm import BlockKind, Blocks, Quantised
 from engine.errors import ModelLoadError
+from engine.host.resident import give_back
 from engine.model.gguf.files import SUFFIX
 from engine.model.gguf.folder import LINK
 from engine.model.gguf.tensors import StoredRows
@@ -35,6 +36,7 @@ ALIGNED = 64
 """Alignment in bytes of the data after a `header` in its file."""
 MAPPED = 1 << 24
 """Bytes of read files that may stay in memory before they are released."""
+_TRIMMED = 2  # releases after which freed memory is returned, which takes milliseconds
 
 
 class Checkpoint:
@@ -50,6 +52,7 @@ class Checkpoint:
         self._handles: dict[Path, Any] = {}
         self._seen: dict[Path, tuple[int, int, int]] = {}  # facts about each file when it was opened
         self._read_since: Counter[Path] = Counter()  # bytes read since files were mapped
+        self._releases = 0
 
     def __enter__(self) -> Self:
         self.files = weight_files(self.path)
@@ -156,10 +159,13 @@ class Checkpoint:
 
     def release(self) -> None:
         """Map the files anew once much of them has been read, so that read data no longer counts as this process's
-        memory. Tensors still in use stay valid."""
+        memory, and from time to time return what copies of it have left. Tensors still in use stay valid."""
         if self._read_since.total() < MAPPED:
             return
         self.check_unchanged()
+        self._releases += 1
+        if self._releases % _TRIMMED == 0:
+            give_back()
         for file in self._read_since:
             with _readable(file):
                 self._handles[file] = _opened(file)

@@ -514,6 +514,7 @@ class Grammars:
             may_open_with_space=self._opens_texts and vocabulary.opens_without_space,
             may_force=vocabulary.writes_all,
         )
+        vocabulary.tokens.clear()
         give_back()
         return self._ready
 

@@ -26,6 +26,7 @@ def _byte_characters() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_characters()
+_DECODED = 8192  # tokens decoded at a time
 
 
 def _pair(hf: Any) -> tuple[str, str] | None:
@@ -359,12 +360,13 @@ class Tokenizer:
         before, before_text = self._anchor
         if self._fast is None or not before_text:
             return [self.token_bytes(token) for token in range(size)]
-        known = [token for token in range(size) if self._fast.id_to_token(token) is not None]
-        texts = self._fast.decode_batch([[before, token] for token in known], skip_special_tokens=False)
         found: list[bytes | None] = [b""] * size
-        for token, text in zip(known, texts, strict=True):
-            plain = text.startswith(before_text) and REPLACEMENT not in text and token not in self._special
-            found[token] = text[len(before_text) :].encode() if plain else self.token_bytes(token)
+        for first in range(0, size, _DECODED):
+            known = [i for i in range(first, min(first + _DECODED, size)) if self._fast.id_to_token(i) is not None]
+            texts = self._fast.decode_batch([[before, token] for token in known], skip_special_tokens=False)
+            for token, text in zip(known, texts, strict=True):
+                plain = text.startswith(before_text) and REPLACEMENT not in text and token not in self._special
+                found[token] = text[len(before_text) :].encode() if plain else self.token_bytes(token)
         self._texts.clear()  # few of them are requested again
         return found
 

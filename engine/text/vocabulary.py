@@ -4,6 +4,8 @@ tokens."""
 from __future__ import annotations
 
 import functools
+import itertools
+from array import array
 from collections.abc import Sequence
 
 from engine.errors import InvalidRequestError
@@ -24,7 +26,8 @@ class Vocabulary:
     """
 
     def __init__(self, tokenizer: Tokenizer, size: int, eos_ids: Sequence[int]):
-        # the bytes of each token within a text, empty for tokens without bytes or whose bytes are not known
+        # the bytes of each token within a text, empty for tokens without bytes or whose bytes are not known; a caller
+        # that has read them may empty the list, because the vocabulary keeps them in less memory
         self.tokens = [self._plain(found) for found in tokenizer.all_token_bytes(size)]
         special_ids = {token for token in tokenizer.special_token_ids if token < size}
         # tokens that no text stands for; a grammar can name them
@@ -37,12 +40,11 @@ class Vocabulary:
         self._special = special = frozenset(self.special_token_ids)
         # Forced text is requested with each mask, and is mostly the same.
         self._written = functools.lru_cache(_MOST_KEPT)(self._write)
-        self._ids: dict[bytes, int] = {}
-        for token, found in enumerate(self.tokens):
-            if found and token not in special:
-                self._ids.setdefault(found, token)
+        single = {found for token, found in enumerate(self.tokens) if len(found) == 1 and token not in special}
         # whether each printable ASCII character has a token, so that any text can be written
-        self.writes_all = all(bytes([value]) in self._ids for value in range(32, 127))
+        self.writes_all = all(bytes([value]) in single for value in range(32, 127))
+        # the bytes of all tokens, one after the other, and where each token's end
+        self._all, self._ends = b"".join(self.tokens), array("I", itertools.accumulate(map(len, self.tokens)))
         self._before = tokenizer.encode(_BEFORE, add_special_tokens=False)
         spaced = next((t for t, b in enumerate(self.tokens) if b[:1] == b" " and b.strip() and t not in special), None)
         # whether a text's first token loses its leading space
@@ -72,7 +74,18 @@ class Vocabulary:
         return self._greedy(data)
 
     def _bytes(self, token: int) -> bytes:
-        return self.tokens[token] if token < len(self.tokens) else b"\xff"
+        if token >= len(self._ends):
+            return b"\xff"
+        return self._all[self._ends[token - 1] if token else 0 : self._ends[token]]
+
+    @functools.cached_property
+    def _ids(self) -> dict[bytes, int]:
+        """The first token with these bytes. Few models ever need it."""
+        ids: dict[bytes, int] = {}
+        for token in range(len(self._ends)):
+            if token not in self._special and (found := self._bytes(token)):
+                ids.setdefault(found, token)
+        return ids
 
     def _greedy(self, data: bytes) -> list[int]:
         """Repeatedly the longest token that fits, as long as there is one."""

@@ -29,6 +29,7 @@ from engine.interface.sampling_table import mask_words
 from engine.scheduling.plan import StepPlan
 from engine.text import grammars
 from engine.text.processor import Tokenizer
+from engine.text.vocabulary import Vocabulary
 
 CALL = {
     "structures": [{"begin": "<f>", "schema": {"type": "integer", "maximum": 9}, "end": "</f>"}],
@@ -472,6 +473,17 @@ def test_what_grammars_share_is_prepared_before_the_first_one(tokenizer: Tokeniz
     compiling.result(60)
     assert len(loads) == 1
     assert loads[0].startswith("octavo-grammar")
+
+
+def test_a_vocabulary_needs_no_list_of_its_tokens(tokenizer: Tokenizer) -> None:
+    assert tokenizer.eos_token_id is not None
+    made = Vocabulary(tokenizer, tokenizer.vocab_size + 3, [tokenizer.eos_token_id])
+    known, whole = list(made.tokens), made("A caf\u00e9")
+    made.tokens.clear()
+    assert list(map(made._bytes, range(len(known)))) == known
+    assert made("A caf\u00e9") == whole
+    part = "caf\u00e9".encode()[:-1]  # the end is no character
+    assert b"".join(map(made._bytes, made(part))) == part
 
 
 @pytest.mark.parametrize(

@@ -378,3 +378,34 @@ def test_only_dates_are_read_from_the_wall_clock() -> None:
         if re.search(r"\btime\.time(_ns)?\(", path.read_text())
     }
     assert found == dates
+
+
+@functools.cache
+def top_names(path: Path) -> set[str]:
+    """The names that a module defines or imports, wherever in it."""
+    names = set[str]()
+    for node in ast.walk(tree_of(path)):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                names.add(node.name)
+            case ast.Name(ctx=ast.Store()):
+                names.add(node.id)
+            case ast.Import() | ast.ImportFrom():
+                names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+def test_benchmarks_import_names_that_exist() -> None:
+    """From each other; no test runs most of them."""
+    missing, count = [], 0
+    for path in sorted((ROOT / "benchmarks").rglob("*.py")):
+        for node in ast.walk(tree_of(path)):
+            if not isinstance(node, ast.ImportFrom) or node.module is None:
+                continue
+            module = ROOT / "benchmarks" / f"{node.module.replace('.', '/')}.py"
+            if module.is_file():
+                count += 1
+                lacking = sorted({alias.name for alias in node.names} - top_names(module))
+                missing += [f"{path.name}: {node.module}.{name}" for name in lacking]
+    assert count > 20
+    assert missing == []

@@ -59,16 +59,16 @@ class Gguf:
     tensors: dict[str, TensorInfo]
 
 
-def read_gguf(path: Path) -> Gguf:
-    """Read the header of a file; no tensor is read. Raises ModelLoadError if it is not a GGUF file, or it is damaged or
-    incomplete; UnsupportedModelError if its version, or a format in it, is unknown. PermissionError if the file is not
-    readable."""
+def read_gguf(path: Path, *, vocabulary: bool = True) -> Gguf:
+    """Read the header of a file; no tensor is read. Without `vocabulary`, lists about the tokenizer are empty, which
+    saves most of the time. Raises ModelLoadError if it is not a GGUF file, or it is damaged or incomplete;
+    UnsupportedModelError if its version, or a format in it, is unknown. PermissionError if the file is not readable."""
     try:
         with path.open("rb") as file:
             if (magic := file.read(4)) != MAGIC:
                 raise ModelLoadError(f"{path} is not a GGUF file: it begins with {magic!r} instead of {MAGIC!r}.")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Reader(path, data).read()
+                return _Reader(path, data, vocabulary).read()
     except PermissionError:
         raise
     except OSError as error:
@@ -76,8 +76,9 @@ def read_gguf(path: Path) -> Gguf:
 
 
 class _Reader:
-    def __init__(self, path: Path, data: mmap.mmap):
+    def __init__(self, path: Path, data: mmap.mmap, vocabulary: bool):
         self._path = path
+        self._skipped = () if vocabulary else ("tokenizer.",)
         self._data = data
         self._size = len(data)
         self._place = len(MAGIC)
@@ -163,21 +164,28 @@ class _Reader:
         self._texts += count if kind == _STRING else 0
         if self._items > _MOST_ITEMS or self._texts > _MOST_TEXTS:
             self._fail(f"its arrays hold more than {_MOST_ITEMS} values, or more than {_MOST_TEXTS} texts")
+        kept = not key.startswith(self._skipped)
         if kind == _STRING:
-            return self._texts_of(key, count)
+            return self._texts_of(key, count, kept)
+        if not kept:
+            self._pass(count * size, f"the values of {_shown(key)}")
+            return []
         found = struct.unpack(f"<{count}{letter}", self._take(count * size, f"the values of {_shown(key)}"))
         return [bool(value) for value in found] if kind == _BOOL else list(found)
 
-    def _texts_of(self, key: str, count: int) -> list[str]:
-        """A vocabulary has hundreds of thousands of texts; reading each by `_text` would take seconds."""
+    def _texts_of(self, key: str, count: int, kept: bool) -> list[str]:
+        """A vocabulary has hundreds of thousands of texts; reading each by `_text` would take seconds. None of them is
+        decoded unless they are kept."""
         data, size, place, found = self._data, self._size, self._place, []
         length_at = struct.Struct("<Q").unpack_from
         for _ in range(count):
             length = length_at(data, place)[0] if place + 8 <= size else _MOST_TEXT + 1
-            if length > min(_MOST_TEXT, size - place - 8):
+            if length > _MOST_TEXT or length > size - place - 8:
                 self._place = place
                 self._text(f"a value of {_shown(key)}", _MOST_TEXT)  # raises the error
             begin, place = place + 8, place + 8 + length
+            if not kept:
+                continue
             try:
                 found.append(data[begin:place].decode())
             except UnicodeDecodeError as error:
@@ -223,13 +231,16 @@ class _Reader:
         return struct.unpack("<" + letter, self._take(size, what))[0]
 
     def _take(self, size: int, what: str) -> bytes:
+        self._pass(size, what)
+        return self._data[self._place - size : self._place]
+
+    def _pass(self, size: int, what: str) -> None:
         if size > self._size - self._place:
             self._fail(
                 f"the file ends before {what}: {size} bytes are needed from byte {self._place} on, and the file has "
                 f"{self._size}"
             )
-        begin, self._place = self._place, self._place + size
-        return self._data[begin : self._place]
+        self._place += size
 
     def _fail(self, what: str) -> NoReturn:
         raise ModelLoadError(f"{self._path} is damaged or incomplete: {what}. Download it again.")

@@ -116,10 +116,10 @@ def _identity(path: Path) -> Any:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
-@lru_cache(maxsize=2)  # a start opens the weights several times, and the vocabulary makes the header slow to read
+@lru_cache(maxsize=2)  # a start opens the weights several times
 def _contents(path: Path, identity: Any) -> tuple[dict[str, Placed], dict[str, int]]:
     """Tensors by name, and bytes by format."""
-    file = read_gguf(path)
+    file = read_gguf(path, vocabulary=False)
     found: dict[str, Placed] = {}
     for placed in place(file, *describe(file)):
         check_readable(path, placed.info)

@@ -59,6 +59,28 @@ def test_what_a_file_holds(version: int, tmp_path: Path) -> None:
     assert torch.equal(read_tensor(data, found.tensors["two"]), torch.arange(8.0, 11))
 
 
+def test_a_header_without_the_vocabulary(tmp_path: Path) -> None:
+    """Lists about the tokenizer are passed over, and the rest is the same; a list beyond the end is refused."""
+    lists = [
+        entry("tokenizer.ggml.tokens", ARRAY, struct.pack("<IQ", TEXT, 2) + text("ä") + text(b"\xc3")),
+        entry("tokenizer.ggml.scores", ARRAY, struct.pack("<IQ", F32, 2) + struct.pack("<2f", 1.5, -2)),
+        entry("tokenizer.chat_template", TEXT, text("x")),
+    ]
+    path = tmp_path / "x.gguf"
+    path.write_bytes(WHOLE)
+    whole = read_gguf(path)
+    path.write_bytes(file_of(lists + SOUND, TENSORS, DATA))
+    found = read_gguf(path, vocabulary=False)
+    assert found.metadata == whole.metadata | {
+        "tokenizer.ggml.tokens": [], "tokenizer.ggml.scores": [], "tokenizer.chat_template": "x",
+    }  # fmt: skip
+    assert torch.equal(read_tensor(mapped(path), found.tensors["two"]), torch.arange(8.0, 11))
+    for listed in lists[:2]:
+        path.write_bytes(file_of([listed], [], alignment=1)[:-1])
+        with pytest.raises(ModelLoadError, match="Download it again"):
+            read_gguf(path, vocabulary=False)
+
+
 def test_tensors_are_aligned_as_the_file_says(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     aligned = entry("general.alignment", U32, struct.pack("<I", 64))

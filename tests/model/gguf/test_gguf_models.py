@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from engine.backends.native import gemm
 from engine.backends.native.gguf import count_infinite
 from engine.config import EngineConfig
 from engine.errors import ModelLoadError, UnsupportedModelError
-from engine.execution import starting
+from engine.execution import loading, starting
 from engine.inspection import PROCESS, STARTING, inspect_model
 from engine.model import checkpoint, quantised_loading
 from engine.model.embedding import TokenEmbedding
@@ -457,6 +458,12 @@ def test_octavo_models_answers_for_one_without_a_tokenizer(llama: Path, capsys: 
     assert main(["models", str(llama), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["supported"], found["tokenizer"]) == (True, None)
+
+
+def test_missing_memory_is_reported_with_the_files_name(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "available_memory", lambda: 0)
+    with pytest.raises(ModelLoadError, match=f"^The weights of {re.escape(str(llama.resolve()))} take"):
+        starting.start(EngineConfig(model=str(llama), device="cpu", skip_tokenizer_init=True))
 
 
 def test_octavo_models_says_that_a_file_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
