@@ -15,7 +15,7 @@ from engine.scheduling.row import Row
 from engine.scheduling.sequence import SequenceGroup
 
 # Share of a step that prompts of background requests get while clients come and go.
-_BACKGROUND = 0.125
+_BACKGROUND = 1 / 16
 
 
 @dataclass(slots=True)
