@@ -51,7 +51,7 @@ from engine.scheduling.limits import SchedulerConfig
 from engine.scheduling.needs import SequenceNeeds
 from engine.text.processor import load_tokenizer
 
-PROCESS, IMPORTED, STARTING = 168 << 20, 172 << 20, 226 << 20
+PROCESS, IMPORTED, STARTING = 168 << 20, 172 << 20, 212 << 20
 """Memory of the engine's process on a CPU without the model: at rest, at the beginning of a load, and at most after the
 load, while steps are measured."""
 
