@@ -191,6 +191,9 @@ def check_model(config: EngineConfig, *, memory: bool = True) -> Iterator[Findin
         room = f"encoder-decoder, {inputs} of {facts.max_encoder_len} tokens, answers of {facts.max_model_len}"
     found = f"{config.model}: {facts.architecture}, {files} of weights, {room}"
     yield Finding("model", "ok", found)
+    if facts.ranks:
+        parts = ", ".join(f"{rank.heads} heads and {_size(rank.weights)}" for rank in facts.ranks)
+        yield Finding("ranks", "ok", f"{len(facts.ranks)} processes divide the model: {parts} of weights")
     if memory:
         yield check_memory(facts)
     if facts.num_blocks and (config.flash_prefill or facts.device.startswith("cuda")):

@@ -75,6 +75,9 @@ class EngineConfig:
         async_scheduling: plan and launch each step while the previous one runs (default: on for GPUs; a CPU gains
             nothing).
         distributed_executor_backend: where steps are computed: uni in the engine's process, mp in a separate process.
+        tensor_parallel_size: divide each layer of the model among this many processes, each of which loads its part of
+            the weights. They share kv_cache_memory, and threads are those of one process (default: the cores divided
+            by the processes). CPU only.
         block_size: tokens per page of the KV cache.
         kv_cache_memory: size of the KV cache, such as "4GiB" (default on a CPU: a quarter of the free memory, at most 4
             GiB; on a GPU: the memory that gpu_memory_utilization leaves).
@@ -131,6 +134,7 @@ class EngineConfig:
     max_step_time: float | None = None
     async_scheduling: bool | None = None
     distributed_executor_backend: Literal["uni", "mp"] = "uni"
+    tensor_parallel_size: int = 1
     block_size: int = 16
     kv_cache_memory: int | str | None = None
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"] = "auto"
@@ -156,12 +160,14 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("model must name a local folder or a hub id, got an empty value.")
-        for name in ("max_num_batched_tokens", "block_size"):
+        for name in ("max_num_batched_tokens", "block_size", "tensor_parallel_size"):
             self._at_least(name, 1)
         for name in ("threads", "max_model_len", "max_num_seqs", "max_num_beams", "num_gpu_blocks_override"):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)
         self._check_adapters()
+        if self.tensor_parallel_size > 1:  # each rank is a process
+            object.__setattr__(self, "distributed_executor_backend", "mp")
         if self.max_num_batched_tokens < self.most_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "

@@ -19,6 +19,7 @@ from engine.config import EngineConfig
 from engine.disk.opening import check_kv_disk, open_stores
 from engine.disk.tier import DiskTier
 from engine.errors import ConfigError, EngineDeadError, InvalidRequestError
+from engine.execution.division import check_ranks
 from engine.execution.draft_model import DraftModel
 from engine.execution.executor import Executor, LocalExecutor, Reading
 from engine.execution.profiling import warn_if_short
@@ -96,6 +97,7 @@ class Engine:
         started = time.monotonic()
         self.config = config
         check_files(config.catalogues)
+        check_ranks(config)
         check_kv_disk(config)
         self._disk: DiskTier | None = None
         self._publisher = _open_publisher(config)  # before the model loads, so that a taken port is reported at once

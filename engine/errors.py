@@ -49,5 +49,9 @@ class RequestFailedError(OctavoError):
     """A request was accepted and then failed inside the engine."""
 
 
+class RankError(OctavoError):
+    """Another rank of a divided model failed in the same step."""
+
+
 class EngineDeadError(OctavoError):
     """The engine has stopped and serves no more requests."""

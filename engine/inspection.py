@@ -17,6 +17,7 @@ from engine.backends.attention.selection import select
 from engine.config import EngineConfig, parse_bytes
 from engine.disk.opening import check_kv_disk, kv_folder
 from engine.disk.store import used_bytes
+from engine.execution.division import check_divisible
 from engine.execution.gpu_choice import GpuFacts, look_at
 from engine.execution.image_vectors import MOST_BYTES as VECTOR_BYTES
 from engine.execution.kv_cache import cache_memory, choose_cache_dtype, count_blocks, page_bytes
@@ -36,9 +37,12 @@ from engine.model.families import architecture, build_spec, stored_scheme, weigh
 from engine.model.gguf.files import SUFFIX
 from engine.model.gguf.folder import lacks_tokenizer
 from engine.model.parameter_count import check_parameters
+from engine.model.quantisation import Wanted
 from engine.model.quantised_cache import find_folder, kept_files
 from engine.model.quantised_loading import mark_stored
 from engine.model.retrieval import read_folder
+from engine.model.sharding import Share, refusals, shard
+from engine.model.spec import ModelSpec
 from engine.model.transformer import Transformer
 from engine.model.weight_files import MAPPED, Checkpoint, weight_files
 from engine.model.weights import as_linears, stored_dtype
@@ -103,6 +107,9 @@ class ModelFacts:
         hears: whether it is a speech model.
         images: maximum bytes of the cached vectors of images; 0 if the model reads no images among its tokens.
         image_tokens: maximum tokens of an image in a chat, without the texts around its crops; 0 if it reads none.
+        ranks: what each rank has, if the settings divide the model.
+        divisible: numbers of ranks up to 8 that can divide it on a CPU.
+        indivisible: the parts that no number of ranks can divide.
         no_tokenizer: for a GGUF file, why its tokenizer cannot be built, and what to do; "" if it can.
     """
 
@@ -133,6 +140,18 @@ class ModelFacts:
     states: int = 0
     images: int = 0
     image_tokens: int = 0
+    ranks: tuple[RankFacts, ...] = ()
+    divisible: tuple[int, ...] = ()
+    indivisible: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFacts:
+    """What one rank has of a model: bytes of weights, heads and K/V heads of its first layer with attention."""
+
+    weights: int
+    heads: int
+    kv_heads: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,8 +233,14 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
     paged = spec.decoder is not None
     backend = select(device, spec.trunk.attentions, cache_dtype if paged else None)
     encoder_len = find_max_encoder_len(config, spec, max_model_len)
-    # Shapes, no memory.
-    model = Transformer(spec, backend, max_model_len, max_encoder_len=encoder_len, device="meta", dtype=dtype)
+    check_divisible(config, spec, device)
+
+    def shapes_of(part: ModelSpec) -> Transformer:  # no memory
+        return Transformer(part, backend, max_model_len, max_encoder_len=encoder_len, device="meta", dtype=dtype)
+
+    model = shapes_of(spec)
+    count = config.tensor_parallel_size
+    ranks = [shapes_of(shard(spec, Share(rank, count))) for rank in range(count)] if count > 1 else [model]
     as_stored, stored = 0, dict[str, int]()
     if scheme is not None or files[0].suffix == SUFFIX:
         with Checkpoint(path, scheme) as checkpoint:
@@ -224,33 +249,36 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
             checkpoint.rename(table)
             mark_stored(model, checkpoint, as_linears(checkpoint, table), device)
             as_stored = model.weight_bytes("stored", device) if checkpoint.has_few_bits else 0
-    weights = model.weight_bytes(quantization, device)
+    weights = sum(rank.weight_bytes(quantization, device) for rank in ranks)
     cropping = None if vision is None else read_cropping(path)
     images = 0 if vision is None else VECTOR_BYTES
     resident = peak = 0
     if device.type == "cpu":
         held = weights + model.buffer_bytes
-        resident = held + PROCESS
+        resident = held + PROCESS * (count + (count > 1))
         peak = held + max(STARTING, model.loading_bytes(quantization) + MAPPED + IMPORTED)
     num_blocks, pages, full_requests = 0, 0, 0.0
     slots = states = 0
     limits = SchedulerConfig.of(config, SequenceNeeds(paged=paged, window=spec.attention_span))
     if paged:
-        shapes = model.kv_shapes()
         sizes = spec.state_sizes
         slots = count_slots(config, sizes, *cache_memory(config, device, reserved=weights + images))
         states = (slots + 1) * slot_bytes(sizes) if slots else 0
-        num_blocks = count_blocks(
-            config,
-            shapes,
-            max_model_len,
-            cache_dtype,
-            device,
-            max_encoder_len=model.max_encoder_len,
-            reserved=weights + images,
-            states=states,
+        num_blocks = min(
+            count_blocks(
+                config,
+                rank.kv_shapes(),
+                max_model_len,
+                cache_dtype,
+                device,
+                max_encoder_len=model.max_encoder_len,
+                reserved=weights + images,
+                states=states,
+            )
+            for rank in ranks
         )
-        pages = (num_blocks + 1) * page_bytes(shapes, config.block_size, cache_dtype)
+        sizes_of_pages = (page_bytes(rank.kv_shapes(), config.block_size, cache_dtype) for rank in ranks)
+        pages = (num_blocks + 1) * sum(sizes_of_pages)
         full_requests = limits.fitting(max_model_len, num_blocks, model.max_encoder_len or 0)
     return ModelFacts(
         path=path,
@@ -280,7 +308,15 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         hears=_hears(config, path, hf_config),
         images=images,
         image_tokens=0 if vision is None or cropping is None else most_tokens(vision, cropping),
+        ranks=tuple(_rank(rank, quantization, device) for rank in ranks) if count > 1 else (),
+        divisible=tuple(number for number in range(2, 9) if device.type == "cpu" and not refusals(spec, number)),
+        indivisible=tuple(refusals(spec, 1)),
     )
+
+
+def _rank(model: Transformer, quantization: Wanted | None, device: torch.device) -> RankFacts:
+    part = next(iter(model.spec.trunk.attentions))
+    return RankFacts(weights=model.weight_bytes(quantization, device), heads=part.heads, kv_heads=part.kv_heads)
 
 
 def _hears(config: EngineConfig, path: Path, hf_config: Any) -> bool:

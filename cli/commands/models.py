@@ -6,11 +6,14 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cli.terminal.parser import OneLineParser
 from cli.terminal.style import is_rich, print_table, say, styled
 from server.config.wording import did_you_mean
+
+if TYPE_CHECKING:
+    from engine import ModelFacts
 
 PROG = "octavo models"
 DESCRIPTION = """\
@@ -22,6 +25,7 @@ that is free now. Only the headers of its files are read.
   octavo models qwen              families whose name contains qwen
   octavo models path/to/model     check a checkpoint
 """
+_SETTINGS = ("max_model_len", "kv_cache_memory", "quantization", "tensor_parallel_size")
 _LISTED = Path(__file__).with_name("families.json")  # written from the registry, see tools/families_table.py
 
 
@@ -37,6 +41,7 @@ def parser() -> OneLineParser:
     group = made.add_argument_group("settings for a checkpoint (as in octavo serve)")
     group.add_argument("--max-model-len", metavar="N", type=int, help="maximum tokens of prompt and answer together")
     group.add_argument("--kv-cache-memory", metavar="SIZE", help="size of the KV cache")
+    group.add_argument("--tensor-parallel-size", metavar="N", type=int, help="processes that divide each layer")
     group.add_argument(
         "--quantization", choices=("none", "int8", "int8-fast", "int4", "stored"), help="format of the weight matrices"
     )
@@ -50,7 +55,7 @@ def run(arguments: list[str]) -> int:
     made = parser()
     given = made.parse_args(arguments)
     if given.model is not None and _is_checkpoint(given.model):
-        settings = {name: getattr(given, name) for name in ("max_model_len", "kv_cache_memory", "quantization")}
+        settings = {name: getattr(given, name) for name in _SETTINGS}
         return _tell(
             given.model, {name: value for name, value in settings.items() if value is not None}, as_json=given.json
         )
@@ -153,6 +158,7 @@ def _examine(model: str, settings: dict[str, Any]) -> _Verdict:
     if facts.weights_as_stored and facts.quantization is None:
         weights += f"; {_mebi(facts.weights_as_stored)} with --quantization stored"
     shown.append(("weights", weights, facts.weights))
+    shown += _ranks(facts)
     if facts.num_blocks:
         tokens = facts.num_blocks * facts.block_size
         pages = f"{tokens} tokens: {facts.num_blocks} pages of {facts.block_size} tokens, {_mebi(facts.pages)}"
@@ -184,6 +190,18 @@ def _examine(model: str, settings: dict[str, Any]) -> _Verdict:
     return _Verdict(
         True, f"Serve it: {ways[0]}" + "".join(f"; use it in the terminal: {way}" for way in ways[1:]), tuple(shown)
     )
+
+
+def _ranks(facts: ModelFacts) -> list[tuple[str, str, Any]]:
+    """How the model is divided, or by how many ranks it can be."""
+    if facts.ranks:
+        parts = "; ".join(f"{rank.heads} heads, {_mebi(rank.weights)}" for rank in facts.ranks)
+        return [("ranks", f"{len(facts.ranks)}: {parts}", [rank.weights for rank in facts.ranks])]
+    if facts.indivisible:
+        return [("ranks", f"cannot be divided: {', '.join(facts.indivisible)}", [])]
+    if not facts.divisible:
+        return []
+    return [("ranks", f"--tensor-parallel-size {', '.join(map(str, facts.divisible))}", list(facts.divisible))]
 
 
 def _mebi(size: int) -> str:

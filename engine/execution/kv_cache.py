@@ -223,16 +223,19 @@ def count_blocks(
 def cache_memory(
     config: EngineConfig, device: torch.device, *, reserved: int = 0, available: int | None = None
 ) -> tuple[int, str]:
-    """Bytes for pages and state slots, and the setting that would raise them; arguments as for `count_blocks`."""
+    """Bytes for pages and state slots, and the setting that would raise them; arguments as for `count_blocks`. Ranks
+    share the memory of a CPU."""
+    ranks = config.tensor_parallel_size
     if config.kv_cache_memory is not None:
-        return parse_bytes(config.kv_cache_memory, "kv_cache_memory"), "--kv-cache-memory"
+        return parse_bytes(config.kv_cache_memory, "kv_cache_memory") // ranks, "--kv-cache-memory"
     if available is not None:
         return available, "--gpu-memory-utilization"
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         memory = int(free - reserved - (1.0 - config.gpu_memory_utilization) * total)
         return memory, "--gpu-memory-utilization"
-    return min(int(DEFAULT_CPU_SHARE * (available_memory() - reserved)), DEFAULT_CPU_LIMIT), "--kv-cache-memory"
+    memory = min(int(DEFAULT_CPU_SHARE * (available_memory() - reserved)), DEFAULT_CPU_LIMIT)
+    return memory // ranks, "--kv-cache-memory"
 
 
 def _within_memory(blocks: int, size: int, setting: str, device: torch.device, reserved: int) -> int:

@@ -105,6 +105,8 @@ def allocate_pages(
         states=states,
         beside=beside,
     )
+    if model.ranks is not None:
+        count = model.ranks.smallest(count)
     runner.cache = KVCache(shapes, count, config.block_size, dtype, device, few.key_centres)
     if sizes:
         runner.cache.states = StateCache(sizes, slots, device)

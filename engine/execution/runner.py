@@ -77,6 +77,7 @@ class ModelRunner:
             self._sampler = DeviceSampler(device, first=self._sampled.data)
         self._beams = BeamsOnDevice(self._sampled.data)
         self._logits = Logits(model, min_rows)
+        self._samples = model.ranks is None or model.ranks.rank == 0  # rank 0 has all logits
 
     def use_images(self, info: VisionInfo) -> None:
         """Read images among tokens from now on; `info`: of the model's."""
@@ -111,17 +112,18 @@ class ModelRunner:
         computed = self.kind.compute(plan, self.cache, self._recorded(plan), search)
         hidden = computed.hidden
         candidates: StepResult | LateResult | None = None
-        sampling = None
+        sampling = plan.sampling if self._samples else None
         if plan.sampling is not None:
             assert hidden is not None
             wanted = hidden_of(hidden, plan.sampling.rows, plan.num_tokens)
             candidates = None if self.graphs is None else self.graphs.sample(wanted, plan.sampling)
             if candidates is None:
                 logits = self._logits(wanted)
-                # A GPU computes all that meanwhile; a CPU has finished, and fills masks with all of its threads.
-                sampling = weighed(logits, plan.sampling.filled())
-                candidates = self._sample(logits, sampling)
-        step = PendingStep(candidates=candidates or StepResult.empty(), sampling=sampling or plan.sampling)
+                if self._samples:
+                    # A GPU computes all that meanwhile; a CPU has finished, and fills masks with all of its threads.
+                    sampling = weighed(logits, plan.sampling.filled())
+                    candidates = self._sample(logits, sampling)
+        step = PendingStep(candidates=candidates or StepResult.empty(), sampling=sampling)
         if self.keeps_hidden:
             kept = self.kind.kept if isinstance(self.kind, Decoder) else ()
             step.hidden = torch.cat(list(kept), dim=1) if kept else hidden

@@ -15,10 +15,12 @@ from engine.backends import triton as gpu
 from engine.backends.attention.base import AttentionBackend
 from engine.backends.attention.formats import LARGEST, format_name
 from engine.backends.attention.selection import select
+from engine.backends.native.ranks import Ranks
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from engine.execution.adapters import LoadedAdapters
 from engine.execution.calibration import mean_keys
+from engine.execution.division import RankExecutor, check_divisible, failing
 from engine.execution.executor import LocalExecutor, ModelFacts
 from engine.execution.gpu_choice import look_at
 from engine.execution.image_vectors import MOST_BYTES as VECTOR_BYTES
@@ -93,14 +95,28 @@ class Beside(Protocol):
         """Load this model beside that one. Returns the bytes that it takes for each page."""
 
 
-def start(config: EngineConfig, read: ConfigReader = read_config, *, beside: int | Beside = 0) -> LocalExecutor:
+def start(
+    config: EngineConfig,
+    read: ConfigReader = read_config,
+    *,
+    beside: int | Beside = 0,
+    ranks: Ranks | None = None,
+) -> LocalExecutor:
     """Load a model in this process. Raises ModelLoadError, UnsupportedModelError, ConfigError: says what to do about
     it.
 
     Args:
         beside: bytes that another model takes for each page of this one, or the other model.
         read: the same argument as in `engine.model.checkpoint.read_config`.
+        ranks: those that divide the model; this process has the part of one of them.
     """
+    if ranks is not None:
+        with failing(ranks):
+            return RankExecutor(_start(config, read, beside, ranks), ranks)
+    return _start(config, read, beside, None)
+
+
+def _start(config: EngineConfig, read: ConfigReader, beside: int | Beside, ranks: Ranks | None) -> LocalExecutor:
     device = choose_device(config.device)
     if config.device == "auto" and device.type == "cpu" and gpus.has_driver():
         why, fix = gpus.obstacle(torch.version.cuda, torch.version.hip)
@@ -114,7 +130,8 @@ def start(config: EngineConfig, read: ConfigReader = read_config, *, beside: int
         use_threads(config)
         resolved = resolve(config, device, read)
         if isinstance(beside, int):
-            return prepare(resolved, load(resolved), beside=beside)
+            check_divisible(config, resolved.spec, device)
+            return prepare(resolved, load(resolved, ranks), beside=beside)
         resolved = beside.adapt(resolved)
         runner = load(resolved)
         return prepare(resolved, runner, beside=beside.load(runner))
@@ -192,8 +209,8 @@ def _check_two_way(info: VisionInfo, config: EngineConfig, device: torch.device)
         )
 
 
-def load(resolved: Resolved) -> ModelRunner:
-    """Read the weights; the runner has few pages yet."""
+def load(resolved: Resolved, ranks: Ranks | None = None) -> ModelRunner:
+    """Read the weights; the runner has few pages yet. `ranks`: as in `start`."""
     config, device, pipeline = resolved.config, resolved.device, resolved.pipeline
     rank = config.max_lora_rank or largest_rank(config.adapters.values())  # a missing adapter is noticed first
     model = load_model(
@@ -211,6 +228,7 @@ def load(resolved: Resolved) -> ModelRunner:
         share_weights=config.share_weights,
         pack=True,
         table=resolved.table,
+        ranks=ranks,
     )
     if config.most_loras:
         model.take_adapters(config.most_loras, rank)
@@ -226,7 +244,7 @@ def load(resolved: Resolved) -> ModelRunner:
         model,
         KVCache(model.kv_shapes(), int(not whole), config.block_size, cache_dtype, device, centres),
         max_num_batched_tokens=config.max_num_batched_tokens,
-        min_rows=min_invariant_rows(model),
+        min_rows=min_invariant_rows(model) if ranks is None else ranks.largest(min_invariant_rows(model)),
         adapters=LoadedAdapters(model, config.most_loras, rank, getattr(resolved.hf_config, "model_type", "")),
         activation=find_abilities(resolved.hf_config, model.spec, pipeline).activation,
         parts=load_parts(pipeline, device),

@@ -15,6 +15,7 @@ from pathlib import Path
 from engine.host.cgroups import MOUNT, OWN_GROUPS, own_groups, text_of
 
 CPUS = Path("/sys/devices/system/cpu")
+NODES = Path("/sys/devices/system/node")
 _NAME = "OMP_NUM_THREADS"
 
 
@@ -114,6 +115,36 @@ def given_environment() -> dict[str, str]:
         else:
             environment[_NAME] = value
     return environment
+
+
+def threads_of_rank(setting: int | None, ranks: int) -> int | None:
+    """The setting for the threads of each of several processes that divide a model: an equal share of the cores unless
+    it is set; None: each process may have them all."""
+    if setting is not None or ranks == 1:
+        return setting
+    return max(1, choose_threads(None, given_environment()).count // ranks)
+
+
+def memory_nodes(root: Path = NODES) -> list[set[int]]:
+    """The CPUs that this process may use, by the memory that is near to them; a machine with one socket usually has one
+    node."""
+    allowed, found = _allowed(), []
+    for folder in sorted(root.glob("node[0-9]*"), key=lambda path: int(path.name.removeprefix("node"))):
+        ends = (part.partition("-") for part in text_of(folder / "cpulist").strip().split(",") if part)
+        cpus = {cpu for first, _, last in ends for cpu in range(int(first), int(last or first) + 1)}
+        found.append(cpus & allowed)
+    return [cpus for cpus in found if cpus]
+
+
+def cpus_of_rank(rank: int, ranks: int, nodes: list[set[int]]) -> set[int] | None:
+    """The CPUs for one of the processes that divide a model: those of its own nodes, so that its weights are in near
+    memory. None if there is one node, or the nodes cannot be divided evenly."""
+    if len(nodes) < 2 or (ranks % len(nodes) and len(nodes) % ranks):
+        return None
+    if ranks >= len(nodes):
+        return nodes[rank * len(nodes) // ranks]
+    each = len(nodes) // ranks
+    return set().union(*nodes[rank * each : (rank + 1) * each])
 
 
 def engine_environment(setting: int | None) -> dict[str, str]:

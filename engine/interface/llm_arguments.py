@@ -16,7 +16,6 @@ _OFF = (None, False)
 # vLLM's arguments that are not settings here: the values that change nothing (or `_ANY` for all), and the reason
 # against others.
 _HARMLESS: dict[str, tuple[Any, str]] = {
-    "tensor_parallel_size": (_ONE, "a model runs on one device"),
     "pipeline_parallel_size": (_ONE, "a model runs on one device"),
     "data_parallel_size": (_ONE, "start several services instead"),
     "enable_expert_parallel": (_OFF, "a model runs on one device"),

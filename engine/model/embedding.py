@@ -29,7 +29,10 @@ class TokenEmbedding(nn.Module):
         around = part.neighbours
         hidden = part.projection or (part.width if around is None else around.width)
         added = part.width if part.projects_sum else hidden
-        self.tokens = place.parameter(part.vocab_size, part.width) if shared is None else shared
+        first, last = part.rows or (0, part.vocab_size)
+        self.tokens = place.parameter(last - first, part.width) if shared is None else shared
+        self.rows = part.rows
+        self.ranks = place.ranks
         self.look_up: LookUp | None = None  # reads rows of the table when it is no longer a parameter
         self.stored_bytes: int | None = None  # for a table kept in the checkpoint's format, see `mark_stored`
         self.projection = None if part.projection is None else Linear(part.width, hidden, False, place)
@@ -99,6 +102,14 @@ class TokenEmbedding(nn.Module):
 
     def vectors(self, token_ids: Tensor) -> Tensor:
         """Rows of the table."""
+        if self.rows is None or self.ranks is None:
+            return self._look_up(token_ids)
+        first, last = self.rows
+        own = (token_ids >= first) & (token_ids < last)
+        found = self._look_up((token_ids - first).clamp(0, last - first - 1))
+        return self.ranks.reduce(found.masked_fill_(~own[:, None], 0.0))  # one rank has the row, the others have zeros
+
+    def _look_up(self, token_ids: Tensor) -> Tensor:
         return (
             F.embedding(token_ids, self.tokens) if self.look_up is None else self.look_up(token_ids, self.tokens.dtype)
         )

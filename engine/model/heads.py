@@ -210,18 +210,20 @@ def padded(linear: Linear, x: Tensor, min_rows: int) -> Tensor:
 def build_head(model: spec.ModelSpec, table: nn.Parameter | None, place: Place) -> nn.Module | None:
     """The module of a model's head; None if the hidden states themselves are the result. `table`: the token table,
     which a tied head shares; None if the model reads no tokens."""
-    hidden, part = model.trunk.output_size, model.head
+    hidden, part, outputs = model.trunk.output_size, model.head, model.vocab_size
+    if isinstance(model.trunk.embedding, spec.Tokens) and model.trunk.embedding.rows is not None:
+        outputs = model.trunk.embedding.rows[1] - model.trunk.embedding.rows[0]
     sizes: tuple[int, int | None, int]
     match part:
         case spec.Lm():
             shared, layer = table if part.tied else None, part.layer
             if part.norm is not None:
-                sizes = (hidden, None, part.choices or model.vocab_size)
+                sizes = (hidden, None, part.choices or outputs)
                 kind = Head if part.choices is None else ChoosingHead
                 return kind(sizes, None, part.norm, place, dense_bias=False, bias=part.bias, shared=shared)
             if layer is None:
-                return Linear(hidden, model.vocab_size, part.bias, place, shared=shared)
-            sizes = (hidden, hidden, model.vocab_size)
+                return Linear(hidden, outputs, part.bias, place, shared=shared)
+            sizes = (hidden, hidden, outputs)
             return Head(
                 sizes, layer.activation, layer.norm, place, dense_bias=layer.bias, bias=part.bias, shared=shared
             )

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.backends.native.program import Rows
+from engine.backends.native.ranks import Ranks
 from engine.model import spec
 from engine.model.embedding import Embedding, PatchEmbedding, TokenEmbedding, with_images
 from engine.model.experts import ExpertsFeedForward
@@ -132,8 +133,9 @@ class AddAdapters(Operation):
 
 @operation(reads="x", writes="x")
 class AllReduce(Operation):
-    """x = the sum of all devices' x, each of which has a part of the layer; unchanged on one device."""
+    """x = the sum of all ranks' x, each of which has a part of the layer."""
 
+    ranks: Ranks
     x: Rows
 
 

@@ -7,15 +7,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from engine.backends.native.ranks import Ranks
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """The device and the format of parameters. `filled_on`: the device of matrices until they are packed; None for the
-    final device."""
+    final device. `ranks`: those that divide the model; None for none."""
 
     device: torch.device
     dtype: torch.dtype
     filled_on: torch.device | None = None
+    ranks: Ranks | None = None
 
     def parameter(self, *shape: int) -> nn.Parameter:
         """An uninitialised parameter without gradients."""

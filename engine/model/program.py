@@ -15,6 +15,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from engine.backends.native.program import Rows
+from engine.backends.native.ranks import Ranks
 from engine.model import sparse_blocks, spec
 from engine.model.attention_operations import Attend, PrepareHeads, PrepareLatent, StoreEncoded
 from engine.model.block_sums import BlockSumAttention
@@ -105,6 +106,7 @@ def compile_stack(
     versions: VersionEnds | None = None,
     kept: Sequence[int] = (),
     image_layers: int = 0,
+    ranks: Ranks | None = None,
 ) -> Program:
     """The program of a stack.
 
@@ -118,8 +120,9 @@ def compile_stack(
         versions: computes the versions of the stream.
         kept: numbers of the layers whose hidden states are a result, too.
         image_layers: so many of the first layers add vectors of images to the stream.
+        ranks: those that divide the layers; None for none.
     """
-    builder = Builder(hidden_size, paged)
+    builder = Builder(hidden_size, paged, ranks)
     builder.begin(embedding)
     if beside is not None:
         builder.add(Apply("vectors beside tokens", partial(begin, beside)))
@@ -181,7 +184,8 @@ class Builder:
     """Collects the operations of a program. A sublayer's result is added to the stream in one operation with the next
     norm."""
 
-    def __init__(self, hidden_size: int, paged: bool):
+    def __init__(self, hidden_size: int, paged: bool, ranks: Ranks | None = None):
+        self._ranks = ranks
         self.operations: list[Operation] = []
         self.widths: list[int] = []
         self._buffers: dict[tuple[str, int], Rows] = {}
@@ -441,8 +445,7 @@ class Builder:
             case ExpertsFeedForward():
                 out = self.rows(name, self.stream.width)
                 self.add(MixExperts(module, x, out))
-                self.add(AllReduce(out))
-                return out
+                return self._summed(out)
             case SparseFeedForward():
                 wide = self.product(module.gate_up, x, "wide")
                 hidden = self.rows("hidden", module.down.inputs)
@@ -541,8 +544,7 @@ class Builder:
         self.add(Normalize(module.judged, self.stream, judged))
         mixed = self.rows("experts", x.width)
         self.add(MixExperts(module.routed, read, mixed, judged))
-        self.add(AllReduce(mixed))
-        self.add(Normalize(module.second, mixed, second))
+        self.add(Normalize(module.second, self._summed(mixed), second))
         self.add(Add(first, second, first))
         return first
 
@@ -612,6 +614,10 @@ class Builder:
         return out
 
     def _reduced(self, linear: Linear, x: Rows, name: str) -> Rows:
-        out = self.product(linear, x, name)
-        self.add(AllReduce(out))
-        return out
+        return self._summed(self.product(linear, x, name))
+
+    def _summed(self, x: Rows) -> Rows:
+        """The sum of the ranks' x, if there are several ranks."""
+        if self._ranks is not None:
+            self.add(AllReduce(self._ranks, x))
+        return x

@@ -193,7 +193,8 @@ class MatrixLoading:
         module = self._stored[name]
         if isinstance(self._modules[module], Parts):
             assert isinstance(destination.transform, JoinedRows)
-            self._parts[module][destination.place] = _arranged(stored, destination.transform.of(destination.place))
+            place, form = destination.place, destination.transform
+            self._parts[module][place] = _arranged(stored, form.of(place), form.lengths[place])
             return
         if isinstance(module, Linear) and destination.transform == Same():
             self._assembled[module] = stored
@@ -384,12 +385,12 @@ def _room_for(module: Linear | ExpertMatrices, part: Quantised | Blocks, axes: i
     return part.changed(lambda tensor: tensor.new_empty(*lead, *tensor.shape[axes:]))
 
 
-def _arranged(part: Quantised | Blocks, transform: Transform) -> Quantised | Blocks:
-    """The rows in order."""
+def _arranged(part: Quantised | Blocks, transform: Transform, rows: int) -> Quantised | Blocks:
+    """The `rows` that a transform takes, in its order."""
 
     def arrange(tensor: Tensor) -> Tensor:
-        filled = torch.empty_like(tensor)
-        transform.fill(filled.view(len(tensor), -1), 0, tensor.reshape(len(tensor), -1))
+        filled = tensor.new_empty(rows, *tensor.shape[1:])
+        transform.fill(filled.view(rows, -1), 0, tensor.reshape(len(tensor), -1))
         return filled
 
     return part if transform == Same() else part.changed(arrange)

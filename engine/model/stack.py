@@ -112,6 +112,7 @@ class TransformerStack(nn.Module):
             versions=self.versions,
             kept=stack.kept,
             image_layers=image_layers,
+            ranks=place.ranks,
         )
         self.executor: Executor = TorchExecutor(self.program, self.tables)
 

@@ -364,7 +364,7 @@ def keeps_rows(transform: Transform) -> bool:
             return all(map(keeps_rows, several))
         case Stacked(inner=inner) | Flattened(inner=inner):
             return keeps_rows(inner)
-    return False
+    return bool(getattr(transform, "keeps_rows", False))  # of a divided parameter
 
 
 @dataclass(frozen=True, slots=True)

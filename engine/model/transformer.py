@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from engine.backends.attention.base import AttentionBackend
 from engine.backends.attention.formats import PageShape
 from engine.backends.native.gemm import Packed, Weight
+from engine.backends.native.ranks import Ranks
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.interface.token_sides import SIDES, TokenSide
 from engine.model import quantisation, spec
@@ -32,6 +33,7 @@ from engine.model.missing import unsupported
 from engine.model.packing import LookUp, keeps_once, on_gpu
 from engine.model.place import Place
 from engine.model.quantisation import Held, Wanted
+from engine.model.sharding import Share, splits_vocabulary
 from engine.model.stack import TransformerStack
 from engine.model.state_layers import DeltaRuleAttention
 from engine.model.table import WeightTable
@@ -48,6 +50,7 @@ class Transformer(nn.Module):
         device, dtype: device and format of the parameters; the CPU and float32 by default. Parameters are
             uninitialised.
         filled_on: device of matrices until they are packed; None for the final device.
+        ranks: those that divide the model, if `model` is the part of one of them.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Transformer(nn.Module):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         filled_on: torch.device | None = None,
+        ranks: Ranks | None = None,
     ):
         super().__init__()
         if missing := unsupported(model):
@@ -69,7 +73,8 @@ class Transformer(nn.Module):
                 f"max_model_len is {max_model_len}, but the checkpoint has positions for "
                 f"{model.max_positions} tokens only. Lower --max-model-len."
             )
-        place = Place(torch.device(device), dtype, filled_on)
+        place = Place(torch.device(device), dtype, filled_on, ranks)
+        self.ranks = ranks
         self.spec = model
         # the names of the weights in the model's checkpoint; None until it is loaded
         self.table: WeightTable | None = None
@@ -342,6 +347,9 @@ class Transformer(nn.Module):
         if part.input_scale != 1.0:
             hidden = hidden * part.input_scale
         logits = head.in_float32(hidden, form) if isinstance(head, Linear) else head(hidden)
+        if self.ranks is not None and splits_vocabulary(self.spec):
+            shares = (Share(rank, self.ranks.count).of(self.vocab_size) for rank in range(self.ranks.count))
+            logits = self.ranks.gather(logits, [end - begin for begin, end in shares])
         if part.logit_scale != 1.0:
             logits = logits * part.logit_scale
         if part.softcap is not None:

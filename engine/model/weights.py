@@ -15,12 +15,15 @@ import torch
 from tqdm.auto import tqdm
 
 from engine.backends.attention.base import AttentionBackend
+from engine.backends.native.ranks import Ranks
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.host.loading import LOADING
 from engine.model import families
+from engine.model.divided import divided, stored_columns
 from engine.model.quantisation import Wanted
 from engine.model.quantised_cache import find_folder
 from engine.model.quantised_loading import MatrixLoading, mark_stored
+from engine.model.sharding import Share, cuts, shard
 from engine.model.spec import Lm, MaskedLm, ModelSpec, Pool
 from engine.model.table import Conv1d, Destination, Entry, Same, WeightTable
 from engine.model.transformer import Transformer
@@ -57,6 +60,7 @@ def load_model(
     share_weights: bool = False,
     pack: bool = False,
     table: WeightTable | None = None,
+    ranks: Ranks | None = None,
 ) -> Transformer:
     """The model of a checkpoint folder, with its weights converted to `dtype` on `device`.
 
@@ -70,6 +74,7 @@ def load_model(
         pack: whether a CPU's plain matrices are also packed as soon as they are filled; `Transformer.pack` packs the
             rest.
         table: the names of the weights; None: the family's.
+        ranks: those that divide the model; the result is the part of one of them.
 
     Raises:
         ModelLoadError: there are no safetensors, a file cannot be read, names or shapes do not match, or memory is
@@ -85,6 +90,9 @@ def load_model(
         if stored_spec != model_spec:
             model_spec = stored_spec
             table = given or families.weight_table(config, model_spec)
+        if ranks is not None:
+            share = Share(ranks.rank, ranks.count)
+            parts, model_spec = cuts(model_spec, share), shard(model_spec, share)
         try:
             model = Transformer(
                 model_spec,
@@ -95,6 +103,7 @@ def load_model(
                 dtype=dtype,
                 # A GPU gets no matrix that will be quantised: unfilled parameters take no memory on the host.
                 filled_on=None if quantization is None else torch.device("cpu"),
+                ranks=ranks,
             )
         except RuntimeError as error:
             # The CPU's allocator raises a plain RuntimeError.
@@ -105,6 +114,8 @@ def load_model(
                 "Use a smaller model, a 16-bit --dtype, or another --device."
             ) from error
         table = as_linears(checkpoint, table)
+        if ranks is not None:
+            table = replace(table, entries=tuple(divided(entry, parts) for entry in table.entries))
         model.table = table
         destinations = plan(checkpoint, table, model)
         title = checkpoint.title  # for a GGUF file this includes reading
@@ -285,8 +296,8 @@ def _fill(
             continue
         if matrices is not None and matrices.stores(name):
             destination = left.pop()
-            matrices.take(name, checkpoint.quantised(name, matrices.keeps_own(name)), destination)
             pointer = destination.parameter.data_ptr()
+            matrices.take(name, *stored_columns(checkpoint.quantised(name, matrices.keeps_own(name)), destination))
             del destination
             matrices.filled(pointer)
             continue

@@ -1,15 +1,16 @@
 """A runner in a separate process, to which plans are sent: `python -m engine.process.runner`.
 
-The executor writes each message to all runners and reads answers from the first; there is only one runner unless a
-model is divided. A runner answers every message once, in order, but starts each message on arrival, so that steps are
-launched ahead. Messages are MessagePack, typed and checked on arrival; an array is sent as its type, shape and bytes.
-Nothing is ever unpickled. The connection is the process's standard input; when it closes, for whatever reason, the
-process ends.
+There is only one runner unless a model is divided; then each rank is one. The executor writes each message to all
+runners and waits for all answers, of which the first rank's counts unless one of them is an error. A runner answers
+every message once, in order, but starts each message on arrival, so that steps are launched ahead. Messages are
+MessagePack, typed and checked on arrival; an array is sent as its type, shape and bytes. Nothing is ever unpickled. The
+connection is the process's standard input; when it closes, for whatever reason, the process ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import socket
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for
 from queue import SimpleQueue
 from typing import Any, get_origin
 
@@ -28,14 +30,15 @@ import msgspec
 import numpy as np
 
 from engine import errors
+from engine.backends.native.ranks import Ranks, shared_memory
 from engine.config import EngineConfig
-from engine.errors import AdapterError, EngineDeadError, OctavoError
+from engine.errors import AdapterError, EngineDeadError, OctavoError, RankError
 from engine.execution.executor import LocalExecutor, LocalReading, ModelFacts, Reading
 from engine.execution.memory import is_out_of_memory
 from engine.execution.page_content import Bytes
 from engine.execution.pending import PendingStep
 from engine.host.children import leave_signals_to_parent, signals_held, take_standard_input
-from engine.host.cpus import engine_environment
+from engine.host.cpus import cpus_of_rank, engine_environment, memory_nodes, threads_of_rank
 from engine.host.logs import LogFormat, adopt_libraries, configure, configured
 from engine.interface.adapters import AdapterInfo
 from engine.interface.sampling_table import EDIT, TABLE, Masks
@@ -49,11 +52,14 @@ _RECORDS = {"table": TABLE, "edits": EDIT}  # types of arrays that we name ourse
 
 class Start(msgspec.Struct, tag=True):
     """The first message: the engine process's settings for loading and logging. `log_format`: the format of log lines
-    on stderr; None: Python's default."""
+    on stderr; None: Python's default. `rank`: the runner's number. `memory`: the descriptor of the memory in which
+    several ranks meet."""
 
     config: EngineConfig
     log_level: int
     log_format: LogFormat | None
+    rank: int = 0
+    memory: int | None = None
 
 
 class Launch(msgspec.Struct, tag=True, omit_defaults=True):
@@ -182,11 +188,20 @@ _replies: msgspec.msgpack.Decoder[Answer | Failure | AdapterRead] = msgspec.msgp
 
 
 class _Late:
-    """The answer to a message, which may not have come yet."""
+    """The answer to a message, which may not have come yet. `replies`: those of the runners that have come."""
 
-    def __init__(self, executor: ProcessExecutor):
+    def __init__(self, executor: ProcessExecutor, runners: int):
         self._executor = executor
-        self.reply: Answer | Failure | None = None
+        self.replies: list[Answer | Failure | None] = [None] * runners
+
+    @property
+    def reply(self) -> Answer | Failure | None:
+        """The runners' answer, once all have replied: the cause of an error if there is one."""
+        if None in self.replies:
+            return None
+        failures = [reply for reply in self.replies if isinstance(reply, Failure)]
+        causes = [failure for failure in failures if failure.kind != RankError.__name__]
+        return next(iter(causes or failures or self.replies))
 
     @property
     def ready(self) -> bool:
@@ -196,10 +211,11 @@ class _Late:
     def answer(self) -> Answer:
         """The result of the message; waits for it. Raises the exception that the message raised."""
         self._executor.await_reply(self, wait=True)
-        assert self.reply is not None
-        if isinstance(self.reply, Failure):
-            raise self.reply.error()
-        return self.reply
+        reply = self.reply
+        assert reply is not None
+        if isinstance(reply, Failure):
+            raise reply.error()
+        return reply
 
     def result(self) -> StepResult:
         """The step's result; waits for it."""
@@ -211,8 +227,8 @@ class _Late:
 class _Reading(_Late):
     """An adapter that the process reads."""
 
-    def __init__(self, executor: ProcessExecutor, name: str):
-        super().__init__(executor)
+    def __init__(self, executor: ProcessExecutor, runners: int, name: str):
+        super().__init__(executor, runners)
         self.name = name
 
     def wait(self) -> None:
@@ -245,32 +261,51 @@ class ProcessExecutor:
     the process; EngineDeadError: the process ended without a message."""
 
     def __init__(self, config: EngineConfig):
-        ours, theirs = socket.socketpair()
-        # The same modules as here, wherever they were found.
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        environment = engine_environment(config.threads) | {"PYTHONPATH": path}
-        command = [sys.executable, "-P", "-m", f"{__package__}.runner"]
-        self._runners = [Connection(ours.detach())]
+        self._runners: list[Connection] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._expected: deque[_Late] = deque()
         self._reading: dict[str, _Reading] = {}  # adapters that are being read, by name
-        self._process: subprocess.Popen[bytes] | None = None
+        self._dead: EngineDeadError | None = None
         self._mutex = threading.RLock()  # the threads that move pages between memory and a disk send messages, too
+        count = config.tensor_parallel_size
+        memory = shared_memory(count) if count > 1 else None
         try:
-            with theirs, signals_held():
-                self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment)
-            start = Start(config, logging.getLogger().getEffectiveLevel(), configured())
-            facts = self.send(start).answer().facts
+            for _ in range(count):
+                self._begin(config, memory)
+            level = logging.getLogger().getEffectiveLevel()
+            starts = [Start(config, level, configured(), rank, memory) for rank in range(count)]
+            facts = self.send(*starts).answer().facts
         except BaseException:
             self.close()
             raise
+        finally:
+            if memory is not None:
+                os.close(memory)
         assert facts is not None
         self.facts: ModelFacts = facts
 
+    def _begin(self, config: EngineConfig, memory: int | None) -> None:
+        """Start the process of the next runner."""
+        # The same modules as here, wherever they were found.
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        threads = threads_of_rank(config.threads, config.tensor_parallel_size)
+        environment = engine_environment(threads) | {"PYTHONPATH": path}
+        command = [sys.executable, "-P", "-m", f"{__package__}.runner"]
+        shared: dict[str, Any] = {} if memory is None else {"pass_fds": (memory,)}
+        ours, theirs = socket.socketpair()
+        self._runners.append(Connection(ours.detach()))
+        with theirs, signals_held():
+            self._processes.append(subprocess.Popen(command, stdin=theirs.fileno(), env=environment, **shared))
+
     @property
     def pid(self) -> int:
-        """The id of the runner's process."""
-        assert self._process is not None
-        return self._process.pid
+        """The id of the first runner's process."""
+        return self.pids[0]
+
+    @property
+    def pids(self) -> list[int]:
+        """The ids of the runners' processes, by rank."""
+        return [process.pid for process in self._processes]
 
     def launch(self, plan: StepPlan) -> PendingStep:
         batch = plan.sampling
@@ -294,15 +329,20 @@ class ProcessExecutor:
     def read_adapter(self, name: str, source: Adapter | str) -> _Reading:
         if not isinstance(source, str):
             raise AdapterError("a runner in its own process loads adapters from files. Give the adapter's path.")
-        reading = self._reading[name] = _Reading(self, name)
+        reading = self._reading[name] = _Reading(self, len(self._runners), name)
         self._post(ReadAdapter(name, source))
         return reading
 
     def load_adapter(self, reading: Reading, slot: int) -> AdapterInfo:
         assert isinstance(reading, _Reading)
-        info = self.send(LoadAdapter(reading.name, slot)).answer().adapter
+        late = self.send(LoadAdapter(reading.name, slot))
+        info = late.answer().adapter
         assert info is not None
-        return info
+        parts = [reply.adapter for reply in late.replies if isinstance(reply, Answer) and reply.adapter is not None]
+        if len(parts) == 1:
+            return info
+        whole = hashlib.blake2b(b"".join(part.digest for part in parts), digest_size=len(info.digest))
+        return replace(info, digest=whole.digest(), num_bytes=sum(part.num_bytes for part in parts))
 
     def unload_adapter(self, slot: int) -> None:
         self.send(UnloadAdapter(slot)).answer()
@@ -316,33 +356,50 @@ class ProcessExecutor:
     def close(self) -> None:
         for runner in self._runners:
             runner.close()
-        if self._process is None:  # starting it failed
-            return
-        try:
-            self._process.wait(2.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        for process in self._processes:
+            try:
+                process.wait(2.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
     def await_reply(self, late: _Late, *, wait: bool) -> bool:
         """Read replies until this one has arrived or none is left; returns whether it has arrived. Raises
-        EngineDeadError if the process has ended."""
+        EngineDeadError if a process has ended, or a rank did not come."""
         while late.reply is None:
-            try:
-                with self._mutex:
-                    if late.reply is not None:  # another thread has read it
-                        break
-                    if not self._runners[0].poll(None if wait else 0):
-                        return False
-                    with self._undivided():
-                        reply = _replies.decode(self._runners[0].recv_bytes())
-                        if isinstance(reply, AdapterRead):
-                            self._reading.pop(reply.name).reply = reply.answer
-                        else:
-                            self._expected.popleft().reply = reply
-            except (EOFError, OSError) as error:
-                raise self._ended() from error
+            with self._mutex:
+                lacking = {self._runners[rank]: rank for rank, reply in enumerate(late.replies) if reply is None}
+                if not lacking:  # another thread has read them
+                    break
+                try:
+                    ready = wait_for(list(lacking), None if wait else 0)
+                except OSError as error:  # `_undivided` closed them
+                    raise self._ended(min(lacking.values())) from error
+                for runner in ready:
+                    assert isinstance(runner, Connection)
+                    self._receive(lacking[runner])
+                if not ready:
+                    return False
         return True
+
+    def _receive(self, rank: int) -> None:
+        """Read a runner's next reply."""
+        try:
+            with self._undivided():
+                reply = _replies.decode(self._runners[rank].recv_bytes())
+                if isinstance(reply, AdapterRead):
+                    self._reading[reply.name].replies[rank] = reply.answer
+                    if self._reading[reply.name].reply is not None:
+                        del self._reading[reply.name]
+                    return
+                next(late for late in self._expected if late.replies[rank] is None).replies[rank] = reply
+                while self._expected and self._expected[0].reply is not None:
+                    self._expected.popleft()
+        except (EOFError, OSError) as error:
+            raise self._ended(rank) from error
+        if isinstance(reply, Failure) and isinstance(problem := reply.error(), EngineDeadError):
+            self._dead = problem
+            raise problem
 
     @contextlib.contextmanager
     def _undivided(self) -> Iterator[None]:
@@ -357,31 +414,38 @@ class ProcessExecutor:
                 runner.close()
             raise
 
-    def send(self, message: msgspec.Struct) -> _Late:
-        """Send a message that is answered."""
-        late = _Late(self)
-        self._post(message, late)
+    def send(self, *messages: msgspec.Struct) -> _Late:
+        """Send a message that is answered to all runners, or one to each."""
+        late = _Late(self, len(self._runners))
+        self._post(*messages, late=late)
         return late
 
-    def _post(self, message: msgspec.Struct, late: _Late | None = None) -> None:
-        """Send a message, and expect an answer if it has one."""
-        data = _encoder.encode(message)
+    def _post(self, *messages: msgspec.Struct, late: _Late | None = None) -> None:
+        if self._dead is not None:
+            raise self._dead
+        encoded = [_encoder.encode(message) for message in messages]
+        rank = 0
         try:
             with self._mutex, self._undivided():
                 if late is not None:
                     self._expected.append(late)
-                for runner in self._runners:
-                    runner.send_bytes(data)
+                for rank, runner in enumerate(self._runners):
+                    runner.send_bytes(encoded[rank % len(encoded)])
         except OSError as error:
-            raise self._ended() from error
+            raise self._ended(rank) from error
 
-    def _ended(self) -> EngineDeadError:
-        assert self._process is not None
+    def _ended(self, rank: int) -> EngineDeadError:
+        """The error that a runner's process has ended, which is the answer to everything from now on."""
+        process, count = self._processes[rank], len(self._runners)
         try:
-            status = f"with status {self._process.wait(0.3)}"
+            status = f"with status {process.wait(0.3)}"
         except subprocess.TimeoutExpired:
             status = "its connection is closed"
-        return EngineDeadError(f"the runner's process {self.pid} has ended ({status}); start the engine again.")
+        name = f"the process {process.pid} of rank {rank} of {count}"
+        if count == 1:
+            name = f"the runner's process {process.pid}"
+        self._dead = EngineDeadError(f"{name} has ended ({status}); start the engine again.")
+        return self._dead
 
 
 def main() -> None:
@@ -413,8 +477,15 @@ def _serve(line: Connection, gone: Callable[[], None] = lambda: None) -> None:
 
     if start.log_format is not None:
         adopt_libraries()
+    ranks = None
+    if start.memory is not None:
+        count = start.config.tensor_parallel_size
+        if (cpus := cpus_of_rank(start.rank, count, memory_nodes())) is not None:
+            os.sched_setaffinity(0, cpus)
+        ranks = Ranks(start.rank, count, start.memory)
+        os.close(start.memory)
     try:
-        executor = starting.start(start.config)
+        executor = starting.start(start.config) if ranks is None else starting.start(start.config, ranks=ranks)
     except Exception as error:
         line.send_bytes(_encoder.encode(_failure(error)))
         return

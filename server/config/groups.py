@@ -12,7 +12,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "adapters": ("lora_modules", "max_loras", "max_lora_rank", "enable_lora_loading"),
     "device and formats": (
         "device", "dtype", "quantization", "quantization_cache", "share_weights", "threads",
-        "distributed_executor_backend", "enforce_eager", "flash_prefill", "seed",
+        "distributed_executor_backend", "tensor_parallel_size", "enforce_eager", "flash_prefill", "seed",
     ),
     "batching": (
         "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_step_time", "async_scheduling",

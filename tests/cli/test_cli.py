@@ -221,6 +221,11 @@ def test_models_looks_at_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixt
     assert re.search(r"pages +\d+ tokens: \d+ pages of 16 tokens, 1\.0 MiB in \w+", shown)
     assert re.search(r"requests +\d+\.\d requests of 64 tokens fit; at most 128 run at the same time", shown)
     assert "MiB in int4" in shown
+    assert re.search(r"ranks +--tensor-parallel-size 2\b", shown)
+    assert main(["models", str(DEMO_MODEL), "--tensor-parallel-size", "2"]) == 0
+    assert re.search(r"ranks +2: \d+ heads, [\d.]+ MiB; \d+ heads, [\d.]+ MiB", capsys.readouterr().out)
+    assert main(["models", str(DEMO_MODEL), "--tensor-parallel-size", "7"]) == 1
+    assert "cannot be divided among 7 ranks" in capsys.readouterr().err
 
     (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}')
     assert main(["models", str(tmp_path)]) == 1

@@ -20,7 +20,7 @@ from support.jobs import CHECKPOINT, MIXED
 from engine import ConfigError, Engine, EngineConfig
 from engine.backends import native
 from engine.host import cpus
-from engine.host.cpus import choose_threads, core_cache, cpu_share, num_cores
+from engine.host.cpus import choose_threads, core_cache, cpu_share, cpus_of_rank, memory_nodes, num_cores
 from engine.process import launch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,6 +70,18 @@ def test_a_containers_share_of_cpus(listing: str, files: dict[str, str], share: 
         (tmp_path / name).write_text(text)
     (tmp_path / "listing").write_text(listing)
     assert cpu_share(tmp_path, tmp_path / "listing") == (float("inf") if share is None else share)
+
+
+def test_ranks_have_the_cpus_of_their_memory(machine: Path) -> None:
+    for number, text in enumerate(("0-31,64-95\n", "32-63,96-127\n", "\n")):  # the last has memory only
+        (machine / f"node{number}").mkdir()
+        (machine / f"node{number}" / "cpulist").write_text(text)
+    nodes = memory_nodes(machine)
+    assert nodes == [{*range(32), *range(64, 96)}, {*range(32, 64), *range(96, 128)}]
+    assert [cpus_of_rank(rank, 4, nodes) for rank in range(4)] == [nodes[0], nodes[0], nodes[1], nodes[1]]
+    assert [cpus_of_rank(rank, 2, [{0}, {1}, {2}, {3}]) for rank in range(2)] == [{0, 1}, {2, 3}]
+    assert cpus_of_rank(0, 3, nodes) is None
+    assert cpus_of_rank(0, 2, nodes[:1]) is None
 
 
 @pytest.mark.parametrize(("size", "found"), [("2048K", 2 << 20), ("", 0), ("many", 0)])

@@ -292,7 +292,7 @@ def test_arguments_of_vllm_that_ask_for_nothing_else() -> None:
         model="m", kv_cache_memory=2**30, dtype="float16", max_model_len=64, max_step_time=0.0
     )
     for name, value, words in (
-        ("tensor_parallel_size", 2, "tensor_parallel_size must be 1, got 2: a model runs on one device"),
+        ("pipeline_parallel_size", 2, "pipeline_parallel_size must be 1, got 2: a model runs on one device"),
         ("trust_remote_code", True, "trust_remote_code must be None or False, got True: code of a checkpoint"),
         ("enable_chunked_prefill", False, "enable_chunked_prefill must be None or True, got False"),
         ("max_modle_len", 3, "LLM has no argument max_modle_len; did you mean max_model_len?"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from engine.backends.native.attention import NativeAttention
 from engine.backends.native.memory import Arena
+from engine.backends.native.ranks import Ranks
+from engine.backends.torch.attention import TorchReference
 from engine.model.adapters import LowRank
 from engine.model.attention_operations import Attend, PrepareHeads, StoreEncoded
 from engine.model.inputs import Inputs
@@ -78,6 +81,11 @@ def kinds(model: Transformer, name: str = "decoder") -> Counter[type]:
     return Counter(map(type, getattr(model, name).program.operations))
 
 
+def of_ranks(model: Transformer) -> Transformer:
+    """The same model, with ranks that divide it."""
+    return Transformer(model.spec, TorchReference(), 16, device="meta", ranks=mock.create_autospec(Ranks))
+
+
 def test_operations_of_a_decoder(tmp_path: Path) -> None:
     model = load(make_checkpoint("llama-grouped", tmp_path).path)
     layers = len(model.spec.trunk.blocks)
@@ -85,7 +93,8 @@ def test_operations_of_a_decoder(tmp_path: Path) -> None:
     assert found[Embed] == 1
     assert found[Multiply] == found[AddAdapters] == 4 * layers
     assert found[PrepareHeads] == found[Attend] == layers
-    assert found[AllReduce] == 2 * layers, "after attention and after the feed-forward network"
+    assert found[AllReduce] == 0
+    assert kinds(of_ranks(model))[AllReduce] == 2 * layers, "after attention and after the feed-forward network"
     assert not found[StoreEncoded]
 
 
@@ -112,7 +121,7 @@ def test_experts_are_summed_over_devices_like_others(tmp_path: Path) -> None:
     layers = len(model.spec.trunk.blocks)
     found = kinds(model)
     assert found[MixExperts] == layers
-    assert found[AllReduce] == 2 * layers
+    assert kinds(of_ranks(model))[AllReduce] == 2 * layers
 
 
 def test_an_encoder_stores_what_each_layer_of_the_decoder_reads(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -27,6 +26,7 @@ from support.encoders import ENCODER_SHAPES, make_encoder_checkpoint
 from support.faults import signalled_at_birth
 from support.jobs import MIXED, beams, greedy, prompt, sampled
 from support.peft_folders import adapter_tensors, matrices, write_adapter
+from support.runners import executor_of, is_running, wait_gone
 from support.seq2seq import make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES
 
@@ -42,27 +42,6 @@ from engine.process.runner import ProcessExecutor, _serve
 from engine.scheduling.plan import StepPlan, StepResult
 
 APART: dict[str, Any] = {"distributed_executor_backend": "mp"}
-
-
-def executor_of(engine: Engine) -> ProcessExecutor:
-    assert isinstance(engine.executor, ProcessExecutor)
-    return engine.executor
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-
-
-def wait_gone(pid: int) -> None:
-    for _ in range(200):
-        if not is_running(pid):
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"process {pid} still runs")
 
 
 @pytest.mark.slow

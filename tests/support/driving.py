@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from engine import AudioInput, Engine, EngineConfig, RequestOutput, SamplingParams, Seq2SeqInput
+from engine import (
+    AudioInput,
+    Engine,
+    EngineConfig,
+    RequestOutput,
+    SamplingParams,
+    Seq2SeqInput,
+    UnsupportedModelError,
+)
 from engine.scheduling.plan import StepPlan
 from engine.scheduling.step import Step
 
@@ -19,6 +27,8 @@ Tokens = list[list[int]]
 
 # "cuda" repeats the golden tests on a GPU (docs/gpu.md).
 DEVICE = os.environ.get("OCTAVO_TEST_DEVICE", "cpu")
+# "2" repeats them with two ranks, as threads; models that cannot be divided are skipped (docs/scale.md).
+RANKS = int(os.environ.get("OCTAVO_TEST_RANKS", "1"))
 
 # Lets a test that takes `engines` run at depth 0 and at depth 1.
 BOTH_DEPTHS = pytest.mark.parametrize(
@@ -40,7 +50,15 @@ def make_engine(path: Any, **settings: Any) -> Engine:
     not depend on the clock, and quantised weights that are made each time."""
     defaults = {"device": DEVICE, "dtype": "float32", "show_progress": False, "num_gpu_blocks_override": 1024}
     defaults |= {"max_step_time": 0, "quantization_cache": "off"}
-    return Engine(EngineConfig(model=str(path), **(defaults | settings)))
+    if RANKS == 1:
+        return Engine(EngineConfig(model=str(path), **(defaults | settings)))
+    from support.ranks import in_threads
+
+    try:
+        with in_threads():
+            return Engine(EngineConfig(model=str(path), **(defaults | {"tensor_parallel_size": RANKS} | settings)))
+    except UnsupportedModelError as error:
+        pytest.skip(str(error))
 
 
 def tokens_of(output: RequestOutput) -> Tokens:

@@ -177,6 +177,9 @@ class NativeExecutor:
         multiplied = (_packed(operation) for operation in program.operations if isinstance(operation, Multiply))
         # Short and long rows are multiplied separately.
         self._sorts = any(packed is not None and packed.kind == "amx_float32" for packed in multiplied)
+        ranks = next((operation.ranks for operation in program.operations if isinstance(operation, AllReduce)), None)
+        if ranks is not None:  # their rows must be in one order
+            self._sorts = bool(ranks.largest(self._sorts))
         first_of_all, *operations = program.operations
         assert isinstance(first_of_all, Embed | Take)
         self._first = first_of_all
@@ -341,8 +344,10 @@ class NativeExecutor:
                     begin=(scan.kernel - 1) * scan.convolved, eps=scan.eps or 0.0, heads=scan.heads,
                     head_dim=scan.head_dim, groups=scan.groups, size=scan.size, norm_first=scan.norm_first,
                 )  # fmt: skip
-            case AddAdapters() | AllReduce():
-                pass  # nothing to add without adapters, and on one device
+            case AllReduce(ranks, x):
+                self.native.reduce(x, ranks)
+            case AddAdapters():
+                pass  # nothing to add without adapters
 
     def _prepare_heads(self, operation: PrepareHeads) -> None:
         part = operation.part

@@ -20,16 +20,18 @@ from engine.backends.native.adapters import AdapterTable
 from engine.backends.native.arguments import FORMATS, vector_of
 from engine.backends.native.gemm import Kind, Packed, scratch
 from engine.backends.native.loading import kernels
+from engine.backends.native.ranks import Ranks
 from engine.backends.native.rotary import LONGEST_HEAD, PAGES
 from engine.backends.native.structures import structure
 
 _RUN = kernels("program", "ppi")
 _NORM, _PRODUCT, _ROTATE, _ATTEND, _ACTIVATE, _ADD, _CLIP = range(7)
-_EXPERTS, _GATHER, _OPEN, _SHRINK, _EXPAND, _CONVOLVE, _DELTA, _SCAN = range(7, 15)
+_EXPERTS, _GATHER, _OPEN, _SHRINK, _EXPAND, _CONVOLVE, _DELTA, _SCAN, _REDUCE = range(7, 16)
 _KINDS = {kind: number for number, kind in enumerate(get_args(Kind))}
 _ROUNDED, _EXACT, _OFFSET = range(3)
 _THREADS = os.cpu_count() or 1
 _TICKET = 64  # bytes of a cache line, as in threads.h
+_RANKS = 4  # `Step.outside` if other ranks do not compute the step
 _OUTSIDE = (
     "",
     "a row's keys lie outside the pages",
@@ -44,7 +46,7 @@ _Step = structure(
     "Step",
     "pointer buffers | int tokens stored | pointer positions slots calls starts | int rows | pointer runs |"
     "int num_runs | pointer workspace | int spare | pointer sources targets snapshots afters tickets times |"
-    "int outside",
+    "int outside met",
 )
 _Norm = structure(
     "NormWhat", "Place x residual sum out | pointer weight bias | double eps | int centred rounding inner size weights"
@@ -73,6 +75,7 @@ _Open = structure("OpenWhat", "Place opening x | int width")
 _Shrink = structure("ShrinkWhat", "Place x thin | pointer slots | int inputs")
 _Expand = structure("ExpandWhat", "Place thin y | pointer slots")
 _Clip = structure("ClipWhat", "Place x | int width | double limit")
+_Reduce = structure("ReduceWhat", "Place x | int width | pointer ranks")
 _StateMemory = structure("StateMemory", "pointer slots | int size")
 _Delta = structure(
     "DeltaWhat",
@@ -189,6 +192,7 @@ class Program:
         self._kept: list[object] = []
         self._tiles: set[tuple[int, int]] = set()
         self._thins: dict[int, Rows] = {}
+        self._ranks: Ranks | None = None
         self._list: ctypes.Array[ctypes.Structure] | None = None
         self._pointers = (ctypes.c_void_p * 0)()
         self.watch: Callable[[list[tuple[str, int, int]]], None] | None = None
@@ -409,6 +413,13 @@ class Program:
         """out = x + y."""
         self._add(_ADD, _Add(x=_place(x), y=_place(y), out=_place(out), width=out.width))
 
+    def reduce(self, x: Rows, ranks: Ranks) -> None:
+        """x = the sum of all ranks' x. All ranks run the same list of operations on as many rows."""
+        if x.width * self.dtype.itemsize > ranks.capacity:
+            raise ValueError(f"a row of {x.width} features exceeds the ranks' buffers of {ranks.capacity} bytes")
+        self._ranks = ranks
+        self._add(_REDUCE, _Reduce(x=_place(x), width=x.width, ranks=ranks.address), ranks)
+
     def open(self, opening: Rows, x: Rows) -> None:
         """x = sigmoid(opening) * x; an opening is one number per row."""
         self._add(_OPEN, _Open(opening=_place(opening), x=_place(x), width=x.width))
@@ -537,7 +548,7 @@ class Program:
 
     def run(self, first: int, last: int) -> None:
         """Run the operations [first, last) of the step. Raises IndexError if a position has no angles, or a slot or a
-        row's page does not exist. In the first two cases, nothing was written."""
+        row's page does not exist. In the first two cases, nothing was written. RankError: another rank failed."""
         assert self._list is not None
         step, count = self._step, last - first
         times = (ctypes.c_int64 * (2 * count))() if self.watch is not None else None
@@ -547,6 +558,9 @@ class Program:
         _RUN[self.dtype].call(
             ctypes.addressof(step), ctypes.addressof(self._list) + first * ctypes.sizeof(_Operation), count
         )
+        if step.outside == _RANKS:
+            assert self._ranks is not None
+            self._ranks.check(step.met)
         if step.outside:
             raise IndexError(_OUTSIDE[step.outside])
         if times is not None:
@@ -614,6 +628,7 @@ def _named(kind: int, what: Any) -> str:
         "convolution",
         "delta rule",
         "scan",
+        "sum over ranks",
     )[kind]
 
 

@@ -198,7 +198,7 @@ def _add_adapters(operation: AddAdapters, state: Pass) -> None:
 
 
 def _all_reduce(operation: AllReduce, state: Pass) -> None:
-    """One device has the whole result."""
+    state.values[operation.x] = operation.ranks.reduce(state.values[operation.x])
 
 
 def _prepare_heads(operation: PrepareHeads, state: Pass) -> None:

@@ -129,7 +129,7 @@ def _read(each: Matrices, targets: Targets, max_rank: int) -> Iterator[tuple[Tar
         if not bool(tensor.isfinite().all()):
             raise AdapterError(f"the adapter of {each.module} contains NaN or infinite numbers")
     for target in found:
-        yield target, down, up
+        yield target, target.own(down), up
 
 
 def _replaced(each: Whole, targets: Targets) -> tuple[str, Tensor]:

@@ -11,7 +11,9 @@ from engine.errors import AdapterError
 from engine.model import spec
 from engine.model.adapter_targets import adaptable
 from engine.model.adapters import LowRank
+from engine.model.divided import Divided, cut_of
 from engine.model.layers import Linear
+from engine.model.sharding import Cut
 from engine.model.table import Affine, Entry, Joined, Transform, Transposed, keeps_rows
 from engine.model.transformer import Transformer
 
@@ -28,7 +30,20 @@ class Target:
     @property
     def stored(self) -> tuple[int, int]:
         """Features in and out of the checkpoint's matrix."""
-        return self.size[0], _rows(self.transform, self.place, self.size[1])
+        cut = self._columns
+        inputs = self.size[0] if cut is None else sum(cut.sizes)
+        return inputs, _rows(self.transform, self.place, self.size[1])
+
+    @property
+    def _columns(self) -> Cut | None:
+        """The inputs that a rank has, if ranks divide them."""
+        cut = cut_of(self.transform)
+        return cut if cut is not None and cut.inputs else None
+
+    def own(self, down: Tensor) -> Tensor:
+        """[rank, in of the Linear] of the checkpoint's [rank, in]."""
+        cut = self._columns
+        return down if cut is None else down[:, slice(*cut.ranges[0])].contiguous()
 
     def lift(self, up: Tensor) -> Tensor:
         """[out of the Linear, rank] of the checkpoint's [out, rank], with each row at its index in the product."""
@@ -130,6 +145,8 @@ def _is_rowwise(transform: Transform) -> bool:
             return not offset and _is_rowwise(inner)
         case Joined(inner=several):
             return all(map(_is_rowwise, several))
+        case Divided(inner):
+            return _is_rowwise(inner)
     return keeps_rows(transform)
 
 
@@ -142,6 +159,8 @@ def _rows(transform: Transform, place: int, outputs: int) -> int:
             return _rows(inner, place, outputs)
         case Joined(lengths=lengths):
             return _rows(transform.of(place), 0, lengths[place])
+        case Divided(inner, cut):
+            return _rows(inner, place, outputs if cut.inputs else sum(cut.sizes))
     return int(transform.shapes(torch.Size((outputs, 1)))[place][0])
 
 
@@ -154,5 +173,11 @@ def _fill(transform: Transform, target: Tensor, place: int, up: Tensor) -> None:
             _fill(inner, target, place, up * factor)
         case Joined(lengths=lengths):
             _fill(transform.of(place), torch.split(target, list(lengths))[place], 0, up)
+        case Divided(inner, cut) if cut.inputs:
+            _fill(inner, target, place, up)
+        case Divided(inner, cut):
+            whole = up.new_zeros(sum(cut.sizes), up.shape[1])
+            _fill(inner, whole, place, up)
+            transform.take(target, whole)
         case _:
             transform.fill(target, place, up)

@@ -45,6 +45,7 @@ class Tokens:
 
     Attributes:
         vocab_size, width: shape of the table.
+        rows: the rows of the table that this rank has, if ranks divide the model; None: all.
         scale: multiplies the vectors.
         masked_out: the treatment of masks before anything is added.
         neighbours: how vectors are combined before anything is added.
@@ -80,6 +81,7 @@ class Tokens:
     expansion: int | None = None
     projects_sum: bool = False
     joined: Joined | None = None
+    rows: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

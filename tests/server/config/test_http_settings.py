@@ -33,7 +33,7 @@ ENGINE = {
     "dtype": "float16", "quantization": "int8", "quantization_cache": "kept", "share_weights": True,
     "device": "cuda:1", "threads": 2, "max_model_len": 128, "max_num_seqs": 3,
     "max_num_batched_tokens": 99, "max_step_time": 1.25, "async_scheduling": True, "block_size": 8,
-    "distributed_executor_backend": "mp",
+    "distributed_executor_backend": "mp", "tensor_parallel_size": 2,
     "kv_cache_memory": "64MiB", "kv_cache_dtype": "fp8", "kv_disk": "pages", "kv_disk_size": "3GiB",
     "enforce_eager": True, "flash_prefill": True, "gpu_memory_utilization": 0.5, "num_gpu_blocks_override": 77,
     "enable_prefix_caching": False, "generation_config": "none", "max_num_beams": 4, "seed": 5, "show_progress": False,
@@ -383,7 +383,7 @@ def test_variables_that_set_nothing_are_named_once(load: Callable[..., Loaded]) 
     ("name", "near"),
     [
         ("max-length", "max-model-len"), ("batched-tokens", "max-num-batched-tokens"), ("prot", "port"),
-        ("ssl-key-file", "ssl-keyfile"), ("tensor-parallel-size", None),
+        ("ssl-key-file", "ssl-keyfile"), ("cpu-offload-gb", None),
     ],
 )  # fmt: skip
 def test_the_near_name(name: str, near: str | None) -> None:

@@ -216,6 +216,35 @@ struct Runner {
     });
   }
 
+  // All threads come to the same end: they see what the first one wrote before they go on.
+  void run(const ReduceWhat& o) const {
+    Ranks& ranks = *o.ranks;
+    const int64_t at_once = larger<int64_t>(ranks.capacity / (o.width * static_cast<int64_t>(sizeof(T))), 1);
+    for (int64_t first = 0; first < step.tokens; first += at_once) {
+      const int64_t meeting = ranks.meeting + 1;
+      const Share own = share(smaller(at_once, step.tokens - first), thread, threads);
+      T* x = at(o.x) + first * o.x.stride;
+      T* mine = reinterpret_cast<T*>(buffer_of(ranks, ranks.rank, meeting));
+      for (int64_t row = own.first; row < own.last; ++row)
+        __builtin_memcpy(mine + row * o.width, x + row * o.x.stride, static_cast<size_t>(o.width) * sizeof(T));
+      others.wait(threads);
+      if (thread == 0 && (step.met = meet(ranks))) step.outside = RANKS;
+      others.wait(threads);
+      if (step.met) return;
+      const T* parts = reinterpret_cast<const T*>(buffer_of(ranks, 0, meeting));
+      const int64_t apart = 2 * ranks.capacity / static_cast<int64_t>(sizeof(T));
+      for (int64_t row = own.first; row < own.last; ++row) {
+        const T* part = parts + row * o.width;
+        T* out = x + row * o.x.stride;
+        each(o.width, [&](auto v) {
+          Vector sum = v.read(part);
+          for (int64_t rank = 1; rank < ranks.count; ++rank) sum = sum + v.read(part + rank * apart);
+          v.write(out, sum);
+        });
+      }
+    }
+  }
+
   void run(const OpenWhat& o) const {
     each_row([&](int64_t row) {
       const T* opening = at(o.opening) + row * o.opening.stride;
@@ -295,6 +324,7 @@ struct Runner {
       case SHRINK: return run(*static_cast<const ShrinkWhat*>(o.what));
       case EXPAND: return run(*static_cast<const ExpandWhat*>(o.what));
       case SCAN: return run(*static_cast<const ScanWhat*>(o.what));
+      case REDUCE: return run(*static_cast<const ReduceWhat*>(o.what));
       case DELTA: return run(*static_cast<const DeltaWhat*>(o.what));
       case CONVOLVE: return run(*static_cast<const ConvolveWhat*>(o.what));
     }
@@ -320,6 +350,7 @@ int64_t find_outside(const Step& step, const Operation* operations, int64_t coun
 
 template <class T>
 void run_program(Step& step, const Operation* operations, int64_t count) {
+  step.met = 0;
   if ((step.outside = find_outside(step, operations, count))) return;
   Barrier others;
   auto* tickets = static_cast<Ticket*>(step.tickets);
@@ -334,6 +365,7 @@ void run_program(Step& step, const Operation* operations, int64_t count) {
         continue;
       }
       runner.run(operations[i], threads <= step.spare ? tickets + i * step.spare : nullptr);
+      if (operations[i].kind == REDUCE && step.met) return;
       const int64_t done = timed ? monotonic_nanoseconds() : 0;
       if (operations[i].barrier) others.wait(threads);
       if (!timed) continue;
@@ -355,4 +387,14 @@ OCTAVO_EXPORT(program_f32)(Step* step, const Operation* operations, int64_t coun
 
 OCTAVO_EXPORT(program_bf16)(Step* step, const Operation* operations, int64_t count) {
   run_program<bfloat16>(*step, operations, count);
+}
+
+// Comes to the next meeting of ranks. met: what `meet` returns.
+OCTAVO_EXPORT(meet_ranks)(Ranks* ranks, int64_t* met) { *met = meet(*ranks); }
+
+// Says that this rank fails to carry out the order: ranks that wait for it return.
+OCTAVO_EXPORT(fail_rank)(Ranks* ranks) {
+  RankLine& own = line_of(*ranks, ranks->rank);
+  __atomic_store_n(&own.failed, ranks->order, __ATOMIC_SEQ_CST);
+  ring(own);
 }

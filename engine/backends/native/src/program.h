@@ -7,6 +7,7 @@
 
 #include "adapters.h"
 #include "attention.h"
+#include "ranks.h"
 #include "scan.h"
 #include "states.h"
 
@@ -17,7 +18,7 @@ struct Place {
   int64_t buffer, offset, stride;  // buffer < 0: nothing
 };
 
-enum Kind : int64_t { NORM = 0, PRODUCT = 1, ROTATE = 2, ATTEND = 3, ACTIVATE = 4, ADD = 5, CLIP = 6, EXPERTS = 7, GATHER = 8, OPEN = 9, SHRINK = 10, EXPAND = 11, CONVOLVE = 12, DELTA = 13, SCAN = 14 };
+enum Kind : int64_t { NORM = 0, PRODUCT = 1, ROTATE = 2, ATTEND = 3, ACTIVATE = 4, ADD = 5, CLIP = 6, EXPERTS = 7, GATHER = 8, OPEN = 9, SHRINK = 10, EXPAND = 11, CONVOLVE = 12, DELTA = 13, SCAN = 14, REDUCE = 15 };
 
 struct Operation {
   int64_t kind;
@@ -25,8 +26,9 @@ struct Operation {
   int64_t barrier;   // the next operation begins when all threads have done this one
 };
 
-// What lies outside: of a row a page, of a token its slot or its position, for which there are no angles.
-enum Outside : int64_t { PAGE = 1, SLOT = 2, POSITION = 3 };
+// What lies outside: of a row a page, of a token its slot or its position, for which there are no angles. Or that other
+// ranks do not compute the step: see `Step::met`.
+enum Outside : int64_t { PAGE = 1, SLOT = 2, POSITION = 3, RANKS = 4 };
 
 struct Step {
   void* const* buffers;
@@ -45,6 +47,7 @@ struct Step {
   void* tickets;             // [operations, spare] Ticket, for products
   int64_t* times;            // [operations, 2] nanoseconds of the first thread: at work, waiting; null: not wanted
   int64_t outside;           // result: 0, or an `Outside`
+  int64_t met;               // result: what `meet` returned last
 };
 
 // out = norm(sum = x + residual), each of `inner` pieces of a row for itself.
@@ -157,6 +160,13 @@ struct ScanWhat {
   const StateMemory* memory;
   int64_t begin, heads, head_dim, groups, size, norm_first;
   double eps;
+};
+
+// x = the sum of all ranks' x, in the order of ranks.
+struct ReduceWhat {
+  Place x;
+  int64_t width;
+  Ranks* ranks;
 };
 
 struct ClipWhat {

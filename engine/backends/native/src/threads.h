@@ -64,6 +64,14 @@ inline int64_t monotonic_nanoseconds() {
   return time.tv_sec * 1000000000 + time.tv_nsec;
 }
 
+OCTAVO_INLINE void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
 // A cheaper barrier, for regions with hundreds of them: a thread that waits looks again and again, and soon lets others
 // have the core, since one of these may be the thread that is waited for: where there are more threads than free cores,
 // looking 20 times as long makes slow steps three times as slow. GOMP_barrier takes 0.5 microseconds, this a fifth.
@@ -97,14 +105,6 @@ class Barrier {
   static constexpr int PATIENCE = 500;
   // Nanoseconds. A yield that takes so long has let another thread run; then the cores count as crowded for a while.
   static constexpr int64_t SLOW_YIELD = 50'000, CROWDED_FOR = 100'000'000;
-
-  static OCTAVO_INLINE_MEMBER void relax() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-  }
 
 #if defined(__linux__)
   void leave_core(int32_t round) {

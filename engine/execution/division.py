@@ -1,0 +1,82 @@
+"""A runner of one rank, which divides a model with others (`engine.model.sharding`), and the checks before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from engine.backends import native
+from engine.backends.native.ranks import Ranks
+from engine.config import EngineConfig
+from engine.errors import ConfigError, UnsupportedModelError
+from engine.execution.executor import LocalExecutor
+from engine.execution.pending import PendingStep
+from engine.model.sharding import refusals
+from engine.model.spec import ModelSpec
+from engine.scheduling.plan import StepPlan, StepResult
+
+
+class RankExecutor(LocalExecutor):
+    """A rank's runner. All ranks get the same plans in the same order; the answer of rank 0 counts. If a rank fails in
+    a step, the others fail in it, too (RankError)."""
+
+    def __init__(self, executor: LocalExecutor, ranks: Ranks):
+        super().__init__(executor.runner, executor.facts)
+        self._ranks = ranks
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        with self._together():
+            step = super().launch(plan)
+        return step if self._ranks.rank == 0 else PendingStep(candidates=StepResult.empty())
+
+    def trial(self) -> None:
+        with self._together():
+            super().trial()
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        self._ranks.begin()
+        with failing(self._ranks):
+            yield
+
+
+@contextmanager
+def failing(ranks: Ranks) -> Iterator[None]:
+    """Let the other ranks know if the block fails here."""
+    try:
+        yield
+    except BaseException:
+        ranks.fail()
+        raise
+
+
+def check_ranks(config: EngineConfig) -> None:
+    """Refuse settings that contradict several ranks. Raises ConfigError: names the settings."""
+    for name in ("async_scheduling", "kv_disk"):
+        if config.tensor_parallel_size > 1 and getattr(config, name):
+            raise ConfigError(
+                f"{name} does not work with tensor_parallel_size {config.tensor_parallel_size}. Remove one of them."
+            )
+
+
+def check_divisible(config: EngineConfig, spec: ModelSpec, device: torch.device) -> None:
+    """Refuse a model that the ranks of the settings cannot divide. Raises UnsupportedModelError, ConfigError: says
+    why."""
+    count = config.tensor_parallel_size
+    setting = f"tensor_parallel_size is {count}, but"
+    if count == 1:
+        return
+    if device.type != "cpu":
+        raise ConfigError(f"{setting} GPUs cannot divide a model yet. Use --device cpu, or remove the setting.")
+    if not native.available():
+        raise ConfigError(
+            f"{setting} ranks exchange numbers with the native library, which is not available here (see the log). "
+            "Install a C++ compiler, or remove the setting."
+        )
+    if reasons := refusals(spec, count):
+        raise UnsupportedModelError(
+            f"{setting} {config.model} has parts that cannot be divided among {count} ranks: {', '.join(reasons)}. "
+            "Use another --tensor-parallel-size, or remove it."
+        )
