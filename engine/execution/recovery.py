@@ -60,7 +60,7 @@ class Recovery:
         self._good = 0  # steps since the last shortage, or since the limits were raised
 
     def limit(self, given: StepLimit) -> StepLimit:
-        """The limit of the next step, within a limit that has other reasons."""
+        """The limit on the next step: the given limit, lowered if a recent step lacked memory."""
         if self.tokens == _UNBOUNDED:
             return given
         return replace(given, tokens=min(given.tokens, self.tokens), least=min(given.least, 1.0))

@@ -161,7 +161,8 @@ class RequestDelta:
         scheduled_time: when a step first had room for the request, in `time.monotonic()` seconds, which all processes
             of a machine share; in the delta of its first sample, and on failure.
         first_token_time: when that sample was known; for beams, before its token is certain.
-        num_draft_tokens, num_accepted_draft_tokens: tokens that the step drafted for the request, and those that came.
+        num_draft_tokens, num_accepted_draft_tokens: numbers of tokens that the step drafted for the request, and of
+            those that were accepted.
     """
 
     request_id: str

@@ -37,7 +37,7 @@ class Drafter(Protocol):
         """It may have drafts for the answers to this request."""
 
     def propose(self, request: Request, sequence: Sequence, most: int) -> tuple[Seq[int], float]:
-        """Tokens that are likely to follow an answer and its prompt, both of which are known; and for each token, the
+        """Tokens that are likely to follow an answer and its prompt, both of which are known. Also, for each token, the
         probability that it is right if all tokens before it are. `most`: the maximum number of tokens that are used."""
 
     def ended(self, request: Request, sequence: Sequence) -> None:
@@ -90,11 +90,8 @@ def drafts_of(
     drafter: Drafter, group: SequenceGroup, sequence: Sequence, most: int, gain: DraftGain
 ) -> tuple[int, ...]:
     """The tokens that the drafter expects for a sequence whose tokens are all known, as far as they are possible and
-    worth their time.
-
-    Nothing is drafted from an end on, nor what a constraint excludes: a mask says what may follow only for allowed
-    tokens.
-    """
+    worth their time. Drafts stop before a token that ends an answer, and before one that a constraint excludes: after
+    an excluded token, a mask does not say what may follow."""
     decoding = group.request.decoding
     most = min(most, decoding.max_tokens - 1 - sequence.num_output)  # there is nothing to check the last token for
     if most <= 0:

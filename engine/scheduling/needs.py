@@ -53,8 +53,8 @@ class SequenceNeeds:
         return next((shift for limit, shift in self.rotary_shifts if reach <= limit), 0)
 
     def crossed_limit(self, request: Request) -> int | None:
-        """The first length beyond which sequences are rotated differently, and which this request's answer may exceed
-        but not its prompt; None if there is none."""
+        """The first length at which the rotary angles change and which the request may cross: its prompt stays within
+        it, but its answer may exceed it. None if there is none."""
         prompt, reach = len(request.prompt_token_ids), request.reach
         return next((limit for limit, _ in self.rotary_shifts if prompt <= limit < reach), None)
 

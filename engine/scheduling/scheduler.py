@@ -337,7 +337,7 @@ class Scheduler:
         return self.take_outbox(deltas)
 
     def skip(self) -> bool:
-        """Forget the oldest step if no request waits for its answer; returns whether that is so."""
+        """Forget the oldest step if no request waits for its result. Returns whether it was forgotten."""
         if not self.in_flight or self.in_flight.oldest.live():
             return False
         self.in_flight.end()

@@ -112,8 +112,8 @@ class Tables:
         own[first:end] = pages
 
     def missing(self, sequence: Sequence, end: int) -> tuple[int, bool]:
-        """Pages that a sequence lacks to write its tokens up to `end`; and whether one of them is to replace a page
-        that others hold too, in which it would write first."""
+        """The number of pages that a sequence lacks to write its tokens up to `end`. Also whether one of these must
+        replace a shared page: the page that the sequence writes first, if others hold it too."""
         page, held = sequence.num_scheduled // self._config.block_size, sequence.table.size
         shared = page < held and self._pool.is_shared(sequence.table[page])
         return max(pages_needed(end, self._config.block_size) - held, 0) + shared, shared
@@ -209,7 +209,7 @@ class Tables:
                 raise AssertionError(f"pages from {first} on are needed in the table {table.tolist()}")
             written = table[sequence.num_scheduled // self._config.block_size :].tolist()
             if sequence.num_writable and any(map(self._pool.is_shared, written)):
-                raise AssertionError(f"of pages {written}, which one sequence writes, others hold some, too")
+                raise AssertionError(f"one sequence writes the pages {written}, but others hold some of them, too")
 
     def _match(self, group: SequenceGroup) -> list[int]:
         hashes = self.hashes(group)

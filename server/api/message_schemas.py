@@ -157,7 +157,7 @@ class ThinkingBlock(TypedDict):
 
 
 class Caller(TypedDict):
-    """The model itself makes each call."""
+    """The origin of a call: always the model itself."""
 
     type: Literal["direct"]
 

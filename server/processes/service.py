@@ -188,7 +188,7 @@ class _Service:
     # ---------------------------------------------------------------- start and end
 
     async def run(self) -> str | None:
-        """Serve until a signal, or until nothing can be served any more; returns the reason in that case. Raises
+        """Serve until a signal, or until nothing can be served any more. In the second case, returns the reason. Raises
         OctavoError if a setting is invalid, or no front can start."""
         loop = asyncio.get_running_loop()
         self._over = loop.create_future()
