@@ -104,8 +104,8 @@ class Admission:
         *,
         patient: bool = False,
     ) -> LocalReservation:
-        """Reserve slots for prompts with an estimated number of tokens; leaving the context releases them.
-        Raises ApiError: 503 while there is no room, or none before the deadline; 400 if there will never be room.
+        """Reserve slots for prompts with an estimated number of tokens; leaving the context releases them. Raises
+        ApiError: 503 if there is no room now or before the deadline; 400 if there will never be room.
 
         Args:
             deadline: time on the clock by which the first token must arrive.

@@ -263,7 +263,7 @@ def _size(plan: StepPlan) -> int:
 
 
 def _decodes(plan: StepPlan) -> bool:
-    """Whether no row could have fewer tokens."""
+    """Whether every row has a single token, so that no row can be shortened."""
     return plan.num_tokens == plan.num_rows and plan.encoder is None and not plan.unchunked
 
 

@@ -85,7 +85,8 @@ class PromptReader:
         return cls(tokenizer, info, kept, placer)
 
     def read(self, prompt: Any) -> AnyInput:
-        """One prompt. Raises InvalidRequestError if it is not a prompt, or a text for a model without a tokenizer."""
+        """One prompt. Raises InvalidRequestError if it is not a prompt, or if it is a text and the model has no
+        tokenizer."""
         if isinstance(prompt, (Seq2SeqInput, AudioInput)):
             if self.kept is not None:
                 _fail(f"truncate_prompt_tokens cuts texts and token ids, not a {type(prompt).__name__}.")

@@ -217,8 +217,7 @@ class Join(msgspec.Struct, tag=True):
 
 
 class Dismiss(msgspec.Struct, tag=True):
-    """Another client is gone: its requests end, and nothing more is accepted from it. `client`: its name on the
-    socket."""
+    """A client is gone: its requests end, and nothing more is accepted from it. `client`: its name on the socket."""
 
     client: bytes
 

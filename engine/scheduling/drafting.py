@@ -30,11 +30,11 @@ class Drafter(Protocol):
     """The source of expected tokens: a small model, or known texts."""
 
     def prepare(self, wanted: Seq[Wanted], gain: DraftGain) -> bool:
-        """Find the drafts of all sequences that a step may draft for; whether that took time that does not depend on
-        their number. `gain`: of the step. It is the caller's own copy."""
+        """Find the drafts of all sequences for which a step may draft. Returns whether this took time that is the same
+        for any number of drafts. `gain`: the gain of drafts in this step, a copy of the caller's own."""
 
     def serves(self, request: Request) -> bool:
-        """It may have drafts for the answers to this request."""
+        """Whether there may be drafts for the answers to this request."""
 
     def propose(self, request: Request, sequence: Sequence, most: int) -> tuple[Seq[int], float]:
         """Tokens that are likely to follow an answer and its prompt, both of which are known. Also, for each token, the

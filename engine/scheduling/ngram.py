@@ -61,7 +61,7 @@ class NgramIndex:
         self._size = len(tokens)
 
     def _index_all(self, tokens: Int32) -> None:
-        """The same for many tokens at once."""
+        """Index all tokens of the first call at once."""
         ids = tokens.astype(np.int64)
         keys = ids[:-2] << 2 * _BITS | ids[1:-1] << _BITS | ids[2:]
         ends = np.arange(NGRAM, len(tokens) + 1)

@@ -552,8 +552,8 @@ class Scheduler:
         return True
 
     def _set_aside(self, step: Step, group: SequenceGroup, rows: list[Row]) -> bool:
-        """Take the pages that a search may need for rows whose parent beams are not known yet; False if there are too
-        few: then it waits for the answer, and needs fewer."""
+        """Take the pages that a search may need for rows whose parent beams are not known yet. Returns False if there
+        are too few. The search then waits for the result of the step in flight, after which it needs fewer pages."""
         begins = rows[0].start % self.config.block_size == 0  # one page per row; else the first row needs none
         pages = None if self._drains else self.pool.reserve(len(rows) - (not begins))
         if pages is None:

@@ -202,7 +202,7 @@ class CacheCreation(TypedDict):
 
 
 class MessageUsage(MessageDeltaUsage):
-    """The same, plus those of Anthropic's fields that have only one value here."""
+    """The fields of `MessageDeltaUsage`, and those of Anthropic's fields that have only one value here."""
 
     cache_creation: CacheCreation
     inference_geo: None

@@ -323,7 +323,7 @@ class ServerSettings(BaseModel):
     @check_field("limit_mm_per_prompt", mode="before")
     @classmethod
     def _read_most_images(cls, value: Any) -> str:
-        """As "image=N", of that, a mapping, or a mapping in JSON."""
+        """The setting as "image=N". It may be given in that form, as a mapping, or as a mapping in JSON."""
         given: Any = value
         if isinstance(value, str):
             name, sign, count = value.partition("=")

@@ -82,8 +82,8 @@ class Use:
     async def wait(
         self, work: Coroutine[Any, Any, None], drain: Drain, keepalive: float, interrupted: Callable[[str], None]
     ) -> None:
-        """Wait for the model, as long as the client waits. Raises ApiError: the error of `work`; or the client has
-        left, or the service stops.
+        """Wait for the model, as long as the client waits. Raises ApiError if `work` fails, the client has left, or the
+        service stops.
 
         Args:
             work: ends when the model serves.
