@@ -175,7 +175,7 @@ class RequestDelta:
     beams: BeamMoves | None = None
     scheduled_time: float | None = field(default=None, compare=False)  # equal results at different times are equal
     first_token_time: float | None = field(default=None, compare=False)
-    num_draft_tokens: int = field(default=0, compare=False)  # nor does the news depend on the step that computed it
+    num_draft_tokens: int = field(default=0, compare=False)  # equal results with different drafts are equal, too
     num_accepted_draft_tokens: int = field(default=0, compare=False)
 
 

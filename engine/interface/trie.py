@@ -18,7 +18,7 @@ from engine.interface.sampling_table import MaskRow, Masks, mask_words
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
-# Children from which on a node's mask is cached: few nodes have so many, and most answers pass them.
+# The number of children from which on a node's mask is cached. Few nodes have that many, but most answers pass them.
 WIDE = 512
 _MOST_KEPT = 256  # masks of wide nodes, one bit per token of the vocabulary
 

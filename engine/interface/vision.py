@@ -32,7 +32,7 @@ class Tiling:
 
     # heights and widths, in pixels, that an image may be fitted into, for as many tiles as they have
     sizes: tuple[Size, ...]
-    most: int | None = None  # a grid of more vectors than so many tiles have is made smaller; None: no grid is
+    most: int | None = None  # a grid with more vectors than this number of tiles has is made smaller; None: no limit
 
     def best(self, size: Size) -> Size:
         """The size that shows most of an image and wastes least (`select_best_resolution` of `transformers`)."""

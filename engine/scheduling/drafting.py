@@ -18,7 +18,7 @@ from engine.scheduling.earlier_answers import EarlierAnswers
 from engine.scheduling.ngram import Drafting, NgramIndex, Prediction
 from engine.scheduling.sequence import Sequence, SequenceGroup
 
-# Drafts that are right less often are left out, where costs have no say, too.
+# Drafts that are right less often than this are left out, even if costs do not limit drafts.
 _HOPELESS = 0.1
 
 

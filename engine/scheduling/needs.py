@@ -75,7 +75,7 @@ def encoder_root(request: Request, hasher: PageHasher) -> PageHash:
     if request.adapter is None:
         return root
     digest = np.frombuffer(request.adapter.digest, dtype=np.uint8).astype(np.int32)
-    # No token is negative: this is not a page's hash, nor what follows the mark of a side.
+    # No token is negative, so this equals neither the hash of a page nor the hash after the mark of a side.
     return hasher.extend(root, np.concatenate((np.array([np.iinfo(np.int32).min], dtype=np.int32), digest)))
 
 

@@ -479,7 +479,8 @@ class Scheduler:
         return DraftGain(self.draft_costs, rows, again=self.states is not None)
 
     def _leave_for_drafts(self, step: Step) -> None:
-        """Tokens and pages that may be used for drafts: running rows get theirs first, and prompts as many tokens."""
+        """Find the tokens and pages that may be used for drafts. Running rows get their tokens first. Half of the
+        remaining tokens are left to prompts."""
         tokens = min(step.budget, step.limit.tokens)
         rows = sum(group.rows for group in self._running)
         again = 0 if self.states is None else sum(map(self._num_again, self._running))

@@ -12,7 +12,7 @@ from server.errors import ApiError, shown
 
 
 def read_prediction(given: Mapping[str, Any] | None) -> str | None:
-    """The predicted text; None if the request has none. Raises ApiError if it has not OpenAI's form."""
+    """The predicted text; None if the request has none. Raises ApiError if it is not in OpenAI's form."""
     if given is None:
         return None
     if given.get("type") != "content":
