@@ -256,7 +256,7 @@ class DraftModel:
         return most
 
     def _take(self, result: StepResult, drafting: list[tuple[Shadow, int]]) -> list[tuple[Shadow, int]]:
-        """Append the drawn tokens; those shadows that draw another one."""
+        """Append the drawn tokens. Returns the shadows that draw another token."""
         going = []
         tokens, scores = result.tokens[:, 0].tolist(), result.logprobs[:, 0].tolist()
         for (shadow, most), token, score in zip(drafting, tokens, scores, strict=True):

@@ -188,7 +188,8 @@ class Recovery:
         return plan.num_rows <= self.rows and (_decodes(plan) or _size(plan) <= self.tokens)
 
     def _release(self, error: Exception) -> None:
-        """Release what a failed attempt held: its frames keep tensors alive, and so other requests' device memory."""
+        """Release the memory of a failed attempt. The error's frames keep tensors alive, and so device memory that
+        other requests need."""
         traceback.clear_frames(error.__traceback__)
         if is_out_of_memory(error):
             self._executor.release()

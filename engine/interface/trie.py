@@ -144,7 +144,8 @@ class Trie:
 
 
 def _repeated(sequences: Int64, nodes: Int64) -> Int64:
-    """[2, count] sequences that end at the same node as one with a lower index, and that one; nodes ascend."""
+    """[2, count] sequences that end at the same node as a sequence with a lower index, and the indices of these; nodes
+    ascend."""
     order = np.lexsort((sequences, nodes))
     sequences, nodes = sequences[order], nodes[order]
     is_first = np.ones(len(nodes), dtype=np.bool_)

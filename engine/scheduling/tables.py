@@ -187,12 +187,10 @@ class Tables:
             sequence.num_writable = min(sequence.num_writable, kept * size)
 
     def release(self, sequence: Sequence) -> None:
-        """Release a sequence's pages. The results of its rows in flight are dropped.
-
-        They are free at once. A step in flight may still write them, but steps run in the order in which they were
-        launched: whatever a later step writes there comes after that, and it reads nothing there that it, or a step
-        after the release, has not written.
-        """
+        """Release a sequence's pages. The results of its rows in flight are dropped. The pages are free at once,
+        although a step in flight may still write them. This is safe because steps run in the order in which they were
+        launched: a later step writes its own content after that, and reads only content that it, or a step after the
+        release, has written."""
         self._pool.free(sequence.table.tolist())
         if self._states is not None:
             self._states.release(sequence)

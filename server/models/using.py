@@ -26,10 +26,10 @@ class Usable(Protocol):
     """A model that counts its requests."""
 
     def begin(self) -> None:
-        """A request uses it."""
+        """Record that a request uses the model."""
 
     def end(self) -> None:
-        """A request has ended."""
+        """Record that a request has ended."""
 
 
 class UseGate:
