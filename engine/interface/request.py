@@ -93,7 +93,7 @@ class TokenInput:
         bbox: the box of each token on its page, for encoders that read boxes: [left, upper, right, lower] on a page of
             (for most models) 1000 by 1000; None: all are zeros.
         sides: other sides of the tokens by name (`engine.interface.token_sides`), one entry per token.
-        images: those whose vectors take the places of some tokens, in the order of these.
+        images: the images whose vectors take the places of some tokens, in the order of these tokens.
     """
 
     token_ids: Sequence[int]
