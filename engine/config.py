@@ -76,8 +76,8 @@ class EngineConfig:
             nothing).
         distributed_executor_backend: where steps are computed: uni in the engine's process, mp in a separate process.
         tensor_parallel_size: divide each layer of the model among this many processes, each of which loads its part of
-            the weights. The processes share kv_cache_memory. threads is the number for each process (default: the cores
-            divided by the processes). CPU only.
+            the weights. The processes share kv_cache_memory. threads is the number for each process; by default, the
+            cores are divided among them. CPU only.
         block_size: tokens per page of the KV cache.
         kv_cache_memory: size of the KV cache, such as "4GiB" (default on a CPU: a quarter of the free memory, at most 4
             GiB; on a GPU: the memory that gpu_memory_utilization leaves).
