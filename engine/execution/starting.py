@@ -131,6 +131,8 @@ def _start(config: EngineConfig, read: ConfigReader, beside: int | Beside, ranks
         resolved = resolve(config, device, read)
         if isinstance(beside, int):
             check_divisible(config, resolved.spec, device)
+            if ranks is not None:
+                ranks.smallest(0)  # no rank takes memory before all have checked that the weights fit
             return prepare(resolved, load(resolved, ranks), beside=beside)
         resolved = beside.adapt(resolved)
         runner = load(resolved)
