@@ -336,7 +336,13 @@ class ProcessExecutor:
     def load_adapter(self, reading: Reading, slot: int) -> AdapterInfo:
         assert isinstance(reading, _Reading)
         late = self.send(LoadAdapter(reading.name, slot))
-        info = late.answer().adapter
+        try:
+            info = late.answer().adapter
+        except EngineDeadError:
+            raise
+        except Exception:
+            self.unload_adapter(slot)  # other ranks may have filled the slot
+            raise
         assert info is not None
         parts = [reply.adapter for reply in late.replies if isinstance(reply, Answer) and reply.adapter is not None]
         if len(parts) == 1:
@@ -352,6 +358,16 @@ class ProcessExecutor:
 
     def release(self) -> None:
         self.send(Release()).answer()
+
+    @property
+    def watched(self) -> list[int]:
+        return [runner.fileno() for runner in self._runners]
+
+    def check(self) -> None:
+        with self._mutex:
+            for rank, runner in enumerate(self._runners):
+                while runner.poll():
+                    self._receive(rank)
 
     def close(self) -> None:
         for runner in self._runners:
@@ -398,8 +414,7 @@ class ProcessExecutor:
         except (EOFError, OSError) as error:
             raise self._ended(rank) from error
         if isinstance(reply, Failure) and isinstance(problem := reply.error(), EngineDeadError):
-            self._dead = problem
-            raise problem
+            raise self._die(problem)
 
     @contextlib.contextmanager
     def _undivided(self) -> Iterator[None]:
@@ -444,8 +459,14 @@ class ProcessExecutor:
         name = f"the process {process.pid} of rank {rank} of {count}"
         if count == 1:
             name = f"the runner's process {process.pid}"
-        self._dead = EngineDeadError(f"{name} has ended ({status}); start the engine again.")
-        return self._dead
+        return self._die(EngineDeadError(f"{name} has ended ({status}); start the engine again."))
+
+    def _die(self, error: EngineDeadError) -> EngineDeadError:
+        """Answer everything with this error from now on, and end all runners: one that hangs would keep its memory."""
+        self._dead = error
+        for process in self._processes:
+            process.kill()
+        return error
 
 
 def main() -> None:

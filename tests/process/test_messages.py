@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -340,6 +341,7 @@ class FaultyEngine:
     def __init__(self) -> None:
         self.running: list[str] = []
         self.adapters: dict[str, AdapterInfo] = {}
+        self.executor = SimpleNamespace(watched=())
         self.steps = 0
 
     def add_request(self, request_id: str, *arguments: Any, **terms: Any) -> None:
