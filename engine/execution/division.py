@@ -14,6 +14,7 @@ from engine.errors import ConfigError, UnsupportedModelError
 from engine.execution.executor import LocalExecutor
 from engine.execution.pending import PendingStep
 from engine.host.cpus import choose_threads
+from engine.interface.speculation import parse_speculative
 from engine.model.sharding import refusals
 from engine.model.spec import ModelSpec
 from engine.scheduling.plan import StepPlan, StepResult
@@ -65,11 +66,14 @@ def check_ranks(config: EngineConfig) -> None:
             f"tensor_parallel_size must be at most {most} on this machine, got {config.tensor_parallel_size}: "
             f"each rank is a process, and {cpus:g} CPUs are available."
         )
-    for name in ("async_scheduling", "kv_disk"):
-        if config.tensor_parallel_size > 1 and getattr(config, name):
-            raise ConfigError(
-                f"{name} does not work with tensor_parallel_size {config.tensor_parallel_size}. Remove one of them."
-            )
+    refused = [name for name in ("async_scheduling", "kv_disk") if getattr(config, name)]
+    if config.speculative_config is not None:
+        method = parse_speculative(config.speculative_config).method
+        refused += [f"speculative_config with method {method}"] * (method in ("draft_model", "mtp", "eagle3"))
+    if config.tensor_parallel_size > 1 and refused:
+        raise ConfigError(
+            f"{refused[0]} does not work with tensor_parallel_size {config.tensor_parallel_size}. Remove one of them."
+        )
 
 
 def check_divisible(config: EngineConfig, spec: ModelSpec, device: torch.device) -> None:

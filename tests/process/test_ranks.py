@@ -275,6 +275,7 @@ def test_a_request_that_breaks_one_rank_ends_alone(gpt2: FamilyCheckpoint, monke
         ({"tensor_parallel_size": 5}, UnsupportedModelError, "divided among 5 ranks: 4 heads with 4 K/V heads"),
         ({"async_scheduling": True}, ConfigError, "async_scheduling does not work with tensor_parallel_size 2"),
         ({"kv_disk": "pages"}, ConfigError, "kv_disk does not work with tensor_parallel_size 2"),
+        ({"speculative_config": "mtp"}, ConfigError, "method mtp does not work with tensor_parallel_size 2"),
         ({"tensor_parallel_size": 100_000}, ConfigError, "must be at most .* got 100000: each rank is a"),
         ({"tensor_parallel_size": 0}, ConfigError, "tensor_parallel_size must be an integer of at least 1, got 0"),
     ],
