@@ -404,6 +404,21 @@ def test_a_burst_of_commands_does_not_delay_a_step() -> None:
     assert (len(channel.commands), engine.steps) == (0, 2)
 
 
+def test_an_idle_engine_ends_with_a_runner() -> None:
+    """It waits for commands, and for news from the process that computes its steps."""
+    engine, (ours, theirs) = FaultyEngine(), socket.socketpair()
+    theirs.close()
+
+    def check() -> None:
+        raise EngineDeadError("made by the test")
+
+    engine.executor = SimpleNamespace(watched=(ours.fileno(),), check=check)
+    with ours, zmq.Context() as context, context.socket(zmq.ROUTER) as channel:
+        channel.bind("inproc://engine")
+        with pytest.raises(EngineDeadError, match="made by the test"):
+            Loop(engine, channel).turn()  # type: ignore[arg-type]
+
+
 class SlowAdapter:
     """An adapter that is being read until `ready`."""
 
