@@ -10,6 +10,7 @@ from pathlib import Path
 from engine.errors import AdapterError
 from engine.model.gguf.architectures import Placed, place_alone
 from engine.model.gguf.container import read_gguf
+from engine.model.gguf.hybrids import ALTERNATING
 from engine.model.gguf.model_types import MODEL_TYPES
 from engine.model.gguf.tensors import check_readable, mapped, read_tensor
 from engine.model.lora.matrices import Matrices, Whole
@@ -57,6 +58,7 @@ def gguf_parts(path: Path, model: ModelSpec, model_type: str) -> Iterator[Matric
                 read_tensor(data, down.info),
                 up.arrangement.arrange(read_tensor(data, up.info).float()),
             ),
+            architecture in ALTERNATING,
         )
 
 

@@ -16,6 +16,7 @@ class Matrices:
     scale: float  # the factor of their product
     sizes: tuple[tuple[int, ...], tuple[int, ...]]  # shapes [rank, in] and [out, rank]
     read: Callable[[], tuple[Tensor, Tensor]]
+    alternate: bool = False  # the order of a delta rule's value heads, see `DeltaRule`
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,13 +27,16 @@ _UNSAFE = ("adapter_model.bin", "adapter_model.pt")
 _STEM = "base_model.model."
 _MOST_NAME = 256
 _PART = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
+_MULTIPLIED = ("falcon_h1",)  # model types whose matrices in GGUF files are multiplied by constants
 _FORMATS = ("F64", "F32", "F16", "BF16")
 _TOKENS = ("embed_tokens", "wte", "word_embeddings", "shared", "lm_head", "embeddings", "embed_in", "embed_out")
 
 logger = logging.getLogger("octavo.model")
 
 
-def read_adapter(name: str, path: str | Path, model: Transformer, max_rank: int, model_type: str = "") -> Adapter:
+def read_adapter(
+    name: str, path: str | Path, model: Transformer, max_rank: int, model_type: str = "", *, of_gguf: bool = False
+) -> Adapter:
     """An adapter for a model. Raises AdapterError if the file is not an adapter, is damaged, has shapes other than the
     model's, or contains an unsupported kind of adapter.
 
@@ -42,8 +45,15 @@ def read_adapter(name: str, path: str | Path, model: Transformer, max_rank: int,
         path: a folder that PEFT wrote, or a GGUF file that llama.cpp's converter wrote.
         max_rank: `max_lora_rank` of the engine.
         model_type: the type of the model in its config.
+        of_gguf: whether the model was read from a GGUF file.
     """
     path, targets = Path(path), Targets(model)
+    if model_type in _MULTIPLIED and (path.suffix == SUFFIX) != of_gguf:
+        raise AdapterError(
+            f"{path} is {'a PEFT folder' if of_gguf else 'a GGUF file'}, but the model was read from "
+            f"{'a GGUF file' if of_gguf else 'safetensors'}. GGUF files of {model_type} contain matrices that are "
+            "multiplied by constants of the config. Use an adapter and a model of the same format."
+        )
     if path.suffix == SUFFIX:
         from engine.model.lora.gguf import gguf_parts  # rarely needed
 
@@ -66,9 +76,9 @@ def read_adapter(name: str, path: str | Path, model: Transformer, max_rank: int,
             else:
                 for target, down, up in _read(each, targets, max_rank):
                     of_one = parts.setdefault(target.path, {})
-                    if target.place in of_one:
+                    if target.places[0] in of_one:
                         raise _twice(each.module)
-                    of_one[target.place] = target, down, up
+                    of_one[target.places[0]] = target, down, up
     except (AdapterError, ModelLoadError) as error:
         told = str(error)
         raise AdapterError(told if str(file) in told else f"{file}: {told}.") from error
@@ -129,7 +139,8 @@ def _read(each: Matrices, targets: Targets, max_rank: int) -> Iterator[tuple[Tar
         if not bool(tensor.isfinite().all()):
             raise AdapterError(f"the adapter of {each.module} contains NaN or infinite numbers")
     for target in found:
-        yield target, target.own(down), up
+        ordered, rows = target.in_order(down, up, each.alternate)
+        yield target, target.own(ordered), rows
 
 
 def _replaced(each: Whole, targets: Targets) -> tuple[str, Tensor]:
