@@ -26,8 +26,10 @@ from torch import Tensor
 
 from engine.errors import AdapterError
 from engine.model.adapter_targets import adaptable as slots_of
-from engine.model.lora.reading import largest_rank, read_adapter
+from engine.model.lora.gguf import gguf_parts
+from engine.model.lora.reading import _folder, _peft_parts, largest_rank, read_adapter
 from engine.model.lora.targets import Targets
+from engine.model.sharding import Share, shard
 from engine.model.transformer import Transformer
 
 # Together they store their matrices in each form that a weight table knows.
@@ -290,6 +292,23 @@ def test_refused_files(llama: tuple[Transformer, dict[str, tuple[int, int]]], tm
             largest_rank([str(path)])
 
 
+def test_a_file_that_is_shortened_while_it_is_read(
+    llama: tuple[Transformer, dict[str, tuple[int, int]]], tmp_path: Path
+) -> None:
+    """It is refused; a mapped file would end the process."""
+    model, sizes = llama
+    tensors = adapter_tensors({Q: sizes[Q]}, lambda name: 64)
+    settings, file = _folder(write_adapter(tmp_path / "a", tensors, r=64))
+    other = tmp_path / "a.gguf"
+    halves = {f"blk.0.attn_q.weight.lora_{half}": tensors[name] for half, name in (("a", A), ("b", B))}
+    other.write_bytes(gguf_of(halves, "llama"))
+    for path, parts in ((file, _peft_parts(file, settings)), (other, gguf_parts(other, model.spec, "llama"))):
+        part = next(parts)
+        os.truncate(path, 600)
+        with pytest.raises(ValueError, match="it ends before byte"):
+            part.read()
+
+
 def test_digests(llama: tuple[Transformer, dict[str, tuple[int, int]]], tmp_path: Path) -> None:
     """Adapters have one digest if they make the same answers, whatever their names are, and else another."""
     model, sizes = llama
@@ -347,6 +366,9 @@ def test_gguf_adapters_are_the_folders(name: str, architecture: str, tmp_path: P
     expected = read_adapter("a", write_adapter(tmp_path / "a", tensors), model, 4)
     assert read_adapter("a", file, model, 4, reference.config.model_type).digest == expected.digest
     if architecture == "llama":
+        part = shard(model.spec, Share(0, 2))
+        whole, own = ([each.read()[1] for each in gguf_parts(file, one, "llama")] for one in (model.spec, part))
+        assert all(map(torch.equal, whole, own)), "ranks read whole matrices"
         file.write_bytes(gguf_of(written, "qwen2"))
         with pytest.raises(AdapterError, match="architecture is 'qwen2', but the model's type is 'llama', whose"):
             read_adapter("a", file, model, 4, "llama")

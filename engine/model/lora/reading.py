@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ from torch import Tensor
 from engine.errors import AdapterError, ModelLoadError
 from engine.model.adapters import Adapter
 from engine.model.gguf.files import SUFFIX
-from engine.model.lora.matrices import Matrices, Whole
+from engine.model.lora.matrices import Matrices, Whole, octets
 from engine.model.lora.settings import FILE, MOST_RANK, LoraSettings, read_settings
 from engine.model.lora.targets import Target, Targets, joined
 from engine.model.transformer import Transformer
@@ -28,7 +32,7 @@ _STEM = "base_model.model."
 _MOST_NAME = 256
 _PART = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
 _MULTIPLIED = ("falcon_h1",)  # model types whose matrices in GGUF files are multiplied by constants
-_FORMATS = ("F64", "F32", "F16", "BF16")
+_FORMATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _TOKENS = ("embed_tokens", "wte", "word_embeddings", "shared", "lm_head", "embeddings", "embed_in", "embed_out")
 
 logger = logging.getLogger("octavo.model")
@@ -82,7 +86,7 @@ def read_adapter(
     except (AdapterError, ModelLoadError) as error:
         told = str(error)
         raise AdapterError(told if str(file) in told else f"{file}: {told}.") from error
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise _damaged(file, error) from error
     if not parts and not saved:
         raise AdapterError(f"{file} holds no matrices of an adapter.")
@@ -134,6 +138,8 @@ def _read(each: Matrices, targets: Targets, max_rank: int) -> Iterator[tuple[Tar
             f"the adapter of {each.module} has rank {rank}, but max_lora_rank is {max_rank}. Raise --max-lora-rank"
         )
     down, up = (tensor.float() for tensor in each.read())
+    if (down.shape, up.shape) != each.sizes:
+        raise AdapterError(f"the adapter of {each.module} changed while it was read")
     up = up * each.scale
     for tensor in (down, up):
         if not bool(tensor.isfinite().all()):
@@ -198,6 +204,21 @@ def _peft_parts(file: Path, settings: LoraSettings) -> Iterator[Matrices | Whole
         names = list(stored.keys())
     except (SafetensorError, OSError, ValueError) as error:
         raise _damaged(file, error) from error
+    with file.open("rb") as opened:
+        (length,) = struct.unpack("<Q", octets(opened, 0, 8).numpy().tobytes())
+        header = json.loads(octets(opened, 8, length).numpy().tobytes())
+        yield from _parts_of(stored, names, settings, partial(_numbers, opened, 8 + length, header))
+
+
+def _numbers(file: BufferedReader, start: int, header: Mapping[str, Any], name: str) -> Tensor:
+    entry = header[name]
+    begin, end = entry["data_offsets"]
+    return octets(file, start + begin, end - begin).view(_FORMATS[entry["dtype"]]).view(entry["shape"])
+
+
+def _parts_of(
+    stored: Any, names: Iterable[str], settings: LoraSettings, read: Callable[[str], Tensor]
+) -> Iterator[Matrices | Whole]:
     modules: dict[str, dict[str, str]] = {}
     for name in names:
         if len(name) > _MOST_NAME:
@@ -217,12 +238,14 @@ def _peft_parts(file: Path, settings: LoraSettings) -> Iterator[Matrices | Whole
             raise AdapterError(f"it contains {name}: {kind} are not supported")
         else:
             shape = tuple(stored.get_slice(name).get_shape())
-            yield Whole(short, shape, lambda name=name: stored.get_tensor(name))  # type: ignore[misc]
+            yield Whole(short, shape, lambda name=name: read(name))  # type: ignore[misc]
     for module, halves in modules.items():
-        yield _of_module(module, halves, settings, stored)
+        yield _of_module(module, halves, settings, stored, read)
 
 
-def _of_module(module: str, halves: Mapping[str, str], settings: LoraSettings, stored: Any) -> Matrices:
+def _of_module(
+    module: str, halves: Mapping[str, str], settings: LoraSettings, stored: Any, read: Callable[[str], Tensor]
+) -> Matrices:
     if len(halves) < 2:
         missing = "B" if "A" in halves else "A"
         raise AdapterError(f"lora_{missing} of {module} is missing. Save the adapter again")
@@ -240,7 +263,7 @@ def _of_module(module: str, halves: Mapping[str, str], settings: LoraSettings, s
         module,
         settings.scale_of(module),
         (down, up),
-        lambda: (stored.get_tensor(halves["A"]), stored.get_tensor(halves["B"])),
+        lambda: (read(halves["A"]), read(halves["B"])),
     )
 
 
