@@ -369,6 +369,7 @@ def test_gguf_adapters_are_the_folders(name: str, architecture: str, tmp_path: P
         part = shard(model.spec, Share(0, 2))
         whole, own = ([each.read()[1] for each in gguf_parts(file, one, "llama")] for one in (model.spec, part))
         assert all(map(torch.equal, whole, own)), "ranks read whole matrices"
+        assert read_adapter("a", file, model, 4, "mistral3").digest == expected.digest
         file.write_bytes(gguf_of(written, "qwen2"))
         with pytest.raises(AdapterError, match="architecture is 'qwen2', but the model's type is 'llama', whose"):
             read_adapter("a", file, model, 4, "llama")
