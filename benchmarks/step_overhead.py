@@ -76,7 +76,7 @@ class Stand(torch.nn.Module):
         self.device, self.unplaced = torch.device("cpu"), None
         trunk = SimpleNamespace(embedding=None)
         self.spec = SimpleNamespace(head=spec.Lm(tied=True), signal=None, trunk=trunk)
-        self.head = self.twin = None
+        self.head = self.twin = self.ranks = None
         self.hidden = torch.zeros(8192, 8)
         self.weights = torch.zeros(MEMORY // 4)
         self.seconds = 0.0

@@ -177,7 +177,7 @@ class RecordingModel:
     """Stands in for the transformer: remembers how many rows each product had."""
 
     device = torch.device("cpu")
-    encoder = head = twin = None
+    encoder = head = twin = ranks = None
     decoder, rotary_shifts = object(), ()
     spec = SimpleNamespace(head=Lm(tied=True), signal=None, trunk=SimpleNamespace(embedding=None))
 
