@@ -79,7 +79,7 @@ class Step:
     def shorten(self) -> None:
         """Plan only so much that a client's request need not wait for long."""
         self.left *= _BACKGROUND
-        self.budget = max(int(self.budget * _BACKGROUND), 1)
+        self.budget = min(self.budget, max(int(self.budget * _BACKGROUND), 1))
 
     @contextmanager
     def half(self) -> Iterator[None]:
