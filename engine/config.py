@@ -76,8 +76,8 @@ class EngineConfig:
             nothing).
         distributed_executor_backend: where steps are computed: uni in the engine's process, mp in a separate process.
         tensor_parallel_size: divide each layer of the model among this many processes, each of which loads its part of
-            the weights. They share kv_cache_memory, and threads are those of one process (default: the cores divided
-            by the processes). CPU only.
+            the weights. The processes share kv_cache_memory. threads is the number for each process (default: the cores
+            divided by the processes). CPU only.
         block_size: tokens per page of the KV cache.
         kv_cache_memory: size of the KV cache, such as "4GiB" (default on a CPU: a quarter of the free memory, at most 4
             GiB; on a GPU: the memory that gpu_memory_utilization leaves).
@@ -98,9 +98,9 @@ class EngineConfig:
             JSON in vLLM's format, such as {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}.
         speculative_config: draft tokens and check several in one step. Answers do not change. ngram drafts the tokens
             that followed an earlier occurrence of the last tokens; suffix looks at earlier answers of the same API key,
-            too; mtp drafts with the model's layer for multi-token prediction; off drafts nothing. Also JSON in vLLM's
-            format, such as {"method": "ngram", "num_speculative_tokens": 8} (default: ngram on a CPU if max_step_time
-            is not 0; off on a GPU and in `LLM`).
+            too; mtp drafts with the model's layer for multi-token prediction; off drafts nothing. JSON in vLLM's format
+            works too, such as {"method": "ngram", "num_speculative_tokens": 8}; a draft model and an EAGLE-3 head need
+            it (default: ngram on a CPU if max_step_time is not 0; off on a GPU and in `LLM`).
         chat_template: Jinja chat template that replaces the tokenizer's own: a file, or chatml, gemma, llama2, llama3,
             mistral, phi3, vicuna or zephyr.
         generation_config: auto applies the model's generation_config.json, none ignores it.

@@ -88,8 +88,8 @@ class Admission:
         return self._max_running + self._max_queued
 
     def check(self, tenant: str | None = None) -> None:
-        """Refuse a request of which only the tenant is known, if any request of that tenant would be refused. Raises
-        ApiError: 503 if there is no room."""
+        """Refuse a request if every request of its tenant would be refused now. Only the tenant is known at this time.
+        Raises ApiError: 503 if there is no room."""
         with self._counting():
             self._check_prompts(1, tenant)
             self._check_time(tenant, None)
@@ -104,8 +104,8 @@ class Admission:
         *,
         patient: bool = False,
     ) -> LocalReservation:
-        """Reserve slots for prompts with an estimated number of tokens; leaving the context releases them.
-        Raises ApiError: 503 while there is no room, or none before the deadline; 400 if there will never be room.
+        """Reserve slots for prompts with an estimated number of tokens; leaving the context releases them. Raises
+        ApiError: 503 if there is no room now or before the deadline; 400 if there will never be room.
 
         Args:
             deadline: time on the clock by which the first token must arrive.
@@ -300,7 +300,7 @@ class Admission:
 
 
 class _Refusal(ApiError):
-    """There is no room for a request; there may be in this many seconds."""
+    """No room for a request. There may be room after this many seconds."""
 
     def __init__(self, reason: str, message: str, seconds: int):
         super().__init__(503, message, code=OVERLOADED, headers={"Retry-After": str(seconds)})

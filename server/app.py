@@ -318,7 +318,8 @@ def make_reader(tokenizer: Tokenizer | None, settings: ServerSettings) -> Answer
 
 
 def needed_bodies(info: EngineInfo) -> dict[str, int]:
-    """Maximum bytes of bodies with a single text: many bytes per token that the model reads."""
+    """The maximum bytes of a body, by path, for bodies with a single text. The limit grows with the number of tokens
+    that the model reads."""
     longest = max(Room.of_prompt(info).tokens, MAX_TOKENIZED)
     paths = (
         "/v1/chat/completions", "/chat/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages",

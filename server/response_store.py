@@ -503,8 +503,8 @@ class ResponseStore:
 
 
 class Presence:
-    """Tells the processes that share a store's file which of them still run. Each has a file beside it, which is locked
-    while the process lives."""
+    """Shows which of the processes that share a store's file still run. Each process has a file beside the store, which
+    is locked while the process lives."""
 
     def __init__(self, path: Path):
         self._path = path

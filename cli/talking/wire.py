@@ -74,7 +74,7 @@ class Wire:
             raise TalkError(f"--url {place.url}: {problem}.") from None
 
     def json(self, method: str, path: str, body: Any = None) -> Any:
-        """The answer to a request. Raises TalkError if the server returned an error, or no answer."""
+        """The answer to a request. Raises TalkError if the server returned an error or did not answer."""
         with self._problems():
             content = None if body is None else json.dumps(body)
             return self._value(self._http.request(method, path, content=content), path)

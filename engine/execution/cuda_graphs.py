@@ -48,8 +48,8 @@ def _divisible(plan: StepPlan) -> bool:
 
 
 def _one_by_one(plan: StepPlan) -> StepPlan:
-    """The same step with a row for each token: all rows write their keys and values before one attends, so a draft sees
-    the tokens before it in the pages that it shares with them."""
+    """The plan of the same step, with a row for each token. All rows write their keys and values before one attends. So
+    a draft sees the tokens before it, in the pages that their rows share."""
     counts = np.diff(plan.query_start)
     return replace(
         plan,

@@ -167,8 +167,8 @@ class DecodeState:
         return self._state[self._tables.first : self._tables.first + size].view(self._tables.wanted.shape)
 
     def exchanged(self, searches: Searches) -> None:
-        """The device reorders the loaded tables of these searches' rows in a way that is not known here: where they
-        differ, and where the rows write, the next plan sends what it wants."""
+        """Record that the device reorders the loaded tables of these searches' rows, in an order that the host does not
+        know. Where the tables differ, and where the rows write, the next plan uploads its own values."""
         rows, widths, columns = (part.tolist() for part in (searches.rows, searches.widths, searches.columns))
         for row, width, column in zip(rows, widths, columns, strict=True):
             expected = self._tables.expected[row : row + width, : self._tables.used]

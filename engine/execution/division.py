@@ -1,4 +1,4 @@
-"""A runner of one rank, which divides a model with others (`engine.model.sharding`), and the checks before."""
+"""The runner of one rank, if a model is divided among several (`engine.model.sharding`), and the checks before."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ class DraftModel:
             self._drop(sequence)
 
     def propose(self, request: Request, sequence: Sequence, most: int) -> tuple[Seq[int], float]:
-        """The drafts that were prepared; of a request with a prediction, those from that first."""
+        """The drafts that were prepared. If a request has a prediction, its drafts come from the prediction first."""
         if request.decoding.prediction:
             drafts, rate = self._texts.propose(request, sequence, most)
             if drafts:
@@ -194,7 +194,7 @@ class DraftModel:
         return shadow.proposal, shadow.rate
 
     def ended(self, request: Request, sequence: Sequence) -> None:
-        """Give up the small model's pages of an answer."""
+        """Release the small model's pages for an answer."""
         if sequence in self._shadows:
             self._drop(sequence)
 
@@ -256,7 +256,7 @@ class DraftModel:
         return most
 
     def _take(self, result: StepResult, drafting: list[tuple[Shadow, int]]) -> list[tuple[Shadow, int]]:
-        """Append the drawn tokens; those shadows that draw another one."""
+        """Append the drawn tokens. Returns the shadows that draw another token."""
         going = []
         tokens, scores = result.tokens[:, 0].tolist(), result.logprobs[:, 0].tolist()
         for (shadow, most), token, score in zip(drafting, tokens, scores, strict=True):
@@ -295,7 +295,7 @@ class DraftModel:
         return group
 
     def _adopt(self, shadow: Shadow, most: int) -> None:
-        """Use pages that are known already, of at most so many tokens."""
+        """Adopt cached pages for at most `most` tokens."""
         own, size = shadow.sequence, self._config.block_size
         if self._config.enable_prefix_caching:
             count = most // size
@@ -316,7 +316,7 @@ class DraftModel:
         own.num_published = full
 
     def _reserve(self, own: Sequence, end: int) -> bool:
-        """Have pages for so many tokens."""
+        """Reserve pages for the tokens up to `end`. Returns False if there are too few."""
         pages = self._pool.reserve(max(pages_needed(end, self._config.block_size) - own.table.size, 0))
         if pages is None:
             return False

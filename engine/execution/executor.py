@@ -56,8 +56,8 @@ class Reading(Protocol):
         """Whether `wait` returns without waiting."""
 
     def wait(self) -> None:
-        """Wait until the adapter is read. Raises AdapterError if it does not fit the model, and other errors that
-        occurred."""
+        """Wait until the adapter is read. Raises AdapterError if it does not fit the model, and any other error that
+        occurred while it was read."""
 
 
 class Executor(Protocol):

@@ -107,7 +107,7 @@ class ImageVectors:
         parts: AttentionMetadata | None = None,
         blend: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """[count, features] of the tower for a signal of so many positions."""
+        """[count, features] the tower's vectors for a signal of `count` positions."""
         padded = max(count, self._min_rows)
         places = torch.arange(padded, device=self._device)
         inputs = Inputs(

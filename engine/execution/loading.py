@@ -212,8 +212,9 @@ def find_max_model_len(config: EngineConfig, hf_config: Any, spec: ModelSpec, ow
 
 
 def find_max_encoder_len(config: EngineConfig, spec: ModelSpec, max_model_len: int) -> int:
-    """The longest input of an encoder beside a decoder, in tokens: like `find_max_model_len`, but if the encoder has
-    more positions, as many as it has or as are set. `max_model_len`: the result of `find_max_model_len`."""
+    """The longest input of an encoder beside a decoder, in tokens: the number of its positions, or max_model_len if
+    that is set and lower. If the encoder has no limit of its own, `max_model_len`, the result of `find_max_model_len`.
+    """
     own = spec.max_encoder_positions
     if own is None:
         return max_model_len

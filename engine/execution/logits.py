@@ -12,10 +12,8 @@ from engine.scheduling.plan import Int32
 
 
 class Logits:
-    """Logits [N, vocabulary] of hidden states [N, hidden], computed at an invariant row count.
-
-    Not a method of the runner: its holder would keep the runner alive, which keeps the holder.
-    """
+    """Logits [N, vocabulary] of hidden states [N, hidden], computed at an invariant row count. They are no method of
+    the runner, because objects that the runner owns hold them: a bound method would make a reference cycle."""
 
     def __init__(self, model: Transformer, min_rows: int, head: nn.Module | None = None):
         self._model, self._min_rows, self._head = model, min_rows, head

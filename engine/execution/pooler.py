@@ -109,7 +109,7 @@ class Pooler:
     def _embed_by_head(
         self, hidden: Tensor, plan: StepPlan, rows: Sequence[PoolingRow], spans: Sequence[tuple[int, int]]
     ) -> list[PooledRow]:
-        """The same for a model whose head says which state it uses; its inputs are always whole."""
+        """The vectors of a model whose head says which state it uses. Inputs are always whole."""
         assert isinstance(self.head, spec.Embedder)
         if self.gather is not None:
             states = self.gather(hidden[: plan.num_tokens], spans)

@@ -43,7 +43,8 @@ def token_sizes(max_tokens: int) -> list[int]:
 
 
 def can_record_prompts(model: Transformer) -> bool:
-    """Whether a step only has tokens, their sides, positions and the decoder's own pages."""
+    """Whether steps with prompts can be recorded: whether a step has nothing but tokens, their sides, positions and the
+    decoder's own pages."""
     return model.decoder is not None and model.max_encoder_len is None
 
 

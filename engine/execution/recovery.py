@@ -60,7 +60,7 @@ class Recovery:
         self._good = 0  # steps since the last shortage, or since the limits were raised
 
     def limit(self, given: StepLimit) -> StepLimit:
-        """The limit of the next step, within a limit that has other reasons."""
+        """The limit on the next step: the given limit, lowered if a recent step lacked memory."""
         if self.tokens == _UNBOUNDED:
             return given
         return replace(given, tokens=min(given.tokens, self.tokens), least=min(given.least, 1.0))
@@ -188,7 +188,8 @@ class Recovery:
         return plan.num_rows <= self.rows and (_decodes(plan) or _size(plan) <= self.tokens)
 
     def _release(self, error: Exception) -> None:
-        """Release what a failed attempt held: its frames keep tensors alive, and so other requests' device memory."""
+        """Release the memory of a failed attempt. The error's frames keep tensors alive, and so device memory that
+        other requests need."""
         traceback.clear_frames(error.__traceback__)
         if is_out_of_memory(error):
             self._executor.release()
@@ -263,7 +264,7 @@ def _size(plan: StepPlan) -> int:
 
 
 def _decodes(plan: StepPlan) -> bool:
-    """Whether no row could have fewer tokens."""
+    """Whether every row has a single token, so that no row can be shortened."""
     return plan.num_tokens == plan.num_rows and plan.encoder is None and not plan.unchunked
 
 

@@ -180,8 +180,8 @@ def resolve(config: EngineConfig, device: torch.device, read: ConfigReader = rea
 def find_vision(
     spec: ModelSpec, path: Path, config: EngineConfig, device: torch.device
 ) -> tuple[ModelSpec, VisionInfo | None]:
-    """The images that a model reads among its tokens; and the model, without what sees if its folder does not say how
-    images are made ready, or something is asked that is not implemented. The log says why."""
+    """How a model reads images among its tokens, and the model. If its folder does not say how images are prepared, or
+    asks for something that is not implemented, the model comes without its vision part. The log says why."""
     if spec.vision is None:
         return spec, None
     try:

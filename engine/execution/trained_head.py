@@ -86,7 +86,7 @@ class _HeadShadow(Shadow):
         self.cut(real.num_tokens - 1)
 
     def mirror(self, real: Sequence) -> None:
-        """Have the tokens of the real sequence, of which a step in flight may have computed all."""
+        """Take over the tokens of the real sequence. A step in flight may have computed all of them."""
         Shadow.follow(self, real)
         own = self.sequence
         own.tokens, own.num_prompt, own.num_computed = IntBuffer(real.tokens.view(1)), real.num_prompt - 1, self.settled

@@ -168,7 +168,8 @@ def score_plan(runner: ModelRunner, count: int) -> StepPlan:
 def _measure_whole(
     runner: ModelRunner, most: int, timed: Callable[[StepPlan], tuple[StepWork, float]]
 ) -> tuple[Costs, Measured]:
-    """The same for a model that reads whole inputs: one input and several with as many tokens differ only in pairs."""
+    """The measurement for a model that reads whole inputs: one input and several with as many tokens differ only in
+    pairs."""
     if not runner.model.vocab_size:  # all inputs have one length, so the share of the time for pairs never matters
         signal = runner.model.spec.signal
         assert signal is not None

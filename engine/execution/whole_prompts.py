@@ -32,12 +32,12 @@ class FlashFacts:
     """The attentions of a model that torch's flash attention can compute for long whole prompts.
 
     Attributes:
-        shapes: heads for which its results agree with those of Octavo's kernels.
-        layers, of: how many layers have such heads and nothing that it lacks, of how many with keys and values in their
-            own pages.
-        why: why it cannot compute the others; "" if it can.
-        wrong: whether it was tried for some of them and failed, or computed something else.
-        too_short: why steps hold no prompt that is long enough; "" if they do.
+        shapes: the shapes of heads for which its results agree with those of Octavo's kernels.
+        layers: number of layers that it can compute.
+        of: number of layers with keys and values in pages of their own.
+        why: the reason why it cannot compute the other layers; "" if it can.
+        wrong: whether it was tried for some layers, and failed or gave other results.
+        too_short: the reason why no prompt in a step is long enough; "" if some can be.
     """
 
     shapes: frozenset[HeadShape] = frozenset()

@@ -31,8 +31,8 @@ _ADDRESS = re.compile(r"\s*([a-z][a-z0-9+.-]*):", re.IGNORECASE)
 
 
 def read_text(text: str, *, max_bytes: int = MAX_BYTES) -> bytes:
-    """The file in a `data:` URL or in base64. Raises InvalidRequestError if another kind of address, invalid base64, or
-    more than `max_bytes`."""
+    """The file in a `data:` URL or in base64. Raises InvalidRequestError if the text is another kind of address, is no
+    valid base64, or exceeds `max_bytes`."""
     found = _DATA_URL.match(text[:256])
     if found is not None:
         if found[3] is None:

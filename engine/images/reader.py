@@ -60,7 +60,8 @@ class ImageReader:
 
     def read(self, image: Any) -> PixelInput:
         """Read a PIL image, an array [height, width, 3] of uint8, or a `PixelInput`, which is used unchanged. Raises
-        InvalidRequestError if another kind of array, or an image that is too large or that this model cannot read."""
+        InvalidRequestError if an array has another form, or this model cannot read the image, or the image is too
+        large."""
         if isinstance(image, PixelInput):
             return image
         steps = need_steps(self._steps, self._info)

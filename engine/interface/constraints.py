@@ -74,7 +74,7 @@ class Lifting(Protocol):
     is_free: bool
 
     def pass_by(self, token: int) -> None:
-        """The answer continues with a token that would end other answers, but not this one."""
+        """Take a token that would end other answers, but after which this one continues."""
 
 
 @runtime_checkable

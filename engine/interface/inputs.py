@@ -183,7 +183,8 @@ def _decoder_begin(ids: Sequence[int], info: EngineInfo, start: int | None) -> t
 
 def decoder_start(params: SamplingParams, info: EngineInfo) -> int | None:
     """The decoder's first token: the request's own start token, or the model's; None if neither sets one. Raises
-    InvalidRequestError if a start token for a decoder-only model, or outside the vocabulary."""
+    InvalidRequestError if a request to a decoder-only model sets a start token, or the token is outside the vocabulary.
+    """
     start = params.decoder_start_token_id
     if start is None:
         return info.decoder_start_token_id

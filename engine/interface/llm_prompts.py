@@ -33,8 +33,8 @@ def list_prompts(prompts: Any) -> list[Any]:
 
 
 def with_images(prompts: Sequence[Any], images: Any) -> list[Any]:
-    """Prompts as dictionaries with the images of each. Raises InvalidRequestError if there are more or fewer than
-    prompts, or a prompt is neither a text nor token ids."""
+    """Prompts as dictionaries, each with its images. Raises InvalidRequestError if the number of entries of `images`
+    differs from the number of prompts, or a prompt is neither a text nor token ids."""
     listed = list(images) if isinstance(images, list | tuple) else [images]
     if len(prompts) == 1 and not (len(listed) == 1 and isinstance(listed[0], list | tuple)):
         listed = [listed]
@@ -85,7 +85,8 @@ class PromptReader:
         return cls(tokenizer, info, kept, placer)
 
     def read(self, prompt: Any) -> AnyInput:
-        """One prompt. Raises InvalidRequestError if it is not a prompt, or a text for a model without a tokenizer."""
+        """One prompt. Raises InvalidRequestError if it is not a prompt, or if it is a text and the model has no
+        tokenizer."""
         if isinstance(prompt, (Seq2SeqInput, AudioInput)):
             if self.kept is not None:
                 _fail(f"truncate_prompt_tokens cuts texts and token ids, not a {type(prompt).__name__}.")

@@ -161,7 +161,8 @@ class RequestDelta:
         scheduled_time: when a step first had room for the request, in `time.monotonic()` seconds, which all processes
             of a machine share; in the delta of its first sample, and on failure.
         first_token_time: when that sample was known; for beams, before its token is certain.
-        num_draft_tokens, num_accepted_draft_tokens: tokens that the step drafted for the request, and those that came.
+        num_draft_tokens, num_accepted_draft_tokens: numbers of tokens that the step drafted for the request, and of
+            those that were accepted.
     """
 
     request_id: str
@@ -174,7 +175,7 @@ class RequestDelta:
     beams: BeamMoves | None = None
     scheduled_time: float | None = field(default=None, compare=False)  # equal results at different times are equal
     first_token_time: float | None = field(default=None, compare=False)
-    num_draft_tokens: int = field(default=0, compare=False)  # nor does the news depend on the step that computed it
+    num_draft_tokens: int = field(default=0, compare=False)  # equal results with different drafts are equal, too
     num_accepted_draft_tokens: int = field(default=0, compare=False)
 
 

@@ -93,7 +93,7 @@ class TokenInput:
         bbox: the box of each token on its page, for encoders that read boxes: [left, upper, right, lower] on a page of
             (for most models) 1000 by 1000; None: all are zeros.
         sides: other sides of the tokens by name (`engine.interface.token_sides`), one entry per token.
-        images: those whose vectors take the places of some tokens, in the order of these.
+        images: the images whose vectors take the places of some tokens, in the order of these tokens.
     """
 
     token_ids: Sequence[int]
@@ -516,8 +516,8 @@ class Decoding:
         return max(self.n, self.num_beams)
 
     def forced_after(self, num_tokens: int, num_output: int) -> tuple[int, ...]:
-        """The only tokens that may follow this many tokens, of which this many belong to the answer; empty for a free
-        choice."""
+        """The only tokens that may come after this many tokens, of which this many belong to the answer; empty if any
+        token may come."""
         if self.forced_eos_token_ids and num_output == self.max_tokens - 1:
             return self.forced_eos_token_ids
         if self.forced_bos_token_id is not None and num_tokens == 1:

@@ -184,7 +184,7 @@ def hashed_root(sides: Sides) -> list[Values]:
 
 
 def _marks() -> Iterable[tuple[Values, TokenSide]]:
-    """Each side, preceded by a number that is neither a token nor -1, which precedes encoder inputs."""
+    """Each side, preceded by a marker: a number that is neither a token nor -1, because -1 precedes encoder inputs."""
     return ((np.array([-2 - number], dtype=np.int32), side) for number, side in enumerate(SIDES.values()))
 
 

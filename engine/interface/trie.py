@@ -18,7 +18,7 @@ from engine.interface.sampling_table import MaskRow, Masks, mask_words
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
-# Children from which on a node's mask is cached: few nodes have so many, and most answers pass them.
+# The number of children from which on a node's mask is cached. Few nodes have that many, but most answers pass them.
 WIDE = 512
 _MOST_KEPT = 256  # masks of wide nodes, one bit per token of the vocabulary
 
@@ -144,7 +144,8 @@ class Trie:
 
 
 def _repeated(sequences: Int64, nodes: Int64) -> Int64:
-    """[2, count] sequences that end at the same node as one with a lower index, and that one; nodes ascend."""
+    """[2, count] sequences that end at the same node as a sequence with a lower index, and the indices of these; nodes
+    ascend."""
     order = np.lexsort((sequences, nodes))
     sequences, nodes = sequences[order], nodes[order]
     is_first = np.ones(len(nodes), dtype=np.bool_)

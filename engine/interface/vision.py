@@ -32,7 +32,7 @@ class Tiling:
 
     # heights and widths, in pixels, that an image may be fitted into, for as many tiles as they have
     sizes: tuple[Size, ...]
-    most: int | None = None  # a grid of more vectors than so many tiles have is made smaller; None: no grid is
+    most: int | None = None  # a grid with more vectors than this number of tiles has is made smaller; None: no limit
 
     def best(self, size: Size) -> Size:
         """The size that shows most of an image and wastes least (`select_best_resolution` of `transformers`)."""
@@ -49,12 +49,12 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """An image keeps its shape: it is resized so that squares of `unit` pixels a side, each of which becomes a vector,
-    fill it (Qwen2-VL).
+    """An image keeps its shape: it is resized so that a whole number of squares of `unit` pixels a side fills it. Each
+    square becomes a vector (Qwen2-VL).
 
     Attributes:
         least, most: pixels of the result.
-        longest: pixels of the longer side at most, instead of those (Pixtral); 0: those count.
+        longest: maximum pixels of the longer side; replaces `least` and `most` (Pixtral). 0 for none.
     """
 
     unit: int
@@ -337,9 +337,10 @@ def read_images(
 
 
 def image_positions(images: Sequence[SeenImage], count: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Positions with three axes of a prompt's tokens (`get_rope_index` of `transformers`): [count + 1] how far the
-    first axis is from a token's place in the prompt, and [count, 2] how far the others are from the first. An
-    image's tokens share the first; the others are their rows and columns. The token after it comes after all of these.
+    """The positions of a prompt's tokens on three axes, as `get_rope_index` of `transformers` computes them. Returns
+    [count + 1] offsets of the first axis from a token's place in the prompt, and [count, 2] offsets of the other two
+    axes from the first. All tokens of an image have the same first position; the other two are their row and column.
+    The token after an image comes after all of these positions.
 
     Args:
         count: tokens of the prompt; the last offset is that of its answer's tokens.
@@ -355,7 +356,8 @@ def image_positions(images: Sequence[SeenImage], count: int) -> tuple[NDArray[np
 
 
 def image_keys(images: Sequence[SeenImage], count: int) -> NDArray[np.int32]:
-    """[tokens, KEY_BYTES / 4] of each of `count` tokens the key of the image whose vector it has; zeros of others."""
+    """[count, KEY_BYTES / 4] for each of `count` tokens, the key of the image whose vector the token has; zeros for
+    other tokens."""
     keys = np.zeros((count, KEY_BYTES // 4), dtype=np.int32)
     for image in images:
         keys[image.places] = np.frombuffer(image.key, dtype=np.int32)
@@ -363,7 +365,7 @@ def image_keys(images: Sequence[SeenImage], count: int) -> NDArray[np.int32]:
 
 
 def normalised(pixels: Pixels, vision: VisionInfo) -> NDArray[np.float32]:
-    """The tower's numbers of crops: float32 of the same shape."""
+    """Crops as the numbers that the tower reads: float32 of the same shape."""
     found: NDArray[Any] = pixels
     if vision.rescale is not None:
         found = found.astype(np.float64) * vision.rescale

@@ -112,8 +112,8 @@ class Reader:
         self._images: ImageReader | None = None
 
     def read(self, source: Source) -> Reading:
-        """One input as the model reads it. Raises InvalidRequestError if a text without a tokenizer, an unreadable text
-        (see `Tokenizer.encode_input`), or sides that do not match their tokens."""
+        """One input as the model reads it. Raises InvalidRequestError if the input is a text and there is no tokenizer,
+        if the text cannot be read (see `Tokenizer.encode_input`), or if sides do not match their tokens."""
         tokenizer, info = self._tokenizer, self._info
         if source.image is not None:
             self._images = self._images or ImageReader(info)

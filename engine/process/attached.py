@@ -38,7 +38,7 @@ class AttachedEngineClient(ConnectedClient):
         self._connect(address, info, stats)
 
     def dies(self, cause: str) -> None:
-        """The engine has died: what it had sent is delivered, and all requests end."""
+        """Record that the engine has died: results that it had sent are delivered, and all requests end."""
         while self._deliver_some():
             pass
         self._lose(cause)

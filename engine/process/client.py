@@ -127,7 +127,7 @@ class ProcessEngineClient(ConnectedClient):
         return self._process.pid
 
     def dismiss(self, name: bytes) -> None:
-        """Another client is gone: the engine ends that client's requests, and accepts nothing more from it."""
+        """End the requests of another client that is gone, and accept nothing more from it."""
         if self.is_alive:
             self._send(encode(Dismiss(name)))
 

@@ -32,7 +32,7 @@ def known_folder(model: str) -> Path | None:
 
 def find_known(model: str) -> Known:
     """The config of a model in a known folder. For any other model, and for a refused config, the result is empty: the
-    engine reads the config itself and reports the error. From then on, `transformers` does without torch in this
+    engine reads the config itself and reports the error. After this call, `transformers` works without torch in this
     process."""
     folder = known_folder(model)
     if folder is None:

@@ -335,7 +335,8 @@ class Loop:
         return True
 
     def _add_compiled(self) -> list[_Client]:
-        """Add the requests whose grammars have been compiled; refuse those whose grammars cannot be. Their clients."""
+        """Add the requests whose grammars have been compiled, and refuse those whose grammars cannot be compiled.
+        Returns their clients."""
         with contextlib.suppress(BlockingIOError):
             while self._woken.recv(4096):
                 pass

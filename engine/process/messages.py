@@ -162,7 +162,8 @@ class ImageMessage(msgspec.Struct, array_like=True):
 
     @property
     def image(self) -> PlacedImage:
-        """The image again. Raises InvalidRequestError if the bytes are not so many numbers."""
+        """The image that this message carries. Raises InvalidRequestError if the number of bytes does not match the
+        shape."""
         if any(size < 0 for size in self.shape) or math.prod(self.shape) != len(self.data):
             raise InvalidRequestError(
                 f"{len(self.data)} bytes are not the pixels of crops of shape {list(self.shape)}.",
@@ -216,8 +217,7 @@ class Join(msgspec.Struct, tag=True):
 
 
 class Dismiss(msgspec.Struct, tag=True):
-    """Another client is gone: its requests end, and nothing more is accepted from it. `client`: its name on the
-    socket."""
+    """A client is gone: its requests end, and nothing more is accepted from it. `client`: its name on the socket."""
 
     client: bytes
 

@@ -92,7 +92,7 @@ def look(config: EngineConfig, *, download: bool = False) -> Prediction:
         return Prediction(unknown=True)
     except OctavoError as problem:
         return Prediction(problem=str(problem))
-    except Exception as problem:  # a damaged file of which no check knows; the other models are still predicted
+    except Exception as problem:  # no check found the damage of a file; the other models are still predicted
         return Prediction(problem=f"{type(problem).__name__}: {problem}")
     on_gpu = facts.device.startswith("cuda")
     held = max(facts.peak, facts.resident + facts.pages) if facts.resident else facts.weights + facts.pages

@@ -100,7 +100,7 @@ class DraftPlaces:
         self._accepted: list[int] = []
 
     def count(self, drafted: int, accepted: int) -> None:
-        """A sequence had so many drafts, of which the first ones were right."""
+        """Record the number of drafts that a sequence had, and how many of the first ones were right."""
         missing = drafted - len(self._drafted)
         if missing > 0:
             self._drafted += [0] * missing
@@ -116,5 +116,5 @@ class DraftPlaces:
 
     @property
     def accepted(self) -> tuple[int, ...]:
-        """Those of them that were right."""
+        """Drafted tokens that were right, at each position."""
         return tuple(self._accepted)

@@ -18,7 +18,7 @@ from engine.scheduling.earlier_answers import EarlierAnswers
 from engine.scheduling.ngram import Drafting, NgramIndex, Prediction
 from engine.scheduling.sequence import Sequence, SequenceGroup
 
-# Drafts that are right less often are left out, where costs have no say, too.
+# Drafts that are right less often than this are left out, even if costs do not limit drafts.
 _HOPELESS = 0.1
 
 
@@ -30,14 +30,14 @@ class Drafter(Protocol):
     """The source of expected tokens: a small model, or known texts."""
 
     def prepare(self, wanted: Seq[Wanted], gain: DraftGain) -> bool:
-        """Find the drafts of all sequences that a step may draft for; whether that took time that does not depend on
-        their number. `gain`: of the step. It is the caller's own copy."""
+        """Find the drafts of all sequences for which a step may draft. Returns whether this took time that is the same
+        for any number of drafts. `gain`: the gain of drafts in this step, a copy of the caller's own."""
 
     def serves(self, request: Request) -> bool:
-        """It may have drafts for the answers to this request."""
+        """Whether there may be drafts for the answers to this request."""
 
     def propose(self, request: Request, sequence: Sequence, most: int) -> tuple[Seq[int], float]:
-        """Tokens that are likely to follow an answer and its prompt, both of which are known; and for each token, the
+        """Tokens that are likely to follow an answer and its prompt, both of which are known. Also, for each token, the
         probability that it is right if all tokens before it are. `most`: the maximum number of tokens that are used."""
 
     def ended(self, request: Request, sequence: Sequence) -> None:
@@ -90,11 +90,8 @@ def drafts_of(
     drafter: Drafter, group: SequenceGroup, sequence: Sequence, most: int, gain: DraftGain
 ) -> tuple[int, ...]:
     """The tokens that the drafter expects for a sequence whose tokens are all known, as far as they are possible and
-    worth their time.
-
-    Nothing is drafted from an end on, nor what a constraint excludes: a mask says what may follow only for allowed
-    tokens.
-    """
+    worth their time. Drafts stop before a token that ends an answer, and before one that a constraint excludes: after
+    an excluded token, a mask does not say what may follow."""
     decoding = group.request.decoding
     most = min(most, decoding.max_tokens - 1 - sequence.num_output)  # there is nothing to check the last token for
     if most <= 0:

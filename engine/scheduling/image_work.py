@@ -40,9 +40,9 @@ class ImageWork:
         return count
 
     def apart(self, step: Step, group: SequenceGroup, start: int, count: int, hard: int) -> int:
-        """The number of a prompt's next `count` tokens that may be one row, where tokens of an image see each other:
-        those before the next image, or all that are missing of one. `hard`: tokens that the step has room for, whatever
-        it may take. The first prompt of a step gets its image."""
+        """The number of a prompt's next `count` tokens that one row may have, if the tokens of an image see each other:
+        all tokens before the next image, or all missing tokens of one image. `hard`: tokens that the step has room for,
+        however long it takes. The first prompt of a step may have its whole image."""
         for image in group.request.images:
             first, end = int(image.places[0]), int(image.places[-1]) + 1
             if not image.two_way or end <= start:

@@ -66,8 +66,8 @@ class SchedulerConfig:
         return max(whole, room / max(self._kept_slots(self.window) + encoded * self.block_size, 1))
 
     def _kept_slots(self, window: int) -> int:
-        """The maximum slots in a sequence's pages besides those of a step's tokens: slots of the keys that the first of
-        these sees before it, and in the first and the last page beyond these."""
+        """The maximum slots in a sequence's pages besides those of a step's tokens: the slots of the keys that the
+        first of these tokens sees before it, and the unused slots of the first and the last page."""
         return window - 1 + 2 * (self.block_size - 1)
 
 

@@ -53,8 +53,8 @@ class SequenceNeeds:
         return next((shift for limit, shift in self.rotary_shifts if reach <= limit), 0)
 
     def crossed_limit(self, request: Request) -> int | None:
-        """The first length beyond which sequences are rotated differently, and which this request's answer may exceed
-        but not its prompt; None if there is none."""
+        """The first length at which the rotary angles change and which the request may cross: its prompt stays within
+        it, but its answer may exceed it. None if there is none."""
         prompt, reach = len(request.prompt_token_ids), request.reach
         return next((limit for limit, _ in self.rotary_shifts if prompt <= limit < reach), None)
 
@@ -75,7 +75,7 @@ def encoder_root(request: Request, hasher: PageHasher) -> PageHash:
     if request.adapter is None:
         return root
     digest = np.frombuffer(request.adapter.digest, dtype=np.uint8).astype(np.int32)
-    # No token is negative: this is not a page's hash, nor what follows the mark of a side.
+    # No token is negative, so this equals neither the hash of a page nor the hash after the mark of a side.
     return hasher.extend(root, np.concatenate((np.array([np.iinfo(np.int32).min], dtype=np.int32), digest)))
 
 

@@ -61,7 +61,7 @@ class NgramIndex:
         self._size = len(tokens)
 
     def _index_all(self, tokens: Int32) -> None:
-        """The same for many tokens at once."""
+        """Index all tokens of the first call at once."""
         ids = tokens.astype(np.int64)
         keys = ids[:-2] << 2 * _BITS | ids[1:-1] << _BITS | ids[2:]
         ends = np.arange(NGRAM, len(tokens) + 1)
@@ -124,7 +124,7 @@ class KnownTexts:
         self._index.extend(self._tokens.view())
 
     def forget(self, size: int) -> None:
-        """Keep about so many of the last tokens."""
+        """Forget all but about this many of the last tokens."""
         kept = self._tokens.view(max(self._tokens.size - size, 0)).copy()
         self._tokens, self._index = IntBuffer(kept), NgramIndex()
         self._index.extend(self._tokens.view())
@@ -142,8 +142,8 @@ class KnownTexts:
 
 
 class Prediction:
-    """The client's prediction of an answer, followed from its beginning: an answer's first tokens are no n-gram yet,
-    and after a token that differs the prediction goes on with the one after it."""
+    """The client's prediction of an answer, followed from its beginning, because the first tokens of an answer are no
+    n-gram yet. After a token that differs from the answer's, the prediction continues with the token after it."""
 
     def __init__(self, tokens: Int32):
         self.texts = KnownTexts()

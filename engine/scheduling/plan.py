@@ -50,8 +50,7 @@ class SamplingBatch:
     spans: Int32 | None = None
     # [S] the token that was drafted for this position; -1 for the last one of a row. None if `spans` is None.
     drafts: Int32 | None = None
-    # a batch of the same version as the one before it has the same table but for positions; all rows are one token
-    # further
+    # a batch of the same version as the one before it has the same table, except that all rows are one token further
     version: int = field(default_factory=new_version)
     # a batch of the same version of edits as the one before it has the same edits
     edits_version: int = field(default_factory=new_version)

@@ -110,7 +110,7 @@ class _Line:
 
 
 class Deadlines:
-    """When groups are to be ended."""
+    """The deadlines of groups."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, str]] = []  # may name finished requests

@@ -61,7 +61,7 @@ def _lengths(sequence: Sequence) -> Int32:
 
 
 def _from_nothing(tokens: Int32) -> Int32:
-    """The same by the Z algorithm (Gusfield 1997), over the reversed tokens."""
+    """`_lengths` of all tokens by the Z algorithm (Gusfield 1997), over the reversed tokens."""
     text = tokens[::-1].tolist()
     count = len(text)
     found = [count] * count

@@ -337,7 +337,7 @@ class Scheduler:
         return self.take_outbox(deltas)
 
     def skip(self) -> bool:
-        """Forget the oldest step if no request waits for its answer; returns whether that is so."""
+        """Forget the oldest step if no request waits for its result. Returns whether it was forgotten."""
         if not self.in_flight or self.in_flight.oldest.live():
             return False
         self.in_flight.end()
@@ -483,7 +483,8 @@ class Scheduler:
         return DraftGain(self.draft_costs, rows, again=self.states is not None)
 
     def _leave_for_drafts(self, step: Step) -> None:
-        """Tokens and pages that may be used for drafts: running rows get theirs first, and prompts as many tokens."""
+        """Find the tokens and pages that may be used for drafts. Running rows get their tokens first. Half of the
+        remaining tokens are left to prompts."""
         tokens = min(step.budget, step.limit.tokens)
         rows = sum(group.rows for group in self._running)
         again = 0 if self.states is None else sum(map(self._num_again, self._running))
@@ -556,8 +557,8 @@ class Scheduler:
         return True
 
     def _set_aside(self, step: Step, group: SequenceGroup, rows: list[Row]) -> bool:
-        """Take the pages that a search may need for rows whose parent beams are not known yet; False if there are too
-        few: then it waits for the answer, and needs fewer."""
+        """Take the pages that a search may need for rows whose parent beams are not known yet. Returns False if there
+        are too few. The search then waits for the result of the step in flight, after which it needs fewer pages."""
         begins = rows[0].start % self.config.block_size == 0  # one page per row; else the first row needs none
         pages = None if self._drains else self.pool.reserve(len(rows) - (not begins))
         if pages is None:

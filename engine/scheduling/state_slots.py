@@ -99,7 +99,7 @@ class StateSlots:
         child.states = states
 
     def release(self, sequence: Sequence) -> None:
-        """Release a sequence's states. Its next token is its first."""
+        """Release a sequence's states. It starts again at its first token."""
         self.pool.free(sequence.states)
         self.pool.free(sequence.snapshots)
         sequence.states, sequence.snapshots, sequence.last_snapshot = [0], [], None

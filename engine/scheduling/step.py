@@ -77,7 +77,7 @@ class Step:
         self.left /= 2
 
     def shorten(self) -> None:
-        """Plan only so much that a client's request need not wait for long."""
+        """Limit the step, so that a client's request does not wait long for its end."""
         self.left *= _BACKGROUND
         self.budget = min(self.budget, max(int(self.budget * _BACKGROUND), 1))
 

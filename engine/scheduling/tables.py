@@ -112,8 +112,8 @@ class Tables:
         own[first:end] = pages
 
     def missing(self, sequence: Sequence, end: int) -> tuple[int, bool]:
-        """Pages that a sequence lacks to write its tokens up to `end`; and whether one of them is to replace a page
-        that others hold too, in which it would write first."""
+        """The number of pages that a sequence lacks to write its tokens up to `end`. Also whether one of these must
+        replace a shared page: the page that the sequence writes first, if others hold it too."""
         page, held = sequence.num_scheduled // self._config.block_size, sequence.table.size
         shared = page < held and self._pool.is_shared(sequence.table[page])
         return max(pages_needed(end, self._config.block_size) - held, 0) + shared, shared
@@ -187,12 +187,10 @@ class Tables:
             sequence.num_writable = min(sequence.num_writable, kept * size)
 
     def release(self, sequence: Sequence) -> None:
-        """Release a sequence's pages. The results of its rows in flight are dropped.
-
-        They are free at once. A step in flight may still write them, but steps run in the order in which they were
-        launched: whatever a later step writes there comes after that, and it reads nothing there that it, or a step
-        after the release, has not written.
-        """
+        """Release a sequence's pages. The results of its rows in flight are dropped. The pages are free at once,
+        although a step in flight may still write them. This is safe because steps run in the order in which they were
+        launched: a later step writes its own content after that, and reads only content that it, or a step after the
+        release, has written."""
         self._pool.free(sequence.table.tolist())
         if self._states is not None:
             self._states.release(sequence)
@@ -209,7 +207,7 @@ class Tables:
                 raise AssertionError(f"pages from {first} on are needed in the table {table.tolist()}")
             written = table[sequence.num_scheduled // self._config.block_size :].tolist()
             if sequence.num_writable and any(map(self._pool.is_shared, written)):
-                raise AssertionError(f"of pages {written}, which one sequence writes, others hold some, too")
+                raise AssertionError(f"one sequence writes the pages {written}, but others hold some of them, too")
 
     def _match(self, group: SequenceGroup) -> list[int]:
         hashes = self.hashes(group)

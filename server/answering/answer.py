@@ -46,8 +46,8 @@ async def encode_prompts(
     src_lang: str | None = None,
     truncation: Truncation | None = None,
 ) -> list[Prompt]:
-    """Prompts as token ids; texts are tokenised in a thread. Raises ApiError if a text without a tokenizer, a text that
-    is far too long, or ids outside the vocabulary.
+    """Prompts as token ids; texts are tokenised in a thread. Raises ApiError if a prompt is a text and there is no
+    tokenizer, if a text is far too long, or if ids are outside the vocabulary.
 
     Args:
         src_lang: the language of the texts, for tokenizers that mark it.

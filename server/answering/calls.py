@@ -301,7 +301,7 @@ class ObjectCalls(Region):
         return None if self._span() is None else ()
 
     def _scalar(self) -> Iterable[Part] | None:
-        """Arguments that some models write as null or as a string that contains JSON."""
+        """Take arguments that are null or a string that contains JSON, as some models write them."""
         end = self._span_reader.end(self.rest, self._seen)
         if self._span_reader.broken:
             raise _MalformedError

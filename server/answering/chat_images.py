@@ -57,8 +57,9 @@ class ChatImages:
             )
 
     async def read(self, pictures: Pictures) -> list[CroppedImage]:
-        """The images of a conversation as crops, in their order. Raises InvalidRequestError if one cannot be read, is
-        too large, or names an address; says which. Or there are too many, or they take too long together."""
+        """The images of a conversation as crops, in their order. Raises InvalidRequestError if an image cannot be read,
+        is too large, or names an address (the message says which image), if there are too many images, or if decoding
+        them takes too long in total."""
         self.check_count(pictures)
         found: list[CroppedImage] = []
         left, size, count = MOST_SECONDS, 0, len(pictures.images)

@@ -184,7 +184,7 @@ class OllamaEvents(Events[ChatPiece]):
     # ---------------------------------------------------------------- what the blocks tell
 
     def began(self, block: Block) -> None:
-        """A block has no separate line."""
+        """Do nothing: the beginning of a block has no line of its own."""
 
     def grew(self, block: Block, text: str, logprobs: Sequence[ChatTokenLogprob]) -> None:
         if text and block.kind != "call":

@@ -206,7 +206,8 @@ def refuse_images(images: Any, where: str) -> None:
 
 
 def _read_messages(given: Sequence[Any], *, sees: bool) -> list[Any]:
-    """Messages as the chat path reads them, which checks what is copied; `sees`: the model reads images."""
+    """Copies of the messages in the form that chat requests have. The code for chat checks the copied fields. `sees`:
+    the model reads images."""
     messages: list[Any] = []
     calls: list[tuple[str, Any]] = []  # ids and names of calls without a result
     for index, item in enumerate(given):

@@ -84,7 +84,7 @@ class PieceMaker(ABC, Generic[Piece]):
         return [piece for pieces in made for piece in pieces]
 
     def news(self, update: Update) -> list[Piece | PlainText]:
-        """The same, but plain text is not made into pieces."""
+        """The pieces of `pieces`, except that plain text stays a `PlainText`."""
         made: list[Piece | PlainText] = []
         for choice, index, first in self._choices(update):
             if first or choice.finish_reason is not None or not self.shape.text_only:

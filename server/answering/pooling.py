@@ -351,7 +351,7 @@ def listed(run: PoolingRun, items: Iterable[Mapping[str, Any]], name: str = "dat
 
 
 def joined(run: PoolingRun, written: Iterable[bytes], name: str = "data") -> bytes:
-    """The same for items that are JSON already."""
+    """`join` for items that are JSON already."""
     rest = {
         "id": run.request_id,
         "object": "list",

@@ -12,7 +12,7 @@ from server.errors import ApiError, shown
 
 
 def read_prediction(given: Mapping[str, Any] | None) -> str | None:
-    """The predicted text; None if the request has none. Raises ApiError if it has not OpenAI's form."""
+    """The predicted text; None if the request has none. Raises ApiError if it is not in OpenAI's form."""
     if given is None:
         return None
     if given.get("type") != "content":
@@ -30,8 +30,8 @@ def read_prediction(given: Mapping[str, Any] | None) -> str | None:
 
 
 async def encode_prediction(tokenizer: Tokenizer, text: str, most: int) -> list[int]:
-    """The tokens of a predicted text, at most so many: no answer has more. Raises InvalidRequestError if the text is
-    not valid Unicode."""
+    """The tokens of a predicted text, up to the most tokens that an answer can have. Raises InvalidRequestError if the
+    text is not valid Unicode."""
     text = text[: most_characters(most)]
     return (await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=False))[:most]
 

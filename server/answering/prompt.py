@@ -69,7 +69,7 @@ class Room:
         return cls(info.max_model_len, param)
 
     def refusal_of_characters(self, count: int) -> ApiError:
-        """The error for a text with so many characters that it is not tokenised."""
+        """The error for a text that has too many characters to be tokenised."""
         length = f"{count} characters, more than the {most_characters(self.tokens)} that can make {self.tokens}"
         return self.refusal(length, count // CHARACTERS_PER_TOKEN)
 

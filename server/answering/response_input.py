@@ -155,7 +155,7 @@ def _output(item: Mapping[str, Any], where: str, ignored: Ignored) -> Item:
 
 
 def _kept(parts: list[str]) -> list[Item]:
-    """Texts and images as the parts of an item; texts are one, unless there are images."""
+    """The parts of an item: texts and images in order. Without images, all texts become one part."""
     if not any(isinstance(part, Picture) for part in parts):
         parts = ["\n".join(parts)]
     return [

@@ -157,7 +157,7 @@ class ThinkingBlock(TypedDict):
 
 
 class Caller(TypedDict):
-    """The model itself makes each call."""
+    """The origin of a call: always the model itself."""
 
     type: Literal["direct"]
 
@@ -202,7 +202,7 @@ class CacheCreation(TypedDict):
 
 
 class MessageUsage(MessageDeltaUsage):
-    """The same, plus those of Anthropic's fields that have only one value here."""
+    """The fields of `MessageDeltaUsage`, and those of Anthropic's fields that have only one value here."""
 
     cache_creation: CacheCreation
     inference_geo: None

@@ -74,8 +74,8 @@ class StrictJsonRoute(APIRoute):
 
 
 class UntypedJsonRoute(StrictJsonRoute):
-    """The same for bodies of any Content-Type. Clients that send JSON with curl's default Content-Type declare it a
-    form."""
+    """`StrictJsonRoute` for bodies of any Content-Type, because clients that send JSON with curl's default Content-Type
+    declare it a form."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()

@@ -199,7 +199,7 @@ class Timings(BaseModel):
 
 class CompletionTokensDetails(BaseModel):
     """Part of `Usage`: reasoning tokens, including the markers, for models with a reasoning parser. For requests with a
-    `prediction`: drafted tokens that the answer has, and those that it does not have. The latter are not among the
+    `prediction`: draft tokens that became part of the answer, and those that did not. Rejected tokens are not among the
     completion tokens."""
 
     reasoning_tokens: int = 0

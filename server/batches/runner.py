@@ -168,7 +168,7 @@ class BatchRunner:
     # ---------------------------------------------------------------- lines
 
     async def _work(self, seconds: float) -> None:
-        """Begin lines, as many as there is time for, until it is time to look again or a batch has no line left."""
+        """Begin lines, for at most `seconds`. Ends earlier if there is news, or if a batch has no line left."""
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         while (left := until - loop.time()) > 0:

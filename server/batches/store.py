@@ -244,7 +244,7 @@ class BatchStore:
         return [json.loads(row["object"]) | {"number": row["number"], "tenant": row["tenant"] or None} for row in rows]
 
     def update(self, id_: str, expected: str, **fields: Any) -> bool:
-        """Change a batch's object, if it has the expected status; whether it had."""
+        """Change a batch's object if it has the expected status. Returns whether it had that status."""
         with self._transaction():
             rows = self._rows("SELECT status FROM batches WHERE id = ?", id_)
             if not rows or rows[0]["status"] != expected:

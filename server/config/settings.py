@@ -111,15 +111,16 @@ class ServerSettings(BaseModel):
             with the most data loses its oldest answers.
         batch_store: folder for the files and batches of /v1/files and /v1/batches. It is created if missing (default:
             there are no batches).
-        batch_store_max_size: most bytes of the files of an API key, or a size such as "1GiB".
-        batch_max_unfinished: batches of an API key that may be unfinished; further ones get 429.
-        batch_max_running: lines of batches that are answered at the same time while no client waits for the model.
+        batch_store_max_size: maximum bytes of the files of an API key, or a size such as "1GiB".
+        batch_max_unfinished: maximum unfinished batches of an API key; further ones get 429.
+        batch_max_running: maximum lines of batches that are answered at the same time. A line begins only while no
+            client waits for the model.
         stream_keepalive: seconds of silence after which a stream sends a comment; 0: never.
         stream_stall_timeout: seconds after which a client that does not read its answer is disconnected.
         grammar_timeout: maximum seconds for compiling a JSON schema, regular expression or grammar.
         max_image_bytes: largest image file, in bytes or as "10MiB". Base64 makes it a third larger in the request body.
         max_image_pixels: maximum pixels of an image, before and after resizing.
-        limit_mm_per_prompt: most images in a conversation, as vLLM has it: image=64, or {"image": 64}.
+        limit_mm_per_prompt: maximum images in a conversation, in vLLM's form: image=64, or {"image": 64}.
         max_audio_seconds: longest audio file for /v1/audio, in seconds.
         max_n: maximum answers per prompt that a request may ask for.
         enable_playground: serve the playground, a web page to try the model, at /. The page needs no API key, but its
@@ -323,7 +324,7 @@ class ServerSettings(BaseModel):
     @check_field("limit_mm_per_prompt", mode="before")
     @classmethod
     def _read_most_images(cls, value: Any) -> str:
-        """As "image=N", of that, a mapping, or a mapping in JSON."""
+        """The setting as "image=N". It may be given in that form, as a mapping, or as a mapping in JSON."""
         given: Any = value
         if isinstance(value, str):
             name, sign, count = value.partition("=")

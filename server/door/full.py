@@ -1,4 +1,4 @@
-"""Refuses requests to a full service early, before a body is read, parsed and checked in vain."""
+"""Refuses requests to a full service early: before a body is read, parsed and checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same numbers under vLLM's names, for dashboards and routers that expect them.
+"""The metrics once more under vLLM's names, for dashboards and routers that expect them.
 
 The Gateway API inference extension and llm-d read the waiting and running requests, the use of the KV cache,
 cache_config_info and lora_requests_info; dashboards read the rest. Nothing is counted here.

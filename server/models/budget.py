@@ -50,5 +50,5 @@ class Budget:
         return made
 
     def give_back(self, promise: Promise) -> None:
-        """Release a reservation: its engine is gone."""
+        """Release a reservation after its engine has ended."""
         self._promises.discard(promise)

@@ -93,7 +93,7 @@ def found_in(folder: str) -> dict[str, Path]:
 
 
 def _is_collection(place: Path) -> bool:
-    """A checkpoint may consist of folders, too."""
+    """Whether a folder holds several models. A single checkpoint may consist of folders, too."""
     return not any((place / name).exists() for name in ("modules.json", "gliner_config.json", "model_index.json"))
 
 

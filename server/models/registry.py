@@ -64,7 +64,7 @@ _STREAMS = frozenset(
 
 
 class _UnwantedError(Exception):
-    """Nobody waits for a load any more."""
+    """A load ended because nobody waits for it any more."""
 
 
 class Registry:
@@ -93,11 +93,11 @@ class Registry:
         self.engines = AllEngines(self._clients, self._close)  # the loaded models' engines as one client
 
     def attach(self, house: Service) -> None:
-        """Take over what all models share from the service without a model."""
+        """Take over the parts that all models share, from the service without a model."""
         self._house = house
 
     def fail(self, name: str, reason: str) -> None:
-        """A model cannot be loaded now. A later request tries it again."""
+        """Record that a model cannot be loaded now. A later request tries it again."""
         served = self._names[name]
         served.failed(reason)
         logger.error("The model %s cannot be loaded: %s", served.name, reason)

@@ -69,7 +69,7 @@ class Served:
 
     @property
     def name(self) -> str:
-        """Its id for clients."""
+        """The model's id for clients."""
         return self.model.name
 
     @property
@@ -134,14 +134,14 @@ class Served:
             self.end()
 
     def opened(self, running: Running) -> None:
-        """It has been loaded."""
+        """Record that the model has been loaded."""
         self.running, self._failure, self._failures, self.percent = running, "", 0, None
         self.num_loads += 1
         self._last_used = time.monotonic()
         self.idle_time = None if self.model.pinned else self.model.idle_time or None
 
     def failed(self, reason: str) -> None:
-        """A load has failed, or its engine was given up."""
+        """Record that a load has failed, or that the engine was given up."""
         self.running, self._failure = None, reason
         self._again = time.monotonic() + min(_FIRST_PAUSE * 2**self._failures, _LONGEST_PAUSE)
         self._failures += 1
@@ -156,7 +156,7 @@ class Served:
         return self.prediction.problem if self.prediction is not None and self.bringing is None else ""
 
     def status(self) -> ModelStatus:
-        """Its state in the form that is shown."""
+        """The model's state in the form that routes show."""
         model, running, found = self.model, self.running, self.prediction
         known = found is not None and not found.problem and not found.unknown
         if running is not None:

@@ -26,10 +26,10 @@ class Usable(Protocol):
     """A model that counts its requests."""
 
     def begin(self) -> None:
-        """A request uses it."""
+        """Record that a request uses the model."""
 
     def end(self) -> None:
-        """A request has ended."""
+        """Record that a request has ended."""
 
 
 class UseGate:
@@ -82,8 +82,8 @@ class Use:
     async def wait(
         self, work: Coroutine[Any, Any, None], drain: Drain, keepalive: float, interrupted: Callable[[str], None]
     ) -> None:
-        """Wait for the model, while the client does. Raises ApiError if the error of `work`; or the client has left, or
-        the service stops.
+        """Wait for the model, as long as the client waits. Raises ApiError if `work` fails, the client has left, or the
+        service stops.
 
         Args:
             work: ends when the model serves.

@@ -60,7 +60,7 @@ class Counts:
 
 
 class Desk:
-    """One front's."""
+    """The counterpart of one front, in the process that keeps the shared counts."""
 
     def __init__(self, counts: Counts):
         self._counts = counts

@@ -108,11 +108,11 @@ class RemoteReservation:
             self._line.tell(Release(self.number))
 
     async def measured(self, tokens: Sequence[int]) -> None:
-        """Raises ApiError: 503 if there are too many tokens."""
+        """Report the numbers of tokens of the prompts. Raises ApiError: 503 if there are too many."""
         await self._gate.ask(Measured(self.number, list(tokens)))
 
     def started(self, index: int) -> None:
-        """A prompt's first token has come."""
+        """Record that a prompt's first token has come."""
         if not self._released:
             self._line.tell(Started(self.number, index))
 
@@ -122,7 +122,7 @@ class RemoteReservation:
             self._line.tell(Progressed(self.number, index, tokens))
 
     def finished(self, index: int) -> None:
-        """A prompt's answers are complete."""
+        """Record that a prompt's answers are complete."""
         if self._held[index] and not self._released:
             self._held[index] = False
             self.num_unfinished -= 1
@@ -196,7 +196,7 @@ def remote_commons(line: Line, metrics: RequestMetrics, steps: Steps, num_fronts
         return None if answer is None else json.loads(answer)
 
     async def close() -> None:
-        """The connection is closed last."""
+        """Do nothing: the caller closes the connection itself, last of all."""
 
     return Commons(
         metrics=metrics,

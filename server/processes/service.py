@@ -134,7 +134,7 @@ class _Front:
     counted: Counted = field(default_factory=lambda: Counted(0, 0))  # its last reported counts
 
     def listening(self) -> Line | None:
-        """Its connection, once it answers; while it starts, a question would wait."""
+        """The front's connection, once it answers; while the front starts, a question would wait."""
         return self.line if self.ready.done() else None
 
 
@@ -188,7 +188,7 @@ class _Service:
     # ---------------------------------------------------------------- start and end
 
     async def run(self) -> str | None:
-        """Serve until a signal, or until nothing can be served any more; returns the reason in that case. Raises
+        """Serve until a signal, or until nothing can be served any more. In the second case, returns the reason. Raises
         OctavoError if a setting is invalid, or no front can start."""
         loop = asyncio.get_running_loop()
         self._over = loop.create_future()
@@ -309,7 +309,7 @@ class _Service:
         return os.environ | {"PYTHONPATH": path, "PROMETHEUS_MULTIPROC_DIR": str(self._folder)}
 
     def _gone(self, front: _Front) -> None:
-        """Its connection is closed: its counts are dropped and its requests end."""
+        """Drop a front's counts and end its requests, because its connection is closed."""
         if self._fronts.get(front.place) is front:
             del self._fronts[front.place]
         Shares(Path(self._begin.shares), front.place).show(0)

@@ -77,9 +77,9 @@ def _prompt_name(body: CohereEmbedRequest, info: EngineInfo) -> str | None:
 
 
 def _cut(body: CohereEmbedRequest, service: Service) -> int | None:
-    """The number of tokens to cut texts to; as at Cohere, they are cut unless truncate is NONE. Raises ApiError: texts
-    are to be cut at a side where the tokenizer does not cut; InvalidRequestError: max_tokens exceeds the model's
-    limit."""
+    """The number of tokens to which texts are cut. As at Cohere, they are cut unless truncate is NONE. Raises ApiError
+    if texts are to be cut at a side where the tokenizer does not cut; InvalidRequestError if max_tokens exceeds the
+    model's limit."""
     if body.truncate == "NONE":
         return None
     side = "right" if service.tokenizer is None else service.tokenizer.truncation_side

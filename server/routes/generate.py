@@ -160,7 +160,7 @@ def _refuse_echo(echo: bool | None) -> None:
 
 
 def _given_names(body: BaseModel, names: Iterable[str]) -> list[str]:
-    """Their fields that are set to something other than the neutral value."""
+    """The names among these whose fields have a value other than the neutral one."""
     return [name for name in names if getattr(body, name) not in (None, False)]
 
 

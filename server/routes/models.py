@@ -49,7 +49,7 @@ def card_of(service: Service, adapter: AdapterInfo | None = None) -> ModelCard:
 
 
 def message_model(service: Service, name: str) -> MessageModel:
-    """The same in Anthropic's shape."""
+    """The model's entry in Anthropic's shape."""
     info = service.client.info
     return MessageModel(
         id=name,

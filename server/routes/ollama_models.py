@@ -125,37 +125,37 @@ def _refuse(action: str) -> NoReturn:
 
 @router.post("/api/create", include_in_schema=False)
 async def create() -> None:
-    """Refused."""
+    """Refuse to create a model."""
     _refuse("create")
 
 
 @router.post("/api/push", include_in_schema=False)
 async def push() -> None:
-    """Refused."""
+    """Refuse to push a model."""
     _refuse("push")
 
 
 @router.post("/api/copy", include_in_schema=False)
 async def copy() -> None:
-    """Refused."""
+    """Refuse to copy a model."""
     _refuse("copy")
 
 
 @router.delete("/api/delete", include_in_schema=False)
 async def delete() -> None:
-    """Refused."""
+    """Refuse to delete a model."""
     _refuse("delete")
 
 
 @router.get("/api/blobs/{digest}", include_in_schema=False)
 async def find_blob(digest: str) -> None:
-    """There is none."""
+    """Answer that there is no such blob."""
     raise ApiError(404, f"blob {shown(digest)} not found: this server stores no models.", code="unknown_route")
 
 
 @router.post("/api/blobs/{digest}", include_in_schema=False)
 async def create_blob(digest: str) -> None:
-    """Refused."""
+    """Refuse to receive a blob."""
     _refuse("receive")
 
 
@@ -206,7 +206,8 @@ def facts_of(service: Service, name: str) -> dict[str, Any]:
 
 
 def facts_of_files(info: EngineInfo, name: str, parent: str = "") -> dict[str, Any]:
-    """The same from the files of a model, loaded or not; for an adapter, `parent` is its base model's name."""
+    """The fields of `facts_of`, from the files of a model, whether it is loaded or not. `parent`: the base model's
+    name, for an adapter."""
     files = files_of(info)
     return {
         "name": tagged(name),

@@ -38,8 +38,8 @@ facts = APIRouter()
 
 
 def cut_of(truncate: bool | None, direction: str | None, service: Service) -> int | None:
-    """The number of tokens to cut texts to; None if they are not cut. Raises ApiError if they are to be cut at a side
-    where the tokenizer does not cut."""
+    """The number of tokens to which texts are cut; None if they are not cut. Raises ApiError if they are to be cut at a
+    side where the tokenizer does not cut."""
     if not truncate:
         return None
     side = "right" if service.tokenizer is None else service.tokenizer.truncation_side
@@ -52,7 +52,7 @@ def cut_of(truncate: bool | None, direction: str | None, service: Service) -> in
 
 
 def own_fields(body: NumbersBody) -> dict[str, Any]:
-    """The fields of a foreign body that our own body also has."""
+    """The fields of another server's body that Octavo's body also has."""
     names = ("model", "cache_salt", "priority", "request_timeout")
     unknown = dict.fromkeys(body.ignored_fields())  # the answer's header names them
     return {**unknown, **{name: getattr(body, name) for name in names}}

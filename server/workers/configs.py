@@ -1,5 +1,5 @@
-"""Reads a model's config for the engine. This is a worker's job, because a worker has `transformers`, so that neither
-the engine nor the process that answers HTTP needs it."""
+"""Reads a model's config for the engine. A worker does this because it has `transformers`, which neither the engine nor
+the process that answers HTTP then needs."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def roberta_head(config: Any) -> Head:
 
 def bert_stack(config: Any, positions: Learned | None, width: int | None = None) -> Stack:
     """The encoder of a config like BERT's. `width`: features of the embeddings, hidden_size by default. Raises
-    UnsupportedModelError if a setting that no part expresses."""
+    UnsupportedModelError if no part expresses a setting."""
     check_settings(config)
     layer_norm = Norm("layer", config.layer_norm_eps, bias=True)
     width = width or config.hidden_size

@@ -34,7 +34,7 @@ def sight(name: str, config: Any) -> Vision | None:
 
 def _tower(config: Any, layer: int) -> Stack:
     """The layers of CLIP's or SigLIP's tower up to the one whose hidden states are read. Raises UnsupportedModelError
-    if another tower, or no such layer.
+    if the tower is of another kind, or has no such layer.
 
     Args:
         layer: counted from the end if negative, as of the hidden states of `transformers`: the first are those before

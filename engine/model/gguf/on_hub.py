@@ -28,7 +28,7 @@ def named_file(model: str) -> tuple[str, str] | None:
 
 def choose(names: Iterable[str], repository: str, wanted: str) -> str | None:
     """The single matching GGUF file of a repository, by its path there; None if none matches. Raises ModelLoadError if
-    several match, or a model of several files."""
+    several files match, or the model is split into several files."""
     found = sorted(name for name in names if _is_model(name) and _means(wanted, name))
     if not found:
         return None

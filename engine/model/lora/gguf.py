@@ -24,8 +24,8 @@ _HALF = re.compile(r"(.+\.weight)\.lora_([ab])")
 
 def gguf_parts(path: Path, model: ModelSpec, model_type: str) -> Iterator[Matrices | Whole]:
     """The matrices in a file. Rows of queries and keys, which llama.cpp stores in another order, are put back in order.
-    Raises AdapterError if the file is not an adapter, another kind of adapter, or for another or an unsupported
-    architecture; ModelLoadError if the file is damaged."""
+    Raises AdapterError if the file is not an adapter, is another kind of adapter, or is made for another or an
+    unsupported architecture; ModelLoadError if the file is damaged."""
     file = read_gguf(path)
     kind, way = (file.metadata.get(name) for name in ("general.type", "adapter.type"))
     if kind != "adapter" or way != "lora":
