@@ -254,9 +254,10 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
     images = 0 if vision is None else VECTOR_BYTES
     resident = peak = 0
     if device.type == "cpu":
-        held = weights + model.buffer_bytes
-        resident = held + PROCESS * (count + (count > 1))
-        peak = held + max(STARTING, model.loading_bytes(quantization) + MAPPED + IMPORTED)
+        held, planner = weights + sum(rank.buffer_bytes for rank in ranks), PROCESS * (count > 1)
+        resident = held + planner + PROCESS * count
+        loading = (max(STARTING, rank.loading_bytes(quantization) + MAPPED + IMPORTED) for rank in ranks)
+        peak = held + planner + sum(loading)
     num_blocks, pages, full_requests = 0, 0, 0.0
     slots = states = 0
     limits = SchedulerConfig.of(config, SequenceNeeds(paged=paged, window=spec.attention_span))

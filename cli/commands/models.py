@@ -171,8 +171,8 @@ def _examine(model: str, settings: dict[str, Any]) -> _Verdict:
         ]  # fmt: skip
     if facts.resident:
         taken = (
-            f"{_mebi(facts.resident)} for the engine's process before the first request, at most "
-            f"{_mebi(facts.peak)} while loading"
+            f"{_mebi(facts.resident)} for the engine's process{'es' * bool(facts.ranks)} before the first request, "
+            f"at most {_mebi(facts.peak)} while loading"
         )
         shown.append(("at rest", taken, facts.resident))
     planned = facts.weights + facts.pages + facts.states + facts.images

@@ -26,6 +26,7 @@ from functools import partial
 import numpy as np
 
 from engine.disk.store import Bytes, PageStore
+from engine.errors import EngineDeadError
 from engine.execution.page_content import Content
 from engine.interface.outputs import EngineStats
 from engine.scheduling.block_pool import BlockPool, PageHash
@@ -329,18 +330,16 @@ class DiskTier:
 
     def write_some(self) -> None:
         """Write pages that were evicted, and others while the engine is idle."""
-        with self._flushing:
+        with self._flushing, contextlib.suppress(EngineDeadError):  # a runner's process has ended, with its pages
             self._write_leaving()
             if not self._scheduler.has_unfinished():
-                self._write_resident(
-                    lambda: self._scheduler.has_unfinished() or any(one.leaving for one in self._shelves)
-                )
+                self._write_resident(self._is_busy)
         with contextlib.suppress(OSError):
             for shelf in self._shelves:
                 shelf.store.refresh()
 
     def _is_busy(self) -> bool:
-        return self._scheduler.has_unfinished() or any(shelf.leaving for shelf in self._shelves)
+        return self._closed or self._scheduler.has_unfinished() or any(shelf.leaving for shelf in self._shelves)
 
     def flush(self, seconds: float = FLUSH_SECONDS) -> None:
         """Write all pages that are worth it, within a time limit. The engine computes nothing meanwhile."""
@@ -348,8 +347,9 @@ class DiskTier:
         if self._closed or not self._flushing.acquire(timeout=seconds):
             return
         try:
-            self._write_leaving(lambda: time.monotonic() > end)
-            self._write_resident(lambda: time.monotonic() > end)
+            with contextlib.suppress(EngineDeadError):
+                self._write_leaving(lambda: time.monotonic() > end)
+                self._write_resident(lambda: time.monotonic() > end)
         finally:
             self._flushing.release()
 

@@ -37,10 +37,14 @@ class LoadedAdapters:
         max_loras: number of slots; 0: the model does not support adapters.
         max_rank: the maximum rank of an adapter.
         model_type: the type of the model in its config.
+        of_gguf: whether the model was read from a GGUF file.
     """
 
-    def __init__(self, model: Transformer, max_loras: int, max_rank: int, model_type: str = ""):
-        self._model, self._max_loras, self.max_rank, self._model_type = model, max_loras, max_rank, model_type
+    def __init__(
+        self, model: Transformer, max_loras: int, max_rank: int, model_type: str = "", *, of_gguf: bool = False
+    ):
+        self._model, self._max_loras, self.max_rank = model, max_loras, max_rank
+        self._model_type, self._of_gguf = model_type, of_gguf
         self._filled: dict[int, list[Linear]] = {}
         self._reader: ThreadPoolExecutor | None = None
         self.heads: dict[int, Head] = {}  # adapters' own heads, by slot
@@ -82,7 +86,7 @@ class LoadedAdapters:
     def _read(self, name: str, source: Adapter | str) -> ReadAdapter:
         try:
             adapter = (
-                read_adapter(name, source, self._model, self.max_rank, self._model_type)
+                read_adapter(name, source, self._model, self.max_rank, self._model_type, of_gguf=self._of_gguf)
                 if isinstance(source, str)
                 else replace(source, name=name)
             )
@@ -93,6 +97,12 @@ class LoadedAdapters:
         for path, linear in linears.items():
             assert linear.adapters is not None
             part = _in_format(adapter.products[path], linear, self._model.dtype)
+            if not _is_finite(part):
+                kind = str(self._model.dtype).removeprefix("torch.")
+                raise AdapterError(
+                    f"adapter {adapter.name!r} has numbers for {path} above {torch.finfo(self._model.dtype).max:.0f}, "
+                    f"which the model's format {kind} cannot represent. Set dtype to float32 or bfloat16."
+                )
             products.append((linear, linear.adapters.lay_out(part, arena)))
         info = AdapterInfo(
             name=name, path=adapter.path, rank=adapter.rank, digest=adapter.digest, num_bytes=adapter.num_bytes
@@ -141,16 +151,23 @@ class LoadedAdapters:
                     f"adapter {adapter.name!r} has rank {rank} for {path}, but at most {linear.adapters.rank} are "
                     f"allowed (max_lora_rank is {self.max_rank}). Raise --max-lora-rank."
                 )
-            if not all(math.isfinite(tensor.abs().max().item()) for tensor in (part.down, part.up)):
+            if not _is_finite(part):
                 raise AdapterError(f"adapter {adapter.name!r} has infinite numbers or NaN for {path}.")
             found[path] = linear
         # In the order in which a step reads them.
         return {path: found[path] for path in modules if path in found}
 
 
+def _is_finite(part: LowRank) -> bool:
+    return all(math.isfinite(tensor.abs().max().item()) for tensor in (part.down, part.up))
+
+
 def _in_format(part: LowRank, linear: Linear, dtype: torch.dtype) -> LowRank:
-    """An addition in the format of a product's weight, or in its original precision if the weight is quantised."""
+    """An addition in the format of a product's weight. On a CPU, it keeps its precision if the weight is quantised."""
     packed = None if linear.packed is None else linear.packed.native
-    if linear.few_bits is not None or (packed is not None and packed.kind not in _WHOLE):
+    assert linear.adapters is not None
+    if linear.adapters.table is not None and (
+        linear.few_bits is not None or (packed is not None and packed.kind not in _WHOLE)
+    ):
         return part
     return LowRank(part.down.to(dtype), part.up.to(dtype))

@@ -13,9 +13,13 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.execution.executor import LocalExecutor
 from engine.execution.pending import PendingStep
+from engine.host.cpus import choose_threads
+from engine.interface.speculation import parse_speculative
 from engine.model.sharding import refusals
 from engine.model.spec import ModelSpec
 from engine.scheduling.plan import StepPlan, StepResult
+
+_FEW = 8  # ranks that may be tried on any machine
 
 
 class RankExecutor(LocalExecutor):
@@ -37,8 +41,8 @@ class RankExecutor(LocalExecutor):
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        self._ranks.begin()
         with failing(self._ranks):
+            self._ranks.begin()
             yield
 
 
@@ -53,12 +57,23 @@ def failing(ranks: Ranks) -> Iterator[None]:
 
 
 def check_ranks(config: EngineConfig) -> None:
-    """Refuse settings that contradict several ranks. Raises ConfigError: names the settings."""
-    for name in ("async_scheduling", "kv_disk"):
-        if config.tensor_parallel_size > 1 and getattr(config, name):
-            raise ConfigError(
-                f"{name} does not work with tensor_parallel_size {config.tensor_parallel_size}. Remove one of them."
-            )
+    """Refuse settings that contradict several ranks, and ranks that would fill the machine with processes before one of
+    them reads the model. Raises ConfigError: names the settings."""
+    cpus = choose_threads(None, {}).cpus
+    most = max(_FEW, int(cpus))
+    if config.tensor_parallel_size > most:
+        raise ConfigError(
+            f"tensor_parallel_size must be at most {most} on this machine, got {config.tensor_parallel_size}: "
+            f"each rank is a process, and {cpus:g} CPUs are available."
+        )
+    refused = [name for name in ("async_scheduling", "kv_disk") if getattr(config, name)]
+    if config.speculative_config is not None:
+        method = parse_speculative(config.speculative_config).method
+        refused += [f"speculative_config with method {method}"] * (method in ("draft_model", "mtp", "eagle3"))
+    if config.tensor_parallel_size > 1 and refused:
+        raise ConfigError(
+            f"{refused[0]} does not work with tensor_parallel_size {config.tensor_parallel_size}. Remove one of them."
+        )
 
 
 def check_divisible(config: EngineConfig, spec: ModelSpec, device: torch.device) -> None:

@@ -65,6 +65,13 @@ class Executor(Protocol):
 
     facts: ModelFacts
 
+    @property
+    def watched(self) -> Sequence[int]:
+        """The descriptors of the connections to other processes that compute: `check` when one is readable."""
+
+    def check(self) -> None:
+        """Take in news from these processes. Raises EngineDeadError if one of them has ended."""
+
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start computing a step. Raises errors that occur at once; the answer raises later ones."""
 
@@ -110,10 +117,15 @@ class LocalReading:
 class LocalExecutor:
     """A runner in this process."""
 
+    watched: Sequence[int] = ()
+
     def __init__(self, runner: ModelRunner, facts: ModelFacts):
         self.runner = runner
         self.facts = facts
         self._contents: Sequence[Content] = ()
+
+    def check(self) -> None:
+        pass
 
     def launch(self, plan: StepPlan) -> PendingStep:
         return self.runner.launch(plan)

@@ -207,7 +207,7 @@ def count_blocks(
     useful = config.most_seqs * sum(math.ceil(n / config.block_size) for n in (max_model_len, max_encoder_len or 0))
     if config.num_gpu_blocks_override is not None:
         blocks = min(config.num_gpu_blocks_override, useful)
-        return _within_memory(blocks, size, "--num-gpu-blocks-override", device, reserved + states)
+        return _within_memory(blocks, size, "--num-gpu-blocks-override", config, device, reserved + states)
     memory, setting = cache_memory(config, device, reserved=reserved, available=available)
     memory -= states
     blocks = min(memory // size - 1, useful)  # block 0 takes a page's memory, too
@@ -217,7 +217,7 @@ def count_blocks(
             f"{config.block_size} tokens, needs {2 * size}. Raise {setting}, lower --block-size, or use a "
             f"smaller --kv-cache-dtype or a smaller model."
         )
-    return _within_memory(blocks, size, setting, device, reserved + states)
+    return _within_memory(blocks, size, setting, config, device, reserved + states)
 
 
 def cache_memory(
@@ -238,13 +238,16 @@ def cache_memory(
     return memory // ranks, "--kv-cache-memory"
 
 
-def _within_memory(blocks: int, size: int, setting: str, device: torch.device, reserved: int) -> int:
-    """The number of pages, if a CPU's memory holds them: the operating system would hand out more, and kill the
-    process."""
+def _within_memory(
+    blocks: int, size: int, setting: str, config: EngineConfig, device: torch.device, reserved: int
+) -> int:
+    """The number of pages, if a CPU's memory holds those of all ranks: the operating system would hand out more, and
+    kill the process."""
     free = max(available_memory() - reserved, 0) if device.type == "cpu" else math.inf
-    if blocks * size > free:
+    taken = blocks * size * config.tensor_parallel_size
+    if taken > free:
         raise ConfigError(
-            f"No memory for the KV cache: {blocks} pages take {blocks * size} bytes, but only {free} bytes of memory "
-            f"are free. Lower {setting}."
+            f"No memory for the KV cache: {blocks} pages take {taken} bytes, but only {free} bytes of memory are free. "
+            f"Lower {setting}."
         )
     return blocks

@@ -131,6 +131,8 @@ def _start(config: EngineConfig, read: ConfigReader, beside: int | Beside, ranks
         resolved = resolve(config, device, read)
         if isinstance(beside, int):
             check_divisible(config, resolved.spec, device)
+            if ranks is not None:
+                ranks.smallest(0)  # no rank takes memory before all have checked that the weights fit
             return prepare(resolved, load(resolved, ranks), beside=beside)
         resolved = beside.adapt(resolved)
         runner = load(resolved)
@@ -240,12 +242,13 @@ def load(resolved: Resolved, ranks: Ranks | None = None) -> ModelRunner:
     centres = None
     if cache_dtype in LARGEST and not whole:
         centres = mean_keys(model, context_length(resolved.hf_config, model.spec))
+    model_type = getattr(resolved.hf_config, "model_type", "")
     runner = ModelRunner(
         model,
         KVCache(model.kv_shapes(), int(not whole), config.block_size, cache_dtype, device, centres),
         max_num_batched_tokens=config.max_num_batched_tokens,
         min_rows=min_invariant_rows(model) if ranks is None else ranks.largest(min_invariant_rows(model)),
-        adapters=LoadedAdapters(model, config.most_loras, rank, getattr(resolved.hf_config, "model_type", "")),
+        adapters=LoadedAdapters(model, config.most_loras, rank, model_type, of_gguf=resolved.file is not None),
         activation=find_abilities(resolved.hf_config, model.spec, pipeline).activation,
         parts=load_parts(pipeline, device),
     )

@@ -189,11 +189,10 @@ class Transformer(nn.Module):
         """Give the products of all stacks slots for adapters, before executors are made. `max_rank`: maximum rank of an
         adapter to one matrix of a checkpoint; a product may consist of several."""
         self._sides.add("adapter_slots")
-        for stack in (self.encoder, self.decoder):
-            for linear, matrices in ({} if stack is None else adaptable(stack)).items():
-                linear.adapters = AdapterSlots(
-                    linear.inputs, linear.outputs, slots, matrices * max_rank, self.dtype, self.device
-                )
+        for linear, matrices in adaptable(self.encoder, self.decoder).items():
+            linear.adapters = AdapterSlots(
+                linear.inputs, linear.outputs, slots, matrices * max_rank, self.dtype, self.device
+            )
         if self.twin is not None:
             self.twin.take_adapters(slots, max_rank)
 

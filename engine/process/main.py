@@ -359,7 +359,7 @@ class Loop:
         """
         busy = self._engine.has_unfinished_requests()
         if not busy:
-            if self._compiling or self._reading:
+            if self._compiling or self._reading or self._engine.executor.watched:
                 self._wait()
             else:
                 yield self._channel.recv_multipart()
@@ -370,11 +370,14 @@ class Loop:
                 return
 
     def _wait(self) -> None:
-        """Wait for a command, until a grammar is compiled, or a moment while an adapter is being read."""
-        poller = zmq.Poller()
-        poller.register(self._channel, zmq.POLLIN)
-        poller.register(self._woken.fileno(), zmq.POLLIN)
-        poller.poll(READING_PAUSE if self._reading else None)
+        """Wait for a command, until a grammar is compiled, or a moment while an adapter is being read. Raises
+        EngineDeadError if another process that computes ends."""
+        executor, poller = self._engine.executor, zmq.Poller()
+        for watched in (self._channel, self._woken.fileno(), *executor.watched):
+            poller.register(watched, zmq.POLLIN)
+        ready = {found for found, _ in poller.poll(READING_PAUSE if self._reading else None)}
+        if not ready.isdisjoint(executor.watched):
+            executor.check()
 
     def _add(self, client: _Client, command: Add) -> OctavoError | None:
         try:

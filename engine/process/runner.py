@@ -82,10 +82,12 @@ class Copy(msgspec.Struct, tag=True):
 
 
 class ReadAdapter(msgspec.Struct, tag=True):
-    """`Executor.read_adapter`. Its answer is an `AdapterRead`, after those of later messages if reading takes long."""
+    """`Executor.read_adapter`. Its answer is an `AdapterRead`, after those of later messages if reading takes long.
+    `number`: distinguishes it from an earlier one of this name, for which nobody waits any more."""
 
     name: str
     source: str
+    number: int = 0
 
 
 class ReadPage(msgspec.Struct, tag=True):
@@ -152,10 +154,11 @@ class Answer(msgspec.Struct, tag=True, omit_defaults=True):
 
 
 class AdapterRead(msgspec.Struct, tag=True):
-    """The answer to the `ReadAdapter` of this name."""
+    """The answer to the `ReadAdapter` of this name and number."""
 
     name: str
     answer: Answer | Failure
+    number: int = 0
 
 
 class RunnerError(RuntimeError):
@@ -227,9 +230,9 @@ class _Late:
 class _Reading(_Late):
     """An adapter that the process reads."""
 
-    def __init__(self, executor: ProcessExecutor, runners: int, name: str):
+    def __init__(self, executor: ProcessExecutor, runners: int, name: str, number: int):
         super().__init__(executor, runners)
-        self.name = name
+        self.name, self.number = name, number
 
     def wait(self) -> None:
         """`Reading.wait`."""
@@ -265,6 +268,7 @@ class ProcessExecutor:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._expected: deque[_Late] = deque()
         self._reading: dict[str, _Reading] = {}  # adapters that are being read, by name
+        self._num_read = 0  # adapters, so far
         self._dead: EngineDeadError | None = None
         self._mutex = threading.RLock()  # the threads that move pages between memory and a disk send messages, too
         count = config.tensor_parallel_size
@@ -329,14 +333,21 @@ class ProcessExecutor:
     def read_adapter(self, name: str, source: Adapter | str) -> _Reading:
         if not isinstance(source, str):
             raise AdapterError("a runner in its own process loads adapters from files. Give the adapter's path.")
-        reading = self._reading[name] = _Reading(self, len(self._runners), name)
-        self._post(ReadAdapter(name, source))
+        self._num_read += 1
+        reading = self._reading[name] = _Reading(self, len(self._runners), name, self._num_read)
+        self._post(ReadAdapter(name, source, reading.number))
         return reading
 
     def load_adapter(self, reading: Reading, slot: int) -> AdapterInfo:
         assert isinstance(reading, _Reading)
         late = self.send(LoadAdapter(reading.name, slot))
-        info = late.answer().adapter
+        try:
+            info = late.answer().adapter
+        except EngineDeadError:
+            raise
+        except Exception:
+            self.unload_adapter(slot)  # other ranks may have filled the slot
+            raise
         assert info is not None
         parts = [reply.adapter for reply in late.replies if isinstance(reply, Answer) and reply.adapter is not None]
         if len(parts) == 1:
@@ -352,6 +363,16 @@ class ProcessExecutor:
 
     def release(self) -> None:
         self.send(Release()).answer()
+
+    @property
+    def watched(self) -> list[int]:
+        return [runner.fileno() for runner in self._runners]
+
+    def check(self) -> None:
+        with self._mutex:
+            for rank, runner in enumerate(self._runners):
+                while runner.poll():
+                    self._receive(rank)
 
     def close(self) -> None:
         for runner in self._runners:
@@ -388,9 +409,11 @@ class ProcessExecutor:
             with self._undivided():
                 reply = _replies.decode(self._runners[rank].recv_bytes())
                 if isinstance(reply, AdapterRead):
-                    self._reading[reply.name].replies[rank] = reply.answer
-                    if self._reading[reply.name].reply is not None:
-                        del self._reading[reply.name]
+                    reading = self._reading.get(reply.name)
+                    if reading is not None and reading.number == reply.number:
+                        reading.replies[rank] = reply.answer
+                        if reading.reply is not None:
+                            del self._reading[reply.name]
                     return
                 next(late for late in self._expected if late.replies[rank] is None).replies[rank] = reply
                 while self._expected and self._expected[0].reply is not None:
@@ -398,8 +421,7 @@ class ProcessExecutor:
         except (EOFError, OSError) as error:
             raise self._ended(rank) from error
         if isinstance(reply, Failure) and isinstance(problem := reply.error(), EngineDeadError):
-            self._dead = problem
-            raise problem
+            raise self._die(problem)
 
     @contextlib.contextmanager
     def _undivided(self) -> Iterator[None]:
@@ -444,8 +466,14 @@ class ProcessExecutor:
         name = f"the process {process.pid} of rank {rank} of {count}"
         if count == 1:
             name = f"the runner's process {process.pid}"
-        self._dead = EngineDeadError(f"{name} has ended ({status}); start the engine again.")
-        return self._dead
+        return self._die(EngineDeadError(f"{name} has ended ({status}); start the engine again."))
+
+    def _die(self, error: EngineDeadError) -> EngineDeadError:
+        """Answer everything with this error from now on, and end all runners: one that hangs would keep its memory."""
+        self._dead = error
+        for process in self._processes:
+            process.kill()
+        return error
 
 
 def main() -> None:
@@ -527,7 +555,7 @@ def _read_adapter(
         error = future.exception()
         if error is not None and read.get(order.name) is reading:
             del read[order.name]
-        due.put(AdapterRead(order.name, Answer() if error is None else _failure(error)))
+        due.put(AdapterRead(order.name, Answer() if error is None else _failure(error), order.number))
 
     reading.future.add_done_callback(answer)
 

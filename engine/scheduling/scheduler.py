@@ -355,7 +355,11 @@ class Scheduler:
         if not (self._waiting.num_background or (self._running and self._running[-1].is_background)):
             return False
         clients = takewhile(lambda group: not group.is_background, self._running)
-        return self._waiting.has_clients or any(group.num_missing > len(group.sequences) for group in clients)
+        return self._waiting.has_clients or any(map(self._has_prompt, clients))
+
+    def _has_prompt(self, group: SequenceGroup) -> bool:
+        """Whether a running group does not just decode."""
+        return group.num_missing > len(group.sequences) and not self._decodes(group, group.work())
 
     @property
     def _clients_return(self) -> bool:

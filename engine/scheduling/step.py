@@ -79,7 +79,7 @@ class Step:
     def shorten(self) -> None:
         """Limit the step, so that a client's request does not wait long for its end."""
         self.left *= _BACKGROUND
-        self.budget = max(int(self.budget * _BACKGROUND), 1)
+        self.budget = min(self.budget, max(int(self.budget * _BACKGROUND), 1))
 
     @contextmanager
     def half(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Body, Response
 from engine import ADAPTER_NAME, AdapterError
 from server.api.adapter_schemas import LoadAdapterRequest, UnloadAdapterRequest
 from server.api.reading import StrictJsonRoute
-from server.context import ServiceDep
+from server.context import HouseDep, ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError, shown
 
 router = APIRouter(route_class=StrictJsonRoute)
@@ -21,13 +21,19 @@ _EXAMPLE = {"sql": {"value": {"lora_name": "sql", "lora_path": "sql"}}}
 
 @router.post("/v1/load_lora_adapter", response_class=Response, responses=ERROR_RESPONSES, summary="Load a LoRA adapter")
 async def load_adapter(
-    body: Annotated[LoadAdapterRequest, Body(openapi_examples=_EXAMPLE)], service: ServiceDep
+    body: Annotated[LoadAdapterRequest, Body(openapi_examples=_EXAMPLE)], service: ServiceDep, house: HouseDep
 ) -> Response:
     """Load an adapter from the folder of --enable-lora-loading. Running requests continue."""
     if not ADAPTER_NAME.fullmatch(body.lora_name) or body.lora_name == service.model_id:
         message = (
             f"lora_name must be at most 128 letters, digits, and . _ - / :, and not the name of the model, got "
             f"{shown(body.lora_name)}."
+        )
+        raise ApiError(400, message, param="lora_name", code="invalid_value")
+    if house.models is not None and (owner := house.models.find(body.lora_name)) is not None:
+        message = (
+            f"lora_name selects the model {owner.name} or one of its adapters, got {shown(body.lora_name)}. Choose "
+            "another name."
         )
         raise ApiError(400, message, param="lora_name", code="invalid_value")
     folder = Path(service.settings.enable_lora_loading or "").expanduser()

@@ -223,7 +223,11 @@ def test_models_looks_at_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "MiB in int4" in shown
     assert re.search(r"ranks +--tensor-parallel-size 2\b", shown)
     assert main(["models", str(DEMO_MODEL), "--tensor-parallel-size", "2"]) == 0
-    assert re.search(r"ranks +2: \d+ heads, [\d.]+ MiB; \d+ heads, [\d.]+ MiB", capsys.readouterr().out)
+    shown = capsys.readouterr().out
+    assert re.search(r"ranks +2: \d+ heads, [\d.]+ MiB; \d+ heads, [\d.]+ MiB", shown)
+    sizes = re.search(r"at rest +([\d.]+) MiB for the engine's processes .*, at most ([\d.]+) MiB while loading", shown)
+    assert sizes is not None
+    assert float(sizes[1]) < float(sizes[2])
     assert main(["models", str(DEMO_MODEL), "--tensor-parallel-size", "7"]) == 1
     assert "cannot be divided among 7 ranks" in capsys.readouterr().err
 

@@ -25,7 +25,8 @@ from engine.disk import tier as disk_tier
 from engine.disk.opening import open_stores
 from engine.disk.store import PageStore
 from engine.disk.tier import longest
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineDeadError
+from engine.execution.page_content import PageContent
 from engine.scheduling.needs import SequenceNeeds
 
 SMALL = {"block_size": 4, "max_num_batched_tokens": 64, "max_num_seqs": 16}
@@ -192,6 +193,21 @@ def test_a_disk_that_fails_is_reported_once(
         f"Pages cannot be written in {kept['kv_disk']}: No space left on device. Requests continue without them. Free "
         "some space, or lower --kv-disk-size. This is reported once."
     ]
+
+
+def test_an_engine_whose_runner_has_ended_is_closed(
+    engines: Callable[..., Engine], kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages are gone with the runner's process."""
+
+    def gone(*_: Any) -> None:
+        raise EngineDeadError("the runner's process has ended")
+
+    one = engines(**kept)
+    run(one, JOBS[:1])
+    monkeypatch.setattr(PageContent, "read", gone)
+    one.close()
+    assert not hasattr(one, "executor")
 
 
 def test_an_encoder_without_a_decoder_keeps_nothing(kept: dict[str, Any]) -> None:

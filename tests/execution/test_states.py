@@ -16,7 +16,7 @@ from support.jobs import MIXED, VOCAB, beams, greedy, prompt, sampled
 from support.native import needs_native
 from test_drafts import Oracle
 
-from engine import Engine, EngineConfig, InvalidRequestError, RequestOutput, SamplingParams
+from engine import MAX_PRIORITY, Engine, EngineConfig, InvalidRequestError, RequestOutput, SamplingParams
 from engine.execution import profiling, recovery
 from engine.execution.pending import PendingStep
 from engine.inspection import inspect_model
@@ -176,6 +176,19 @@ def test_a_step_with_drafts_that_fails_is_computed_without_them(folder: Path) ->
         assert said(outputs(one, [job])) == said(plain)
         assert len(failed) == 4
         assert one.stats().num_accepted_draft_tokens > 0
+
+
+def test_a_wrong_draft_of_a_client_stops_no_background_request(folder: Path) -> None:
+    """The tokens that the client's row computes again are not those of a prompt."""
+    jobs = [
+        Job(prompt(seed, 6), greedy(12), {"priority": priority}) for seed, priority in ((75, 0), (76, MAX_PRIORITY))
+    ]
+    with engine_of(folder) as one:
+        one.scheduler.drafter = Oracle(outputs(one, jobs), 0, 2)
+        with watching(one) as plans:
+            outputs(one, jobs)
+        assert [plan.num_rows for plan in plans if plan.num_rows > 1] == [2] * 11
+        assert one.stats().num_draft_tokens > 20
 
 
 @pytest.mark.parametrize(("cache", "count"), [(26, 12), (10, 4)])

@@ -3,10 +3,12 @@ matrix of the merged checkpoint, whatever form the family stores it in."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,18 @@ from support import encoder_shape, family_shape, seq2seq
 from support.encoders import ENCODER_SHAPES
 from support.families import FAMILY_SHAPES
 from support.gguf_bytes import F32, TEXT, entry, file_of, tensor, text
-from support.gguf_files import interleaved
+from support.gguf_files import KINDS, changed, interleaved
 from support.pages import load
 from support.peft_folders import adapter_tensors, matrices, merged, root_scale, write_adapter
 from support.seq2seq_shapes import SHAPES as SEQ2SEQ_SHAPES
 from torch import Tensor
 
 from engine.errors import AdapterError
-from engine.model.lora.reading import largest_rank, read_adapter
+from engine.model.adapter_targets import adaptable as slots_of
+from engine.model.lora.gguf import gguf_parts
+from engine.model.lora.reading import _folder, _peft_parts, largest_rank, read_adapter
 from engine.model.lora.targets import Targets
+from engine.model.sharding import Share, shard
 from engine.model.transformer import Transformer
 
 # Together they store their matrices in each form that a weight table knows.
@@ -34,6 +39,7 @@ SHAPES: dict[str, tuple[Any, Callable[[Any, Path], Any]]] = {
         for name in (
             "llama", "qwen2", "gpt2", "phi3", "falcon-alibi", "gptj", "codegen", "bloom", "gemma3", "granite", "cohere",
             "deepseek-v3", "stablelm-parallel-biases-tied", "mpt", "gpt", "gpt-neox", "gpt-bigcode", "mixtral", "opt",
+            "qwen3-next", "olmo-hybrid", "gemma3n", "gemma4-experts-keys-as-values",
         )
     },
     **{
@@ -84,6 +90,8 @@ def test_products_are_the_merged_model(name: str, tmp_path: Path) -> None:
         shape.finish(tmp_path / "merged")
     expected = dict(load(tmp_path / "merged").named_parameters())
     assert len(adapter.products) > 1
+    slots = slots_of(model.encoder, model.decoder)
+    assert all(len(part.down) <= 4 * slots[model.get_submodule(path)] for path, part in adapter.products.items())
     for path, parameter in model.named_parameters():
         product = adapter.products.get(path.removesuffix(".weight"))
         own = parameter if product is None else parameter + product.up @ product.down
@@ -284,6 +292,23 @@ def test_refused_files(llama: tuple[Transformer, dict[str, tuple[int, int]]], tm
             largest_rank([str(path)])
 
 
+def test_a_file_that_is_shortened_while_it_is_read(
+    llama: tuple[Transformer, dict[str, tuple[int, int]]], tmp_path: Path
+) -> None:
+    """It is refused; a mapped file would end the process."""
+    model, sizes = llama
+    tensors = adapter_tensors({Q: sizes[Q]}, lambda name: 64)
+    settings, file = _folder(write_adapter(tmp_path / "a", tensors, r=64))
+    other = tmp_path / "a.gguf"
+    halves = {f"blk.0.attn_q.weight.lora_{half}": tensors[name] for half, name in (("a", A), ("b", B))}
+    other.write_bytes(gguf_of(halves, "llama"))
+    for path, parts in ((file, _peft_parts(file, settings)), (other, gguf_parts(other, model.spec, "llama"))):
+        part = next(parts)
+        os.truncate(path, 600)
+        with pytest.raises(ValueError, match="it ends before byte"):
+            part.read()
+
+
 def test_digests(llama: tuple[Transformer, dict[str, tuple[int, int]]], tmp_path: Path) -> None:
     """Adapters have one digest if they make the same answers, whatever their names are, and else another."""
     model, sizes = llama
@@ -341,10 +366,52 @@ def test_gguf_adapters_are_the_folders(name: str, architecture: str, tmp_path: P
     expected = read_adapter("a", write_adapter(tmp_path / "a", tensors), model, 4)
     assert read_adapter("a", file, model, 4, reference.config.model_type).digest == expected.digest
     if architecture == "llama":
+        part = shard(model.spec, Share(0, 2))
+        whole, own = ([each.read()[1] for each in gguf_parts(file, one, "llama")] for one in (model.spec, part))
+        assert all(map(torch.equal, whole, own)), "ranks read whole matrices"
+        assert read_adapter("a", file, model, 4, "mistral3").digest == expected.digest
         file.write_bytes(gguf_of(written, "qwen2"))
         with pytest.raises(AdapterError, match="architecture is 'qwen2', but the model's type is 'llama', whose"):
             read_adapter("a", file, model, 4, "llama")
         assert read_adapter("a", file, model, 4, "another").digest != expected.digest
+
+
+def test_value_heads_are_in_the_models_order(tmp_path: Path) -> None:
+    """In llama.cpp's files of Qwen3.5, the value heads of a key head are not neighbours."""
+    names = {"in_proj_qkv": "attn_qkv", "in_proj_z": "attn_gate", "in_proj_a": "ssm_alpha", "in_proj_b": "ssm_beta"}
+    shape = FAMILY_SHAPES["qwen3.5"]
+    shape = replace(shape, settings=shape.settings | {"linear_num_value_heads": 6})
+    reference = family_shape.make_family_checkpoint(shape, tmp_path / "base").model
+    sizes = {k: v for k, v in matrices(reference).items() if "layers.0.linear_attn" in k}
+    tensors, written = adapter_tensors(sizes), {}
+    for module in sizes:
+        down, up = (tensors[f"base_model.model.{module}.lora_{half}.weight"] for half in "AB")
+        stem = f"blk.0.{names.get(module.rpartition('.')[2], 'ssm_out')}.weight.lora_"
+        change = KINDS["qwen35"].there, reference.config, f"{module}.weight"
+        turned = module.endswith("out_proj")
+        written |= {f"{stem}a": changed(*change, down) if turned else down}
+        written |= {f"{stem}b": up if turned else changed(*change, up)}
+    file, folder = tmp_path / "a.gguf", write_adapter(tmp_path / "a", tensors)
+    file.write_bytes(gguf_of({name: values.contiguous() for name, values in written.items()}, "qwen35"))
+    digests = []
+    for alternate in (False, True):
+        config = json.loads((tmp_path / "base/config.json").read_text())
+        (tmp_path / "base/config.json").write_text(json.dumps(config | {"linear_value_heads_alternate": alternate}))
+        model = load(tmp_path / "base")
+        digests += [read_adapter("a", path, model, 4).digest for path in (folder, file)]
+    assert digests[0] == digests[1] != digests[2] == digests[3]
+
+
+def test_matrices_that_gguf_files_multiply(
+    llama: tuple[Transformer, dict[str, tuple[int, int]]], tmp_path: Path
+) -> None:
+    """An adapter for Falcon-H1 has the format of its base model."""
+    model, sizes = llama
+    folder, file = write_adapter(tmp_path / "a", adapter_tensors({Q: sizes[Q]})), tmp_path / "a.gguf"
+    for path, of_gguf, message in ((folder, True, "a is a PEFT folder"), (file, False, "a.gguf is a GGUF file")):
+        with pytest.raises(AdapterError, match=f"{message}, but the model was read from"):
+            read_adapter("a", path, model, 4, "falcon_h1", of_gguf=of_gguf)
+    assert read_adapter("a", folder, model, 4, "falcon_h1").products
 
 
 def test_refused_gguf_adapters(llama: tuple[Transformer, dict[str, tuple[int, int]]], tmp_path: Path) -> None:

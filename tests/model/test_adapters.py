@@ -370,6 +370,11 @@ def test_what_cannot_be_loaded_is_refused_by_name(subject: Subject, tmp_path: Pa
     with pytest.raises(AdapterError, match=r"no adapter named 'more' is loaded. The loaded adapters are 'good'"):
         engine.unload_adapter("more")
     engine.close()
+    engine = make_engine(subject.path, max_loras=1, dtype="float16")
+    wide = replace(good, products={qkv: LowRank(torch.full((1, 32), 7e4), torch.ones(64, 1))})
+    with pytest.raises(AdapterError, match=r"numbers for decoder.blocks.0.attention.inner.qkv above 65504, .* float16"):
+        engine.load_adapter("wide", wide)
+    engine.close()
     engine = make_engine(subject.path)
     with pytest.raises(AdapterError, match=r"max_loras is 0. Start the engine with --max-loras"):
         engine.load_adapter("good", good)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -340,6 +341,7 @@ class FaultyEngine:
     def __init__(self) -> None:
         self.running: list[str] = []
         self.adapters: dict[str, AdapterInfo] = {}
+        self.executor = SimpleNamespace(watched=())
         self.steps = 0
 
     def add_request(self, request_id: str, *arguments: Any, **terms: Any) -> None:
@@ -400,6 +402,21 @@ def test_a_burst_of_commands_does_not_delay_a_step() -> None:
     engine.running = ["stream"]
     loop.turn()
     assert (len(channel.commands), engine.steps) == (0, 2)
+
+
+def test_an_idle_engine_ends_with_a_runner() -> None:
+    """It waits for commands, and for news from the process that computes its steps."""
+    engine, (ours, theirs) = FaultyEngine(), socket.socketpair()
+    theirs.close()
+
+    def check() -> None:
+        raise EngineDeadError("made by the test")
+
+    engine.executor = SimpleNamespace(watched=(ours.fileno(),), check=check)
+    with ours, zmq.Context() as context, context.socket(zmq.ROUTER) as channel:
+        channel.bind("inproc://engine")
+        with pytest.raises(EngineDeadError, match="made by the test"):
+            Loop(engine, channel).turn()  # type: ignore[arg-type]
 
 
 class SlowAdapter:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -29,13 +30,17 @@ from support.service import PATIENCE, Service, children, wait_for
 
 from engine import ConfigError, Engine, EngineDeadError, SamplingParams, UnsupportedModelError
 from engine.backends import native
+from engine.backends.native import ranks as meetings
 from engine.backends.native.program import Program
 from engine.backends.native.ranks import Ranks, shared_memory
 from engine.errors import RankError
+from engine.execution.division import RankExecutor
+from engine.execution.executor import LocalExecutor
 from engine.execution.runner import ModelRunner
 from engine.model.gguf import folder as folders
 from engine.model.layers import Linear
 from engine.model.quantisation import Held, Parts
+from engine.process.runner import Answer, Failure, LoadAdapter, ProcessExecutor, UnloadAdapter, _Late, _Reading
 
 ORACLE = Path(sys.prefix) / "clients" / "quantised"  # tools/setup.py puts it there
 
@@ -124,6 +129,32 @@ def test_a_rank_that_does_not_come(three: Any) -> None:
     ranks[0].patience = 0.05
     with pytest.raises(EngineDeadError, match=r"rank 1 of 3 did not come within 0.05 seconds, for which rank 0 waited"):
         ranks[0].smallest(1)
+
+
+def test_a_rank_that_cannot_begin_ends_the_order_for_all(three: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 never comes. Rank 2 looks at rank 0 first, and must not wait for rank 1 as long as rank 0 did."""
+    executors = [RankExecutor(cast(LocalExecutor, SimpleNamespace(runner=None, facts=None)), each) for each in three[0]]
+    monkeypatch.setattr(meetings, "_PATIENCE", 0.05)
+    with pytest.raises(EngineDeadError, match="rank 1 of 3 did not come"):
+        executors[0].trial()
+    with pytest.raises(RankError, match="rank 0 of 3 failed in this step"):
+        executors[2].trial()
+
+
+def test_an_adapter_that_one_rank_cannot_load_stays_in_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor, sent = ProcessExecutor.__new__(ProcessExecutor), []
+
+    def send(message: object) -> _Late:
+        sent.append(message)
+        late = _Late(executor, 2)
+        broken = isinstance(message, LoadAdapter)
+        late.replies = [Answer(), Failure("MemoryError", "no room", True) if broken else Answer()]
+        return late
+
+    monkeypatch.setattr(executor, "send", send)
+    with pytest.raises(MemoryError, match="no room"):
+        executor.load_adapter(_Reading(executor, 2, "own"), 3)
+    assert sent == [LoadAdapter("own", 3), UnloadAdapter(3)]
 
 
 # ---- whole models
@@ -244,6 +275,8 @@ def test_a_request_that_breaks_one_rank_ends_alone(gpt2: FamilyCheckpoint, monke
         ({"tensor_parallel_size": 5}, UnsupportedModelError, "divided among 5 ranks: 4 heads with 4 K/V heads"),
         ({"async_scheduling": True}, ConfigError, "async_scheduling does not work with tensor_parallel_size 2"),
         ({"kv_disk": "pages"}, ConfigError, "kv_disk does not work with tensor_parallel_size 2"),
+        ({"speculative_config": "mtp"}, ConfigError, "method mtp does not work with tensor_parallel_size 2"),
+        ({"tensor_parallel_size": 100_000}, ConfigError, "must be at most .* got 100000: each rank is a"),
         ({"tensor_parallel_size": 0}, ConfigError, "tensor_parallel_size must be an integer of at least 1, got 0"),
     ],
 )
@@ -388,11 +421,11 @@ def test_a_service_replaces_an_engine_that_lost_a_rank(gpt2: FamilyCheckpoint, t
         assert ask().json()["choices"][0]["token_ids"] == expected
         ranks = children(service.engine(), "engine.process.runner")
         assert len(ranks) == 2
-        os.kill(ranks[1], signal.SIGKILL)
-        assert ask().status_code == 503
+        os.kill(ranks[1], signal.SIGKILL)  # no request runs
+        gone = f"process {ranks[1]} of rank"
+        wait_for(lambda: gone in service.log.read_text(), "the service did not notice that a rank ended")
         wait_for(lambda: service.get("/health").status_code == 200, "the engine did not come back")
         assert ask().json()["choices"][0]["token_ids"] == expected
-        assert f"process {ranks[1]} of rank" in service.log.read_text()
         for pid in ranks:
             wait_gone(pid)
         assert service.stop() == 0

@@ -13,8 +13,9 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,13 +33,14 @@ from support.seq2seq_shapes import SHAPES
 
 from engine import Engine, EngineDeadError, ModelLoadError, PoolingParams, Seq2SeqInput
 from engine.backends import native
+from engine.config import EngineConfig
 from engine.errors import AdapterError
 from engine.execution import starting
 from engine.execution.executor import LocalExecutor
 from engine.execution.pending import PendingStep
 from engine.host.logs import LineFormatter, LogFormat
 from engine.interface.token_sides import SIDES
-from engine.process.runner import ProcessExecutor, _serve
+from engine.process.runner import AdapterRead, Answer, Failure, ProcessExecutor, _encoder, _serve
 from engine.scheduling.plan import StepPlan, StepResult
 
 APART: dict[str, Any] = {"distributed_executor_backend": "mp"}
@@ -330,6 +332,23 @@ def test_an_interrupted_message_is_not_taken_for_another(
     add(one, "b", Job(prompt(2, 9), greedy(5)))
     with pytest.raises(EngineDeadError, match=r"runner's process .* has ended"):
         finish(one)
+
+
+def test_an_answer_that_nobody_waits_for_is_not_taken_for_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter whose read was interrupted is read again."""
+    ours, theirs = Pipe()
+    facts = SimpleNamespace(answer=lambda: SimpleNamespace(facts="some"))
+    with monkeypatch.context() as patch:
+        patch.setattr(ProcessExecutor, "_begin", lambda self, config, memory: self._runners.append(ours))
+        patch.setattr(ProcessExecutor, "send", lambda self, *messages: facts)
+        executor = ProcessExecutor(EngineConfig(model="m"))
+    executor.read_adapter("a", "path")
+    again = executor.read_adapter("a", "path")
+    theirs.send_bytes(_encoder.encode(AdapterRead("a", Failure("AdapterError", "damaged", False), 1)))
+    assert not again.ready
+    theirs.send_bytes(_encoder.encode(AdapterRead("a", Answer(), 2)))
+    again.wait()
+    theirs.close()
 
 
 def test_a_runner_that_dies_between_two_parts_is_no_requests_fault(

@@ -38,6 +38,7 @@ from engine.scheduling.philox import uniforms
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.row import Row
 from engine.scheduling.sequence import IntBuffer, Sequence, SequenceGroup, worst_case_pages
+from engine.scheduling.step import Step
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 
@@ -360,6 +361,12 @@ class TestBackground:
             assert [step() for _ in range(3)] == [5, 1 + 3, 4]
             sim.drain()
             sim.compare()
+
+    def test_a_short_step_is_no_larger_than_a_whole_one(self) -> None:
+        step = Step(0)  # decoding rows have taken all tokens
+        step.begin_prompts()
+        step.shorten()
+        assert not step.is_open
 
 
 class TestProgress:

@@ -24,6 +24,9 @@ HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_nor
 NETWORK = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 PROJECTIONS = ATTENTION | NETWORK | {"ffn_norm": "post_attention_layernorm"}
 
+ALTERNATING = ("qwen35", "qwen35moe")
+"""Architectures whose value heads are in llama.cpp's order, see `DeltaRule.alternate`."""
+
 _ATTENDS, _SCANS = "full_attention", "linear_attention"
 
 
@@ -180,8 +183,7 @@ def delta_rule(metadata: Metadata, config: Config) -> Config:
         "linear_key_head_dim": key_dim,
         "linear_value_head_dim": value_dim,
         "linear_conv_kernel_dim": taps,
-        # llama.cpp's order of value heads.
-        "linear_value_heads_alternate": metadata.architecture != "qwen3next",
+        "linear_value_heads_alternate": metadata.architecture in ALTERNATING,
     }
     if experts := metadata.count("expert_count", 0):
         config |= {

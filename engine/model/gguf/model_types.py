@@ -17,7 +17,7 @@ MODEL_TYPES: Mapping[str, tuple[str, ...]] = {
     "granitehybrid": ("granitemoehybrid",),
     "lfm2": ("lfm2",),
     "lfm2moe": ("lfm2_moe",),
-    "llama": ("llama", "mistral", "mixtral"),
+    "llama": ("llama", "mistral", "mistral3", "mixtral"),  # mistral3: of llama.cpp before its own architecture
     "mistral3": ("mistral", "mistral3", "ministral3"),
     "nemotron_h": ("nemotron_h",),
     "nemotron_h_moe": ("nemotron_h",),

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ from torch import Tensor
 from engine.errors import AdapterError, ModelLoadError
 from engine.model.adapters import Adapter
 from engine.model.gguf.files import SUFFIX
-from engine.model.lora.matrices import Matrices, Whole
+from engine.model.lora.matrices import Matrices, Whole, octets
 from engine.model.lora.settings import FILE, MOST_RANK, LoraSettings, read_settings
 from engine.model.lora.targets import Target, Targets, joined
 from engine.model.transformer import Transformer
@@ -27,13 +31,16 @@ _UNSAFE = ("adapter_model.bin", "adapter_model.pt")
 _STEM = "base_model.model."
 _MOST_NAME = 256
 _PART = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
-_FORMATS = ("F64", "F32", "F16", "BF16")
+_MULTIPLIED = ("falcon_h1",)  # model types whose matrices in GGUF files are multiplied by constants
+_FORMATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _TOKENS = ("embed_tokens", "wte", "word_embeddings", "shared", "lm_head", "embeddings", "embed_in", "embed_out")
 
 logger = logging.getLogger("octavo.model")
 
 
-def read_adapter(name: str, path: str | Path, model: Transformer, max_rank: int, model_type: str = "") -> Adapter:
+def read_adapter(
+    name: str, path: str | Path, model: Transformer, max_rank: int, model_type: str = "", *, of_gguf: bool = False
+) -> Adapter:
     """An adapter for a model. Raises AdapterError if the file is not an adapter, is damaged, has shapes other than the
     model's, or contains an unsupported kind of adapter.
 
@@ -42,8 +49,15 @@ def read_adapter(name: str, path: str | Path, model: Transformer, max_rank: int,
         path: a folder that PEFT wrote, or a GGUF file that llama.cpp's converter wrote.
         max_rank: `max_lora_rank` of the engine.
         model_type: the type of the model in its config.
+        of_gguf: whether the model was read from a GGUF file.
     """
     path, targets = Path(path), Targets(model)
+    if model_type in _MULTIPLIED and (path.suffix == SUFFIX) != of_gguf:
+        raise AdapterError(
+            f"{path} is {'a PEFT folder' if of_gguf else 'a GGUF file'}, but the model was read from "
+            f"{'a GGUF file' if of_gguf else 'safetensors'}. GGUF files of {model_type} contain matrices that are "
+            "multiplied by constants of the config. Use an adapter and a model of the same format."
+        )
     if path.suffix == SUFFIX:
         from engine.model.lora.gguf import gguf_parts  # rarely needed
 
@@ -66,13 +80,13 @@ def read_adapter(name: str, path: str | Path, model: Transformer, max_rank: int,
             else:
                 for target, down, up in _read(each, targets, max_rank):
                     of_one = parts.setdefault(target.path, {})
-                    if target.place in of_one:
+                    if target.places[0] in of_one:
                         raise _twice(each.module)
-                    of_one[target.place] = target, down, up
+                    of_one[target.places[0]] = target, down, up
     except (AdapterError, ModelLoadError) as error:
         told = str(error)
         raise AdapterError(told if str(file) in told else f"{file}: {told}.") from error
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise _damaged(file, error) from error
     if not parts and not saved:
         raise AdapterError(f"{file} holds no matrices of an adapter.")
@@ -124,12 +138,15 @@ def _read(each: Matrices, targets: Targets, max_rank: int) -> Iterator[tuple[Tar
             f"the adapter of {each.module} has rank {rank}, but max_lora_rank is {max_rank}. Raise --max-lora-rank"
         )
     down, up = (tensor.float() for tensor in each.read())
+    if (down.shape, up.shape) != each.sizes:
+        raise AdapterError(f"the adapter of {each.module} changed while it was read")
     up = up * each.scale
     for tensor in (down, up):
         if not bool(tensor.isfinite().all()):
             raise AdapterError(f"the adapter of {each.module} contains NaN or infinite numbers")
     for target in found:
-        yield target, target.own(down), up
+        ordered, rows = target.in_order(down, up, each.alternate)
+        yield target, target.own(ordered), rows
 
 
 def _replaced(each: Whole, targets: Targets) -> tuple[str, Tensor]:
@@ -187,6 +204,21 @@ def _peft_parts(file: Path, settings: LoraSettings) -> Iterator[Matrices | Whole
         names = list(stored.keys())
     except (SafetensorError, OSError, ValueError) as error:
         raise _damaged(file, error) from error
+    with file.open("rb") as opened:
+        (length,) = struct.unpack("<Q", octets(opened, 0, 8).numpy().tobytes())
+        header = json.loads(octets(opened, 8, length).numpy().tobytes())
+        yield from _parts_of(stored, names, settings, partial(_numbers, opened, 8 + length, header))
+
+
+def _numbers(file: BufferedReader, start: int, header: Mapping[str, Any], name: str) -> Tensor:
+    entry = header[name]
+    begin, end = entry["data_offsets"]
+    return octets(file, start + begin, end - begin).view(_FORMATS[entry["dtype"]]).view(entry["shape"])
+
+
+def _parts_of(
+    stored: Any, names: Iterable[str], settings: LoraSettings, read: Callable[[str], Tensor]
+) -> Iterator[Matrices | Whole]:
     modules: dict[str, dict[str, str]] = {}
     for name in names:
         if len(name) > _MOST_NAME:
@@ -206,12 +238,14 @@ def _peft_parts(file: Path, settings: LoraSettings) -> Iterator[Matrices | Whole
             raise AdapterError(f"it contains {name}: {kind} are not supported")
         else:
             shape = tuple(stored.get_slice(name).get_shape())
-            yield Whole(short, shape, lambda name=name: stored.get_tensor(name))  # type: ignore[misc]
+            yield Whole(short, shape, lambda name=name: read(name))  # type: ignore[misc]
     for module, halves in modules.items():
-        yield _of_module(module, halves, settings, stored)
+        yield _of_module(module, halves, settings, stored, read)
 
 
-def _of_module(module: str, halves: Mapping[str, str], settings: LoraSettings, stored: Any) -> Matrices:
+def _of_module(
+    module: str, halves: Mapping[str, str], settings: LoraSettings, stored: Any, read: Callable[[str], Tensor]
+) -> Matrices:
     if len(halves) < 2:
         missing = "B" if "A" in halves else "A"
         raise AdapterError(f"lora_{missing} of {module} is missing. Save the adapter again")
@@ -229,7 +263,7 @@ def _of_module(module: str, halves: Mapping[str, str], settings: LoraSettings, s
         module,
         settings.scale_of(module),
         (down, up),
-        lambda: (stored.get_tensor(halves["A"]), stored.get_tensor(halves["B"])),
+        lambda: (read(halves["A"]), read(halves["B"])),
     )
 
 

@@ -14,7 +14,8 @@ from engine.model.adapters import LowRank
 from engine.model.divided import Divided, cut_of
 from engine.model.layers import Linear
 from engine.model.sharding import Cut
-from engine.model.table import Affine, Entry, Joined, Transform, Transposed, keeps_rows
+from engine.model.state_layers import DeltaRuleAttention
+from engine.model.table import Affine, Entry, Joined, ScaledRows, Transform, Transposed, keeps_rows
 from engine.model.transformer import Transformer
 
 
@@ -25,20 +26,41 @@ class Target:
     path: str  # path of the `Linear` in `model.named_modules()`
     size: tuple[int, int]  # features in and out of the `Linear`
     transform: Transform
-    place: int  # the matrix is source `place` of the transform
+    places: tuple[int, ...]  # the matrix is each of these sources of the transform
+    rule: spec.DeltaRule | None = None  # of the layer that the product belongs to
 
     @property
     def stored(self) -> tuple[int, int]:
         """Features in and out of the checkpoint's matrix."""
         cut = self._columns
         inputs = self.size[0] if cut is None else sum(cut.sizes)
-        return inputs, _rows(self.transform, self.place, self.size[1])
+        return inputs, _rows(self.transform, self.places[0], self.size[1])
 
     @property
     def _columns(self) -> Cut | None:
         """The inputs that a rank has, if ranks divide them."""
         cut = cut_of(self.transform)
         return cut if cut is not None and cut.inputs else None
+
+    def in_order(self, down: Tensor, up: Tensor, alternate: bool) -> tuple[Tensor, Tensor]:
+        """The matrices with the value heads of a delta rule in the model's order. `alternate`: the order in which they
+        are stored, see `DeltaRule`."""
+        rule, kind = self.rule, self.path.rpartition(".")[2]
+        if rule is None or rule.alternate == alternate:
+            return down, up
+        each = rule.value_heads // rule.key_heads
+
+        def order(count: int, first: int = 0, size: int = rule.value_dim) -> Tensor:
+            values = torch.arange(first, count)
+            apart = values.view(-1, each, size) if rule.alternate else values.view(each, -1, size)
+            return torch.cat([torch.arange(first), apart.transpose(0, 1).flatten()])
+
+        if kind == "out":
+            return down[:, order(down.shape[1])], up
+        if kind == "rates":
+            return down, up[order(len(up), size=1)]
+        keys = len(up) // (2 * rule.key_dim + each * rule.value_dim)
+        return down, up[order(len(up), 2 * keys * rule.key_dim if kind == "enter" else 0)]
 
     def own(self, down: Tensor) -> Tensor:
         """[rank, in of the Linear] of the checkpoint's [rank, in]."""
@@ -48,7 +70,8 @@ class Target:
     def lift(self, up: Tensor) -> Tensor:
         """[out of the Linear, rank] of the checkpoint's [out, rank], with each row at its index in the product."""
         lifted = up.new_zeros(self.size[1], up.shape[1])
-        _fill(self.transform, lifted, self.place, up)
+        for place in self.places:
+            _fill(self.transform, lifted, place, up)
         return lifted
 
 
@@ -60,8 +83,7 @@ class Targets:
         self._table = model.table
         self._model = model
         self._has_own_head = isinstance(model.spec.head, spec.Classifier | spec.AnswerSpan)
-        stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
-        changed = {linear for stack in stacks for linear in adaptable(stack)}
+        changed = adaptable(model.encoder, model.decoder)
         self._paths = {id(module): path for path, module in model.named_modules() if module in changed}
         self._entries: dict[str, list[tuple[Entry, int]]] = {}
         for entry in self._table.entries:
@@ -79,9 +101,11 @@ class Targets:
             if self._table.ignores(name):
                 return []
             raise AdapterError(f"the model has no matrix {module}")
+        entries = {id(entry): entry for entry, _ in self._entries[name]}
         found: dict[str, Target] = {}
-        for entry, place in self._entries[name]:
-            target = self._target(entry, place, module)
+        for number, entry in entries.items():
+            places = tuple(place for one, place in self._entries[name] if id(one) == number)
+            target = self._target(entry, places, module)
             found.setdefault(target.path, target)  # several entries are forms of the same parameter
         return list(found.values())
 
@@ -101,7 +125,7 @@ class Targets:
             return entry, parameters[entry.target].shape
         return None
 
-    def _target(self, entry: Entry, place: int, module: str) -> Target:
+    def _target(self, entry: Entry, places: tuple[int, ...], module: str) -> Target:
         path = entry.target.removesuffix(".weight")
         if ".embedding." in f".{entry.target}":
             raise AdapterError(f"{module} belongs to the embedding: adapters of embeddings are not supported")
@@ -117,7 +141,9 @@ class Targets:
             raise AdapterError(f"{module} is not a plain product here: adapters of it are not supported")
         if not _is_rowwise(entry.transform):
             raise AdapterError(f"{module} is stored with its columns rearranged: adapters of it are not supported")
-        return Target(self._paths[id(linear)], (linear.inputs, linear.outputs), entry.transform, place)
+        layer = self._model.get_submodule(path.rpartition(".")[0])
+        rule = layer.part if isinstance(layer, DeltaRuleAttention) else None
+        return Target(self._paths[id(linear)], (linear.inputs, linear.outputs), entry.transform, places, rule)
 
     def _current(self, stored: str) -> str:
         """The table's name for a checkpoint tensor with this name (`Checkpoint.rename`)."""
@@ -129,7 +155,7 @@ class Targets:
 def joined(parts: list[tuple[Target, Tensor, Tensor]]) -> LowRank:
     """The addition to one product from adapters of the matrices that it consists of. `parts`: for each its target, down
     [rank, in], and up [out, rank] with the rows of the checkpoint's matrix."""
-    parts = sorted(parts, key=lambda part: part[0].place)
+    parts = sorted(parts, key=lambda part: part[0].places)
     return LowRank(
         torch.cat([down for _, down, _ in parts]).contiguous(),
         torch.cat([target.lift(up) for target, _, up in parts], dim=1).contiguous(),
@@ -139,7 +165,7 @@ def joined(parts: list[tuple[Target, Tensor, Tensor]]) -> LowRank:
 def _is_rowwise(transform: Transform) -> bool:
     """Whether the rows of the result are stored rows times a factor."""
     match transform:
-        case Transposed():
+        case Transposed() | ScaledRows():
             return True
         case Affine(offset=offset, inner=inner):
             return not offset and _is_rowwise(inner)

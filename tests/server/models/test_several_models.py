@@ -192,6 +192,21 @@ def test_adapters_are_listed_before_their_model_is_loaded(monkeypatch: pytest.Mo
     run(go())
 
 
+def test_an_adapter_cannot_take_a_models_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Else no request would reach it."""
+
+    async def go() -> None:
+        keys = [ApiKey.of("operator", roles=frozenset({Role.ADMIN}))]
+        settings = {"api_key": ["operator"], "enable_lora_loading": str(tmp_path)}
+        async with world(monkeypatch, "a", "b", keys=keys, **settings) as found:
+            body, headers = {"lora_name": "b", "lora_path": "x"}, {"Authorization": "Bearer operator"}
+            refused = await found.http.post("/v1/load_lora_adapter", json=body, headers=headers)
+            assert refused.status_code == 400
+            assert "lora_name selects the model b or one of its adapters" in refused.json()["error"]["message"]
+
+    run(go())
+
+
 def test_a_capability_error_names_the_models_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     async def go() -> None:
         async with world(monkeypatch, "a", "c") as found:
