@@ -378,7 +378,7 @@ class Scheduler:
         head = self._waiting.first()
         first_prompt = chunked[0] if chunked else head
         if first_prompt is not None and first_prompt.is_background and self._clients_return:
-            step.shorten()
+            step.shorten(first_prompt.rows)
         if pooled or (head is not None and head.request.pooling is not None):
             self._pools_last = not self._pools_last
             if not self._pools_last and self._has_other_work(step):

@@ -76,10 +76,11 @@ class Step:
         """Plan at most half of the work that is left."""
         self.left /= 2
 
-    def shorten(self) -> None:
-        """Limit the step, so that a client's request does not wait long for its end."""
+    def shorten(self, rows: int) -> None:
+        """Limit the step, so that a client's request does not wait long for its end. `rows`: the rows of the first
+        request; with fewer tokens than rows, it would get none."""
         self.left *= _BACKGROUND
-        self.budget = min(self.budget, max(int(self.budget * _BACKGROUND), 1))
+        self.budget = min(self.budget, max(int(self.budget * _BACKGROUND), rows))
 
     @contextmanager
     def half(self) -> Iterator[None]:

@@ -153,7 +153,7 @@ def test_an_adapter_that_one_rank_cannot_load_stays_in_no_slot(monkeypatch: pyte
 
     monkeypatch.setattr(executor, "send", send)
     with pytest.raises(MemoryError, match="no room"):
-        executor.load_adapter(_Reading(executor, 2, "own"), 3)
+        executor.load_adapter(_Reading(executor, 2, "own", 1), 3)
     assert sent == [LoadAdapter("own", 3), UnloadAdapter(3)]
 
 

@@ -365,8 +365,14 @@ class TestBackground:
     def test_a_short_step_is_no_larger_than_a_whole_one(self) -> None:
         step = Step(0)  # decoding rows have taken all tokens
         step.begin_prompts()
-        step.shorten()
+        step.shorten(1)
         assert not step.is_open
+
+    def test_a_short_step_has_a_token_for_each_row_of_the_first_request(self) -> None:
+        step = Step(17)
+        step.begin_prompts()
+        step.shorten(2)
+        assert step.budget == 2
 
 
 class TestProgress:
