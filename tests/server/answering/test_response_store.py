@@ -299,9 +299,11 @@ def test_a_new_file_is_opened_by_several_processes_at_once(tmp_path: Path) -> No
 
     class Late(ResponseStore):
         def _prepare(self, database: sqlite3.Connection) -> None:
+            waited = []
+
             def trace(statement: str) -> None:
-                if "journal_mode" in statement:  # what follows the look
-                    looked.wait(60)
+                if "journal_mode" in statement and not waited:  # repeated while others write
+                    waited.append(looked.wait(60))
 
             database.set_trace_callback(trace)
             super()._prepare(database)
