@@ -147,7 +147,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
-    """What one rank has of a model: bytes of weights, heads and K/V heads of its first layer with attention."""
+    """One rank's part of a model: bytes of weights, heads and K/V heads of its first layer with attention."""
 
     weights: int
     heads: int

@@ -549,7 +549,7 @@ class Request:
 
     @property
     def is_background(self) -> bool:
-        """Whether it waits while any other request has prompt tokens to compute, whoever sent that one."""
+        """Whether the request waits while a request of any client has prompt tokens to compute."""
         return self.priority >= MAX_PRIORITY
 
     @property

@@ -24,7 +24,7 @@ class QueryKeeper(Protocol):
 
 
 class RunningPass(Protocol):
-    """What a part's own computation (`Apply`) sees of a pass besides its rows."""
+    """The data of a pass, besides its rows, that the computation of a single part (`Apply`) may read."""
 
     inputs: Inputs
     beside: Tensor | None

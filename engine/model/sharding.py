@@ -71,7 +71,7 @@ class Cut:
 
     @property
     def own_sizes(self) -> list[int]:
-        """What the rank has of each piece."""
+        """The size of the rank's part of each piece."""
         return [end - begin for begin, end in self.ranges]
 
     def piece(self, number: int) -> Cut:

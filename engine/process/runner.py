@@ -83,7 +83,7 @@ class Copy(msgspec.Struct, tag=True):
 
 class ReadAdapter(msgspec.Struct, tag=True):
     """`Executor.read_adapter`. Its answer is an `AdapterRead`, after those of later messages if reading takes long.
-    `number`: distinguishes it from an earlier one of this name, for which nobody waits any more."""
+    `number`: distinguishes this message from an earlier one of the same name whose sender has stopped waiting."""
 
     name: str
     source: str

@@ -1,7 +1,7 @@
 """Ranks: processes (or threads) that compute each step together, each with a part of every layer.
 
-They meet in shared memory (`src/ranks.h`). All ranks call the same functions here, in the same order, with tensors of
-the same shape. Sums are added in the order of ranks, so their bits do not depend on who comes first.
+Ranks exchange tensors through shared memory (`src/ranks.h`). All ranks call the same functions here, in the same order,
+with tensors of the same shape. Sums are added in the order of ranks, so their bits do not depend on who comes first.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def shared_memory(count: int, capacity: int = _CAPACITY) -> int:
 
 
 class Ranks:
-    """What one rank has to meet the others.
+    """One rank's access to the shared memory through which ranks exchange tensors.
 
     Args:
         rank, count: this rank, and the number of ranks.

@@ -60,11 +60,6 @@ class ModelSpec:
         return [part.state_size for part in self.decoder.states] if self.decoder else []
 
     @property
-    def state_kinds(self) -> list[str]:
-        """The kinds of these layers."""
-        return sorted({type(part).__name__ for part in self.decoder.states}) if self.decoder else []
-
-    @property
     def signal(self) -> SignalInfo | None:
         """The signal that its encoder, or its twin's, reads instead of token ids; None: it reads only token ids."""
         encoder = self.encoder if self.twin is None else self.twin.encoder

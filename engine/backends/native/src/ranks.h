@@ -1,8 +1,8 @@
 // Ranks: processes that compute one step together, each with a part of every layer. They meet in shared memory.
 //
 // Each rank has a line, which says how far it has come, and two buffers, which it fills in turn. A rank fills the buffer
-// for its next meeting while others may still read the one of the last meeting. None reads an older one: whoever comes
-// to a meeting has read all of the meeting before.
+// for its next meeting while others may still read the one of the last meeting. No rank reads an older one:
+// a rank that comes to a meeting has read everything of the meeting before.
 #pragma once
 
 #include <limits.h>
