@@ -475,7 +475,7 @@ _TURNED: Callable[[Metadata], Arrangement] = lambda metadata: Interleaved(  # no
 _OF_LLAVA = ("llama", "qwen2", "qwen3", "phi3")
 
 
-def _of_qwen(settings: Callable[[Metadata, Config], Settings], whole: str, network: Mapping[str, str]) -> Projector:
+def _of_qwen(settings: Callable[[Metadata, Config], Settings], whole: str, network: dict[str, str]) -> Projector:
     return Projector(
         settings,
         {"qwen2vl": whole},
