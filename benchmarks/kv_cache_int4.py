@@ -31,9 +31,9 @@ from torch import Tensor
 
 from engine.backends.attention.base import Paged
 from engine.backends.attention.formats import FP8, SCALE, dequantise, quantise
-from engine.backends.native import executor as native_executor
 from engine.execution.kv_cache import KVCache
 from engine.model import kernels
+from engine.model.executors import native as native_executor
 
 CHAT = ROOT / "server" / "demo" / "chat"
 MODELS = {"stories260k": (TRAINED, 1), "chat": (CHAT, 0)}

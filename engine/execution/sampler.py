@@ -26,8 +26,8 @@ from torch import Tensor
 from engine.backends import native
 from engine.backends import triton as gpu
 from engine.backends.native.sampling import LogitRows, mask
-from engine.backends.torch import sampling as sampler_torch
 from engine.backends.torch import sampling_whole
+from engine.execution import sampler_torch
 from engine.execution.pending import LateScores, PromptScores
 from engine.interface.sampling_table import GREEDY_TEMPERATURE, Kind, by_torch
 from engine.scheduling.plan import Bool, Float32, Int32, PromptLogprobRows, SamplingBatch, StepResult, TokenScores

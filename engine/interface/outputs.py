@@ -1,7 +1,7 @@
 """The outputs of the engine for callers.
 
 The engine itself returns deltas (`RequestDelta`): the tokens that became certain in one step. `engine.text.processor`
-and `engine.interface.llm` turn them into texts and cumulative answers (`RequestOutput`).
+and `engine.offline.llm` turn them into texts and cumulative answers (`RequestOutput`).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ A typical layer is then: join; product; heads; attention; product; join; product
 
 Numbers are rounded at the same points as by torch's operations, so the two differ only in the last bits of float32.
 torch computes operations without a kernel. A single token has another list with even fewer launches:
-`engine.backends.triton.one_row`.
+`engine.model.executors.triton_row`.
 
 Everything can be recorded as a CUDA graph: nothing waits for the device, sizes follow from the inputs, and tables are
 made once.
@@ -21,15 +21,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from engine.backends.native.program import Rows
-from engine.backends.torch.executor import HANDLERS, Biases, Buffers, Calls, Pass, TorchExecutor
+from engine.backends.rows import Rows
 from engine.backends.triton import norms
-from engine.backends.triton import one_row as triton_row
-from engine.backends.triton import operations as triton_operations
 from engine.backends.triton.norms import Norm
-from engine.backends.triton.operations import Join, StoreHeads
 from engine.backends.triton.rotary import LONGEST_HEAD, Angles, HeadNorms
 from engine.model.attention_operations import Attend, PrepareHeads, PrepareLatent
+from engine.model.executors import triton_operations, triton_row
+from engine.model.executors.reference import HANDLERS, Biases, Buffers, Calls, Pass, TorchExecutor
+from engine.model.executors.triton_operations import Join, StoreHeads
 from engine.model.inputs import Inputs
 from engine.model.kernels import GPU_FORMATS
 from engine.model.norms import LayerNorm, RmsNorm

@@ -22,12 +22,12 @@ from engine.backends.native.adapters import find_runs
 from engine.backends.native.arguments import FORMATS
 from engine.backends.native.attention import NativeAttention, describe_bias
 from engine.backends.native.gemm import Packed
-from engine.backends.native.program import LONGEST_KEY, MOST_EXPERTS, ExpertsRoom, Pages, PageTensors, Rows, StateMemory
+from engine.backends.native.program import LONGEST_KEY, MOST_EXPERTS, ExpertsRoom, Pages, PageTensors, StateMemory
 from engine.backends.native.rotary import LONGEST_HEAD
-from engine.backends.torch import executor as torch_executor
-from engine.backends.torch.executor import Pass, TorchExecutor
+from engine.backends.rows import Rows
 from engine.model import spec
 from engine.model.attention_operations import Attend, PrepareHeads, StoreEncoded
+from engine.model.executors.reference import Pass, TorchExecutor, execute
 from engine.model.experts import ExpertsFeedForward
 from engine.model.inputs import Inputs
 from engine.model.layers import QkNorm
@@ -241,7 +241,7 @@ class NativeExecutor:
                 if isinstance(stage, tuple):
                     self.native.run(*stage)
                 else:
-                    torch_executor.execute(stage, state)
+                    execute(stage, state)
         finally:
             self.native.end()
         return out

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.backends import triton as gpu
-from engine.backends.native import executor as native_executor
-from engine.backends.native.executor import NativeExecutor
-from engine.backends.torch.executor import TorchExecutor
+from engine.model.executors.native import NativeExecutor, refusal
+from engine.model.executors.reference import TorchExecutor
 from engine.model.inputs import Inputs
 from engine.model.program import Program
 from engine.model.tables import Tables
@@ -30,11 +29,11 @@ class Executor(Protocol):
 def fastest(program: Program, tables: Tables, dtype: torch.dtype, device: torch.device) -> Executor:
     """The fastest executor of a device for a program; the weights are loaded, laid out, and do not change."""
     if gpu.serves(device):
-        from engine.backends.triton.executor import TritonExecutor
+        from engine.model.executors.triton import TritonExecutor
 
         return TritonExecutor(program, tables, dtype)
     if device.type == "cpu":
-        reason = native_executor.refusal(program, dtype)
+        reason = refusal(program, dtype)
         if reason is None:
             return NativeExecutor(program, tables, dtype)
         logger.debug("torch runs a program: %s", reason)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.backends.attention.base import Bias, DistanceBias, Paged, Ragged
-from engine.backends.native.program import Rows
+from engine.backends.rows import Rows
 from engine.backends.torch.states import apply_delta, apply_scan, convolve, each_row
 from engine.model import kernels
 from engine.model.activations import activate, activate_by_name, gate_by_name
