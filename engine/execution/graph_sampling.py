@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from engine.execution.one_row import FormRecorder
-from engine.execution.pending import LateResult
 from engine.execution.sampler_captured import CapturedSampler
 from engine.model.kernels import RowForm
-from engine.scheduling.plan import Int32, SamplingBatch
+from engine.scheduling.plan import Int32, LateResult, SamplingBatch
 
 
 class SamplingGraphs:

@@ -24,7 +24,7 @@ from test_sampler import FILTERS, allowed_rows, batch_of, distribution, mixed_ro
 from engine.backends.triton import sampling, sampling_best, sampling_draw, sampling_edit, sampling_walk, sampling_wide
 from engine.backends.triton.sampling import SIZES, Sizes
 from engine.execution import sampler, sampler_captured, sampler_device, sampler_torch
-from engine.execution.pending import PendingStep
+from engine.execution.pending import LateStep
 from engine.execution.sampler_captured import CapturedSampler
 from engine.execution.sampler_device import DeviceSampler
 from engine.execution.transfers import Download
@@ -329,7 +329,7 @@ def test_scoring_prompts_waits_for_nothing(device: torch.device, monkeypatch: py
     monkeypatch.setattr(Download, "wait", noted)
     monkeypatch.setattr(Download, "ready", property(lambda self: arrived))
     scores = sampler.score_prompt(lambda x: x, logits.to(device), rows)
-    step = PendingStep(candidates=StepResult.empty(), prompt_logprobs=scores)
+    step = LateStep(candidates=StepResult.empty(), prompt_logprobs=scores)
     assert not step.ready
     assert not waited
     arrived = True
