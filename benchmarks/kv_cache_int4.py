@@ -32,8 +32,7 @@ from torch import Tensor
 from engine.backends.attention.base import Paged
 from engine.backends.attention.formats import FP8, SCALE, dequantise, quantise
 from engine.execution.kv_cache import KVCache
-from engine.model import kernels
-from engine.model.executors import native as native_executor
+from engine.model.executors import choice
 
 CHAT = ROOT / "server" / "demo" / "chat"
 MODELS = {"stories260k": (TRAINED, 1), "chat": (CHAT, 0)}
@@ -130,14 +129,14 @@ def written_as(form: str) -> Iterator[None]:
         assert self.key_centre is not None
         plain(self, slots, round_keys(keys.float() - self.key_centre), round_values(values.float()))
 
-    with mock.patch.object(Paged, "write", write), mock.patch.object(kernels, "rotate_and_store", return_value=False):
+    with mock.patch.object(Paged, "write", write):
         yield
 
 
 def scores_of(model: Path, form: str, texts: dict[str, list[list[int]]]) -> dict[str, list[tuple[int, float]]]:
     """Of each text over such pages, which torch's operators write and read. For pages of int8 the keys' mean is
     measured; their places are taken by pages of float32."""
-    with mock.patch.object(native_executor, "refusal", return_value="pages are rounded"):
+    with mock.patch.object(choice, "refusal", return_value="pages are rounded"):
         llm = open_trained("int8", model)
     runner = llm.engine.runner
     few = runner.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import Protocol
 
 import torch
@@ -21,6 +22,11 @@ logger = logging.getLogger("octavo.model")
 class Executor(Protocol):
     """An object that runs a program."""
 
+    @property
+    def missing(self) -> Collection[str]:
+        """The reasons why torch computes some operations for it."""
+        ...
+
     def run(self, inputs: Inputs) -> Tensor:
         """Hidden states [Tp, features]."""
         ...
@@ -28,13 +34,17 @@ class Executor(Protocol):
 
 def fastest(program: Program, tables: Tables, dtype: torch.dtype, device: torch.device) -> Executor:
     """The fastest executor of a device for a program; the weights are loaded, laid out, and do not change."""
+    executor: Executor = TorchExecutor(program, tables)
     if gpu.serves(device):
         from engine.model.executors.triton import TritonExecutor
 
-        return TritonExecutor(program, tables, dtype)
-    if device.type == "cpu":
+        executor = TritonExecutor(program, tables, dtype)
+    elif device.type == "cpu":
         reason = refusal(program, dtype)
         if reason is None:
-            return NativeExecutor(program, tables, dtype)
-        logger.debug("torch runs a program: %s", reason)
-    return TorchExecutor(program, tables)
+            executor = NativeExecutor(program, tables, dtype)
+        else:
+            logger.debug("torch runs a program: %s", reason)
+    if executor.missing:
+        logger.info("torch computes these parts, for which there are no kernels: %s", ", ".join(executor.missing))
+    return executor

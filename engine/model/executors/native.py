@@ -7,7 +7,6 @@ calls.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,8 +51,6 @@ from engine.model.program import Program
 from engine.model.slots import find_slots
 from engine.model.state_operations import ApplyDelta, ApplyScan, Convolve
 from engine.model.tables import Tables
-
-logger = logging.getLogger("octavo.model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,11 +181,11 @@ class NativeExecutor:
         assert isinstance(first_of_all, Embed | Take)
         self._first = first_of_all
         self._stages: list[tuple[int, int] | Operation] = []
-        missing: dict[str, None] = {}
+        self.missing: dict[str, None] = {}
         for operation in operations:
             reason = unsupported(operation, dtype)
             if reason is not None:
-                missing[reason] = None
+                self.missing[reason] = None
                 self._stages.append(operation)
                 continue
             first = len(self.native)
@@ -197,8 +194,6 @@ class NativeExecutor:
                 first = self._stages.pop()[0]  # type: ignore[index]
             if len(self.native) > first:
                 self._stages.append((first, len(self.native)))
-        if missing:
-            logger.info("torch computes these parts, for which there are no kernels: %s", ", ".join(missing))
 
     def run(self, inputs: Inputs) -> Tensor:
         """Hidden states [Tp, features]. Raises IndexError if a row's pages or a token's slot are outside the cache, or

@@ -1,6 +1,6 @@
 """Runs a stack's program in torch: the oracle, for every device and format.
 
-Single operations use our own kernels if there are some (`engine.model.kernels`).
+Norms and activations use our own kernels if there are some (`engine.model.kernels`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch import Tensor
 from engine.backends.attention.base import Bias, DistanceBias, Paged, Ragged
 from engine.backends.rows import Rows
 from engine.backends.torch.states import apply_delta, apply_scan, convolve, each_row
-from engine.model import kernels
 from engine.model.activations import activate, activate_by_name, gate_by_name
 from engine.model.attention_operations import Attend, PrepareHeads, PrepareLatent, StoreEncoded
 from engine.model.convolution import gather_neighbours
@@ -146,6 +145,8 @@ class Calls:
 class TorchExecutor:
     """Runs a program operation by operation."""
 
+    missing = ()  # torch computes everything, which is no news
+
     def __init__(self, program: Program, tables: Tables):
         self._tables = tables
         self._calls = Calls(program.operations, HANDLERS, program.result)
@@ -201,7 +202,13 @@ def _all_reduce(operation: AllReduce, state: Pass) -> None:
     state.values[operation.x] = operation.ranks.reduce(state.values[operation.x])
 
 
-def _prepare_heads(operation: PrepareHeads, state: Pass) -> None:
+Turn = Callable[[Tensor, Tensor, Rotary | None, tuple[Tensor, Tensor] | None, Paged | None, Tensor | None], bool]
+"""Rotates heads [T, heads + kv_heads, head_dim] in place, by angles if there are any, and stores keys and values in
+pages if there are any. Returns False, without any change, if torch should do it."""
+
+
+def prepare_heads(operation: PrepareHeads, state: Pass, turn: Turn = lambda *_: False) -> None:
+    """Compute the operation; `turn`: a backend's kernels."""
     part, inputs = operation.part, state.inputs
     heads = state.values[operation.heads]
     heads = heads.view(len(heads), part.heads + 2 * part.kv_heads, part.head_dim)
@@ -212,14 +219,14 @@ def _prepare_heads(operation: PrepareHeads, state: Pass) -> None:
     angles = None if rotary is None else state.rotation(rotary, turning)
     if operation.qk_norm is not None:
         if operation.qk_norm.after_rotation and rotary is not None and angles is not None:
-            if not kernels.rotate_and_store(turning, values, rotary, angles, None, None):
+            if not turn(turning, values, rotary, angles, None, None):
                 turning = rotate(turning, rotary, *angles)
             rotary, angles = None, None
         turning = operation.qk_norm(turning)
         values = values if operation.qk_norm.values is None else operation.qk_norm.values(values)
     cache = None if operation.layer is None else state.pages(operation.layer)
     slots = inputs.slots if cache is not None else None
-    done = kernels.rotate_and_store(turning, values, rotary, angles, cache, slots)
+    done = turn(turning, values, rotary, angles, cache, slots)
     if not done and rotary is not None and angles is not None:
         turning = rotate(turning, rotary, *angles)
     queries, keys = turning.tensor_split((part.heads,), dim=1)
@@ -404,7 +411,7 @@ HANDLERS: dict[type, Handler] = {
     AddAdapters: _add_adapters,
     AllReduce: _all_reduce,
     Apply: _apply,
-    PrepareHeads: _prepare_heads,
+    PrepareHeads: prepare_heads,
     PrepareLatent: _prepare_latent,
     StoreEncoded: _store_encoded,
     Attend: _attend,
