@@ -1,4 +1,4 @@
-"""Attention of rows with few queries: the decoding kernel, which is memory-bound (docs/kernels.md, "Attention on a GPU").
+"""Attention of rows with few queries: the decoding kernel, which is memory-bound (see docs/kernels.md).
 
 Up to 16 pairs of query and head are the rows of a product (more if more heads share keys): the minimum that tensor
 cores multiply. Single queries leave most rows empty, which should cost little, because the kernel waits for memory. A

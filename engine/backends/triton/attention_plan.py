@@ -1,5 +1,4 @@
-"""Divides attention's work among programs, on the device, once per step for all layers (docs/kernels.md, "Attention on a
-GPU").
+"""Divides attention's work among programs, on the device, once per step for all layers (see docs/kernels.md).
 
 Nothing is uploaded, and a captured graph plans again at each replay from the current lengths. Limits known on the host
 bound the grids: a graph is made for the longest possible context, and a program without work still takes time.

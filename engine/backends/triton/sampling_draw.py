@@ -1,9 +1,10 @@
-"""Samples from rows that `summarize` has walked over: temperature, top-k, top-p, min-p, inverse CDF in vocabulary order.
+"""Samples from rows that `summarize` has walked over: temperature, top-k, top-p, min-p, inverse CDF in vocabulary
+order.
 
-There are three ways; each row uses the shortest exact one (docs/kernels.md, "Sampling on a GPU"). In the last one
-(`wide`), a program processes a whole row: 256 rows of 128k, which are 134 MB, keep all of a large GPU busy (estimated 31
-us a pass by its bandwidth, some 40 us by the instructions), but a single row only one multiprocessor. Programs of rows
-without work end at once.
+There are three ways; each row uses the shortest exact one (see docs/kernels.md). In the last one (`wide`), a program
+processes a whole row: 256 rows of 128k, which are 134 MB, keep all of a large GPU busy (estimated 31 us a pass by its
+bandwidth, some 40 us by the instructions), but a single row only one multiprocessor. Programs of rows without work end
+at once.
 """
 
 from __future__ import annotations
