@@ -32,6 +32,7 @@ from torch import Tensor
 from engine.backends.attention.base import Paged
 from engine.backends.attention.formats import FP8, SCALE, dequantise, quantise
 from engine.execution.kv_cache import KVCache
+from engine.model import kernels
 from engine.model.executors import choice
 
 CHAT = ROOT / "server" / "demo" / "chat"
@@ -129,7 +130,7 @@ def written_as(form: str) -> Iterator[None]:
         assert self.key_centre is not None
         plain(self, slots, round_keys(keys.float() - self.key_centre), round_values(values.float()))
 
-    with mock.patch.object(Paged, "write", write):
+    with mock.patch.object(Paged, "write", write), mock.patch.object(kernels, "rotate_and_store", return_value=False):
         yield
 
 

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from engine.backends import native
 from engine.backends import triton as gpu
-from engine.backends.native import activations, norms
+from engine.backends.attention.base import Paged
+from engine.backends.native import activations, norms, rotary
 from engine.backends.native.gemm import Quantised
 from engine.model import spec
+from engine.model.positions import Rotary
 
 _FORMATS = (torch.float32, torch.bfloat16)
 GPU_FORMATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -124,3 +126,58 @@ def wide_product(x: Tensor, weight: Tensor | Quantised, bias: Tensor | None, for
         return None
     product = torch.mm(x, weight.t(), out_dtype=torch.float32)
     return product if bias is None else product.add_(bias)
+
+
+def rotate_and_store(
+    turning: Tensor,
+    values: Tensor,
+    part: Rotary | None,
+    angles: tuple[Tensor, Tensor] | None,
+    cache: Paged | None,
+    slots: Tensor | None,
+) -> bool:
+    """Rotate heads in place, and store keys and values in pages; returns False, without any change, if torch should do
+    it.
+
+    Args:
+        turning: [T, heads + kv_heads, head_dim], queries first; it is overwritten.
+        angles: cosines and sines of the tokens, for `part`.
+        cache: None for keys without pages, which are rotated in place too.
+        slots: the slots of the first tokens.
+    """
+    if take_on_gpu(turning):
+        return _on_gpu(turning, values, part, angles, cache, slots)
+    if not take(turning) or turning.shape[2] > rotary.LONGEST_HEAD:
+        return False
+    if cache is not None and cache.keys.dtype not in rotary.PAGES:
+        return False
+    rotation = None
+    if part is not None and angles is not None:
+        rotation = rotary.Rotation(*angles, part.interleaved)
+    if cache is not None and slots is not None:
+        rotary.rotate_and_store(turning, values, rotation, cache, slots)
+    elif rotation is not None:
+        rotary.rotate_(turning, rotation)
+    return True
+
+
+def _on_gpu(
+    turning: Tensor,
+    values: Tensor,
+    part: Rotary | None,
+    angles: tuple[Tensor, Tensor] | None,
+    cache: Paged | None,
+    slots: Tensor | None,
+) -> bool:
+    from engine.backends.triton import rotary as on_gpu
+
+    if turning.shape[2] > on_gpu.LONGEST_HEAD:
+        return False
+    how = None
+    if part is not None and angles is not None:
+        how = on_gpu.Angles(*angles, part.interleaved, part.in_float32)
+    if cache is not None and slots is not None:
+        on_gpu.rotate_and_store(turning, values, cache, angles=how, slots=slots)
+    elif how is not None:
+        on_gpu.rotate_(turning, how)
+    return True

@@ -1,6 +1,6 @@
 """Runs a stack's program in torch: the oracle, for every device and format.
 
-Norms and activations use our own kernels if there are some (`engine.model.kernels`).
+Single operations use our own kernels if there are some (`engine.model.kernels`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.backends.attention.base import Bias, DistanceBias, Paged, Ragged
 from engine.backends.rows import Rows
 from engine.backends.torch.states import apply_delta, apply_scan, convolve, each_row
+from engine.model import kernels
 from engine.model.activations import activate, activate_by_name, gate_by_name
 from engine.model.attention_operations import Attend, PrepareHeads, PrepareLatent, StoreEncoded
 from engine.model.convolution import gather_neighbours
@@ -202,13 +203,7 @@ def _all_reduce(operation: AllReduce, state: Pass) -> None:
     state.values[operation.x] = operation.ranks.reduce(state.values[operation.x])
 
 
-Turn = Callable[[Tensor, Tensor, Rotary | None, tuple[Tensor, Tensor] | None, Paged | None, Tensor | None], bool]
-"""Rotates heads [T, heads + kv_heads, head_dim] in place, by angles if there are any, and stores keys and values in
-pages if there are any. Returns False, without any change, if torch should do it."""
-
-
-def prepare_heads(operation: PrepareHeads, state: Pass, turn: Turn = lambda *_: False) -> None:
-    """Compute the operation; `turn`: a backend's kernels."""
+def _prepare_heads(operation: PrepareHeads, state: Pass) -> None:
     part, inputs = operation.part, state.inputs
     heads = state.values[operation.heads]
     heads = heads.view(len(heads), part.heads + 2 * part.kv_heads, part.head_dim)
@@ -219,14 +214,14 @@ def prepare_heads(operation: PrepareHeads, state: Pass, turn: Turn = lambda *_: 
     angles = None if rotary is None else state.rotation(rotary, turning)
     if operation.qk_norm is not None:
         if operation.qk_norm.after_rotation and rotary is not None and angles is not None:
-            if not turn(turning, values, rotary, angles, None, None):
+            if not kernels.rotate_and_store(turning, values, rotary, angles, None, None):
                 turning = rotate(turning, rotary, *angles)
             rotary, angles = None, None
         turning = operation.qk_norm(turning)
         values = values if operation.qk_norm.values is None else operation.qk_norm.values(values)
     cache = None if operation.layer is None else state.pages(operation.layer)
     slots = inputs.slots if cache is not None else None
-    done = turn(turning, values, rotary, angles, cache, slots)
+    done = kernels.rotate_and_store(turning, values, rotary, angles, cache, slots)
     if not done and rotary is not None and angles is not None:
         turning = rotate(turning, rotary, *angles)
     queries, keys = turning.tensor_split((part.heads,), dim=1)
@@ -411,7 +406,7 @@ HANDLERS: dict[type, Handler] = {
     AddAdapters: _add_adapters,
     AllReduce: _all_reduce,
     Apply: _apply,
-    PrepareHeads: prepare_heads,
+    PrepareHeads: _prepare_heads,
     PrepareLatent: _prepare_latent,
     StoreEncoded: _store_encoded,
     Attend: _attend,

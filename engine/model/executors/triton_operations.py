@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.backends.attention.base import Paged
 from engine.backends.rows import Rows
 from engine.backends.triton import adapters, norms, states
 from engine.backends.triton.norms import Norm
-from engine.backends.triton.rotary import LONGEST_HEAD, Angles, HeadNorms, rotate_, rotate_and_store
+from engine.backends.triton.rotary import Angles, HeadNorms, rotate_and_store
 from engine.model.attention_operations import PrepareHeads
 from engine.model.executors.reference import HANDLERS as TORCH
-from engine.model.executors.reference import Handler, Pass, prepare_heads
-from engine.model.kernels import take_on_gpu
+from engine.model.executors.reference import Handler, Pass
 from engine.model.operations import AddAdapters, Operation, operation
-from engine.model.positions import Rotary
 from engine.model.state_operations import ApplyDelta, Convolve
 
 
@@ -85,28 +82,6 @@ def _store_heads(operation: StoreHeads, state: Pass) -> None:
     state.values[prepared.queries] = turning[:, : part.heads]
 
 
-def _prepare_heads(operation: PrepareHeads, state: Pass) -> None:
-    prepare_heads(operation, state, _turn)
-
-
-def _turn(
-    turning: Tensor,
-    values: Tensor,
-    part: Rotary | None,
-    angles: tuple[Tensor, Tensor] | None,
-    cache: Paged | None,
-    slots: Tensor | None,
-) -> bool:
-    if not take_on_gpu(turning) or turning.shape[2] > LONGEST_HEAD:
-        return False
-    how = None if part is None or angles is None else Angles(*angles, part.interleaved, part.in_float32)
-    if cache is not None and slots is not None:
-        rotate_and_store(turning, values, cache, angles=how, slots=slots)
-    elif how is not None:
-        rotate_(turning, how)
-    return True
-
-
 def _add_adapters(operation: AddAdapters, state: Pass) -> None:
     slots, part = state.inputs.adapters, operation.linear.adapters
     if slots is not None and part is not None:
@@ -145,7 +120,6 @@ def _apply_delta(operation: ApplyDelta, state: Pass) -> None:
 HANDLERS: dict[type, Handler] = {
     Join: _join,
     StoreHeads: _store_heads,
-    PrepareHeads: _prepare_heads,
     AddAdapters: _add_adapters,
     Convolve: _convolve,
     ApplyDelta: _apply_delta,
