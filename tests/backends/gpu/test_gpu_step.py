@@ -23,9 +23,9 @@ from support.seq2seq import make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES as SEQ2SEQ
 
 from engine import Engine, RequestOutput
-from engine.backends.triton.executor import TritonExecutor
 from engine.execution import prompt_graphs
 from engine.execution.recording import eager
+from engine.model.executors.triton import TritonExecutor
 
 pytestmark = pytest.mark.slow
 
