@@ -231,9 +231,9 @@ def _projector_entries(part: Projector | Shuffled | Pooled) -> list[Entry]:
             Entry(f"{ours}.second.weight", (f"{source}.mm_input_projection_weight",), Transposed()),
         ]
     if isinstance(part, Shuffled):
-        return linear("vision.projector.second", "connector.modality_projection.proj", False, 0)
+        return linear("vision.projector.second", "connector.modality_projection.proj", False)
     source = "multi_modal_projector.linear_"
     return [
-        *linear("vision.projector.first", f"{source}1", part.bias, 0),
-        *linear("vision.projector.second", f"{source}2", part.bias, 1),
+        *linear("vision.projector.first", f"{source}1", part.bias),
+        *linear("vision.projector.second", f"{source}2", part.bias),
     ]
