@@ -113,7 +113,6 @@ class ChatImages:
 
 @contextmanager
 def _of_messages() -> Iterator[None]:
-    """Errors name the request's messages."""
     try:
         yield
     except InvalidRequestError as error:
