@@ -159,7 +159,7 @@ def _recurrence_weights(target: str, layer: str, part: StateLayer) -> list[Entry
     gates = {"inputs": "input_gate", "decays": "recurrent_gate"}
     return [
         *(
-            Entry(f"{target}.enter.{kind}", tuple(f"{name}.{kind}" for name in entered), Joined((part.width,) * 2), 0)
+            Entry(f"{target}.enter.{kind}", tuple(f"{name}.{kind}" for name in entered), Joined((part.width,) * 2))
             for kind in ("weight", "bias")
         ),
         *_convolution(f"{target}.convolution", f"{source}.conv_1d", part.width, part.kernel, True),
