@@ -17,6 +17,7 @@ from support.seeing import SeeingModel
 
 Named = Iterator[tuple[str, Tensor]]
 SIDE_OF_WINDOW = 112
+_BREAK = 283  # the id of [IMG_BREAK]
 
 
 @dataclass(frozen=True)
@@ -246,7 +247,7 @@ def write_projector(
         put(writer, name, value)
     if pair.type == "pixtral":  # llama.cpp takes it from here
         table = next(tensor for name, tensor in state.items() if name.endswith("embed_tokens.weight"))
-        writer.add_tensor("v.token_embd.img_break", table[-1].float().numpy())
+        writer.add_tensor("v.token_embd.img_break", table[_BREAK].float().numpy())
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, max(layers, 4))
     for stored, tensor in state.items():
         if _of_language(stored) or "position_ids" in stored:
