@@ -13,10 +13,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from support.gguf_files import KINDS, Kind, interleaved, put, write_numbers
-from support.seeing import IMAGE, SeeingModel
+from support.seeing import SeeingModel
 
 Named = Iterator[tuple[str, Tensor]]
 SIDE_OF_WINDOW = 112
+_BREAK = 283  # the id of [IMG_BREAK]
 
 
 @dataclass(frozen=True)
@@ -244,6 +245,9 @@ def write_projector(
     for name, value in changes.items():
         writer.kv_data[-1].pop(name, None)
         put(writer, name, value)
+    if pair.type == "pixtral":  # llama.cpp takes it from here
+        table = next(tensor for name, tensor in state.items() if name.endswith("embed_tokens.weight"))
+        writer.add_tensor("v.token_embd.img_break", table[_BREAK].float().numpy())
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, max(layers, 4))
     for stored, tensor in state.items():
         if _of_language(stored) or "position_ids" in stored:
@@ -301,6 +305,14 @@ def _as_llama_cpp(model: SeeingModel) -> None:
     (model.path / "config.json").write_text(json.dumps(config))
 
 
+def _renamed(text: str, pair: Pair) -> str:
+    """A token's text, or a template, as in the vocabularies of the family."""
+    text = text.replace("<image>", pair.token)
+    if pair.type.startswith("qwen"):
+        text = text.replace("<start_of_image>", "<|vision_start|>").replace("<end_of_image>", "<|vision_end|>")
+    return text
+
+
 def _vocabulary(model: SeeingModel, pair: Pair) -> dict[str, Any]:
     """The tokenizer of the checkpoint's folder; two bytes that no text has make its only merge."""
     stored = json.loads((model.path / "tokenizer.json").read_text())
@@ -309,15 +321,14 @@ def _vocabulary(model: SeeingModel, pair: Pair) -> dict[str, Any]:
     rows = model.model.config.text_config.vocab_size
     merged = len(known)
     known |= {merged: "ÀÁ"} | {number: f"[PAD{number}]" for number in range(merged + 1, rows)}
-    known[IMAGE] = pair.token
     template = json.loads((model.path / "tokenizer_config.json").read_text()).get("chat_template")
     file = model.path / "chat_template.jinja"
     template = file.read_text() if file.exists() else template
     return {
         "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": [known[number] for number in range(rows)],
+        "tokenizer.ggml.tokens": [_renamed(known[number], pair) for number in range(rows)],
         "tokenizer.ggml.token_type": [3 if number in special or number > merged else 1 for number in range(rows)],
         "tokenizer.ggml.merges": ["À Á"], "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.padding_token_id": 0, "tokenizer.ggml.add_bos_token": False,
-        "tokenizer.chat_template": template.replace("<image>", pair.token),
+        "tokenizer.chat_template": _renamed(template, pair),
     }  # fmt: skip

@@ -59,7 +59,7 @@ def answers(path: Path, model: SeeingModel, **settings: Any) -> list[Any]:
     found = finish(engine)
     engine.close()
     return [
-        (answer.token_ids, [next(iter(step.values())).logprob for step in answer.logprobs])
+        (answer.token_ids, [next(iter(step.values())).logprob for step in answer.logprobs or ()])
         for number in range(len(given))
         for answer in found[str(number)].outputs
     ]
