@@ -109,13 +109,13 @@ def _scan_weights(target: str, layer: str, part: StateLayer) -> list[Entry]:
     source = f"{layer}.mamba"
     norms = {"step_norm": "dt_layernorm", "before_norm": "b_layernorm", "after_norm": "c_layernorm"}
     return [
-        *linear(f"{target}.enter", f"{source}.in_proj", part.bias, 0),
+        *linear(f"{target}.enter", f"{source}.in_proj", part.bias),
         *_convolution(f"{target}.convolution", f"{source}.conv1d", part.width, part.kernel, part.kernel_bias),
-        *linear(f"{target}.made", f"{source}.x_proj", False, 0),
-        *linear(f"{target}.steps", f"{source}.dt_proj", True, 0),
+        *linear(f"{target}.made", f"{source}.x_proj", False),
+        *linear(f"{target}.steps", f"{source}.dt_proj", True),
         *_entries(target, source, decay="A_log", skip="D"),
         *(e for ours, theirs in norms.items() for e in norm(f"{target}.{ours}", f"{source}.{theirs}", bias=False)),
-        *linear(f"{target}.out", f"{source}.out_proj", part.bias, 1),
+        *linear(f"{target}.out", f"{source}.out_proj", part.bias),
     ]
 
 
@@ -166,7 +166,7 @@ def _recurrence_weights(target: str, layer: str, part: StateLayer) -> list[Entry
         *(Entry(f"{target}.{o}.weight", (f"{unit}.{t}_weight",), Turned()) for o, t in gates.items()),
         *(Entry(f"{target}.{o}.bias", (f"{unit}.{t}_bias",)) for o, t in gates.items()),
         *_entries(target, unit, speed="recurrent_param"),
-        *linear(f"{target}.out", f"{source}.linear_out", True, 1),
+        *linear(f"{target}.out", f"{source}.linear_out", True),
     ]
 
 
@@ -228,9 +228,9 @@ def _fading_weights(target: str, layer: str, part: StateLayer) -> list[Entry]:
     rows = tuple(HeadRows(part.heads, 3 * part.head_dim, i * part.head_dim) for i in range(3))
     return [
         Entry(f"{target}.enter.weight", (f"{source}.qkv_proj.weight",) * 3, Joined((width,) * 3, rows)),
-        *linear(f"{target}.opening", f"{source}.output_gate", False, 0),
+        *linear(f"{target}.opening", f"{source}.output_gate", False),
         *norm(f"{target}.norm", f"{source}.norm", bias=False),
-        *linear(f"{target}.out", f"{source}.out_proj", False, 1),
+        *linear(f"{target}.out", f"{source}.out_proj", False),
     ]
 
 
@@ -274,13 +274,13 @@ def _delta_weights(target: str, layer: str, part: StateLayer) -> list[Entry]:
         ),
         *_convolution(f"{target}.convolution", f"{source}.conv1d", 3 * part.width, part.kernel, False),
         Entry(f"{target}.convolution.weight", apart, Reshaped(((part.width, 1, part.kernel),) * 3)),
-        *linear(f"{target}.rates", f"{source}.b_proj", False, 0),
+        *linear(f"{target}.rates", f"{source}.b_proj", False),
         Entry(f"{target}.low.weight", lows, Joined((size, size))),
-        *linear(f"{target}.fading", f"{source}.forget_gate.f_b_proj", False, 0),
-        *linear(f"{target}.opening", f"{source}.g_b_proj", False, 0),
+        *linear(f"{target}.fading", f"{source}.forget_gate.f_b_proj", False),
+        *linear(f"{target}.opening", f"{source}.g_b_proj", False),
         Entry(f"{target}.decay", (f"{source}.forget_gate.A_log",), Reshaped(((1, 1, part.heads, 1),))),
         *_entries(target, source, offset="forget_gate.dt_bias", norm="o_norm.weight"),
-        *linear(f"{target}.out", f"{source}.o_proj", False, 1),
+        *linear(f"{target}.out", f"{source}.o_proj", False),
     ]
 
 

@@ -93,7 +93,7 @@ def _weights(model: ModelSpec) -> WeightTable:
         width = block.attention.kv_heads * block.attention.head_dim
         for kind in ("weight", "bias") if block.attention.qkv_bias else ("weight",):
             sources = (f"{source}.k_proj.{kind}", f"{source}.v_proj.{kind}")
-            entries.append(Entry(f"{target}.kv.{kind}", sources, Joined((width, width)), shard_axis=0))
+            entries.append(Entry(f"{target}.kv.{kind}", sources, Joined((width, width))))
         entries += norm(f"{target}.norm", f"{source}.k_norm", bias=False)
     return WeightTable(
         tuple(entries),
