@@ -179,11 +179,8 @@ def _aria_weights(target: str, source: str, part: FeedForward) -> list[Entry]:
     return [
         Entry(f"{own}.router.weight", (f"{source}.mlp.router.weight",)),
         *(
-            Entry(f"{own}.{ours}.weight", (f"{stored}.{theirs}",), Turned(), shard_axis=axis)
-            for ours, names, axis in (
-                ("up", ("fc1.weight", "gate_up_proj"), 1),
-                ("down", ("fc2.weight", "down_proj"), 2),
-            )
+            Entry(f"{own}.{ours}.weight", (f"{stored}.{theirs}",), Turned())
+            for ours, names in (("up", ("fc1.weight", "gate_up_proj")), ("down", ("fc2.weight", "down_proj")))
             for theirs in names
         ),
         *gated(f"{target}.always", f"{source}.mlp.shared_experts", part.always),
