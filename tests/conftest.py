@@ -98,7 +98,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before -m is heeded
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test with many cases, the fast part has SAMPLE, and the whole MOST: the first, the last and those between
-    them, evenly. Cases of which some are marked slow one by one keep their marks, and `whole` those of the whole."""
+    them, evenly. Cases of which some are marked slow one by one keep their marks, `whole` those of the whole, and
+    `everyday` are in both."""
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -106,7 +107,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for all_of_one in cases.values():
         last = len(all_of_one) - 1
         sample, most = ({round(place * last / (count - 1)) for place in range(count)} for count in (SAMPLE, MOST))
-        chosen = any(item.get_closest_marker("slow") for item in all_of_one)
+        chosen = any(item.get_closest_marker(mark) for item in all_of_one for mark in ("slow", "everyday"))
         for place, item in enumerate(all_of_one):
             everyday = chosen and item.get_closest_marker("slow") is None
             if place not in sample | most and not everyday and item.get_closest_marker("whole") is None:

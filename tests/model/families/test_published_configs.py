@@ -16,7 +16,7 @@ def named(case: dict[str, Any]) -> str:
     return " ".join([case.get("config") or case["type"], *changed[:4]])
 
 
-@pytest.mark.whole
+@pytest.mark.everyday
 @pytest.mark.parametrize("case", cases(), ids=named)
 def test_parts_are_as_recorded(case: dict[str, Any], tmp_path: Path) -> None:
     """`python -m support.published` records them anew."""
