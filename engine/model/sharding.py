@@ -135,6 +135,7 @@ def _refused_block(block: Block, count: int) -> list[str]:
     found = {
         "layers with a state, or without attention": block.mixing is not None,
         "bottlenecks": block.bottleneck is not None,
+        "one softmax over two attentions": block.merged,
         "convolutions beside layers": block.beside is not None,
         "low-rank paths": block.low_rank is not None,
         "layers that read tokens": block.reads_tokens or block.input is not None,

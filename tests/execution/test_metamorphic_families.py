@@ -49,6 +49,7 @@ SHAPES = {
     "states": replace(FAMILY_SHAPES["lfm2"], vocab=VOCAB),
     "matrices as states": replace(FAMILY_SHAPES["qwen3.5-moe"], vocab=VOCAB),
     "a scan beside attention": replace(FAMILY_SHAPES["falcon-h1"], vocab=VOCAB),
+    "a recurrence in torch": replace(FAMILY_SHAPES["jamba"], vocab=VOCAB),
     # Half of the jobs reach further than the original length.
     "factors by request": replace(
         FAMILY_SHAPES["phi3-factors-by-request"],

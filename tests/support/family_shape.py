@@ -95,6 +95,8 @@ class FamilyCheckpoint:
 
     def beams(self, prompt: Sequence[int], length_penalty: float, early_stopping: bool | str) -> Reference:
         """The reference's answers by beam search, all of them."""
+        # transformers does not reorder the states of these with the beams.
+        cached = self.shape.architecture not in ("MiniMaxForCausalLM", "RecurrentGemmaForCausalLM")
         return self._clear(
             lambda: reference.beams(
                 self.model,
@@ -105,6 +107,7 @@ class FamilyCheckpoint:
                 n=NUM_BEAMS,
                 length_penalty=length_penalty,
                 early_stopping=early_stopping,
+                use_cache=cached,
             )
         )
 
@@ -147,9 +150,7 @@ def build_reference(shape: FamilyShape) -> Any:
     model = model_class(config)
     model.set_attn_implementation("eager")
     randomise(model, shape)
-    # transformers does not reorder their states with the beams.
-    cached = shape.architecture not in ("MiniMaxForCausalLM", "RecurrentGemmaForCausalLM")
-    model.generation_config = transformers.GenerationConfig(eos_token_id=eos, pad_token_id=0, use_cache=cached)
+    model.generation_config = transformers.GenerationConfig(eos_token_id=eos, pad_token_id=0)
     run(model.eval(), [1] * shape.max_model_len)
     return model
 

@@ -50,7 +50,7 @@ SHAPES = {
         },
         prompts=(0, 2, 4, 1),
     ),
-    "recurrent-gemma": FamilyShape("RecurrentGemmaForCausalLM", GRIFFIN, prompts=(3, 4, 0, 1)),
+    "recurrent-gemma": FamilyShape("RecurrentGemmaForCausalLM", GRIFFIN, prompts=(4, 8, 3, 0)),
     "recurrent-gemma-odd-biases": FamilyShape(
         "RecurrentGemmaForCausalLM",
         GRIFFIN
@@ -64,7 +64,7 @@ SHAPES = {
         },
         prompts=(2, 9, 8, 0),
     ),
-    "minimax": FamilyShape("MiniMaxForCausalLM", MINIMAX, prompts=(7, 24, 3, 0)),
+    "minimax": FamilyShape("MiniMaxForCausalLM", MINIMAX, prompts=(7, 18, 3, 0)),
     "minimax-odd-scaled": FamilyShape(
         "MiniMaxForCausalLM",
         MINIMAX
@@ -83,7 +83,7 @@ SHAPES = {
             "num_experts_per_tok": 3,
             "tie_word_embeddings": True,
         },
-        prompts=(3, 6, 0, 2),
+        prompts=(4, 6, 0, 2),
     ),
     "kimi-linear": FamilyShape("KimiLinearForCausalLM", KIMI, prompts=(1, 6, 0, 2)),
     "kimi-linear-odd-groups": FamilyShape(
