@@ -15,6 +15,7 @@ from engine.backends import triton as gpu
 from engine.backends.attention.base import AttentionBackend
 from engine.backends.attention.formats import LARGEST, format_name
 from engine.backends.attention.selection import select
+from engine.backends.native.build import cpu_features
 from engine.backends.native.ranks import Ranks
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError, UnsupportedModelError
@@ -366,8 +367,7 @@ def choose_dtype(setting: str, stored: torch.dtype, device: torch.device) -> tor
 
 
 def has_fast_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 in hardware (AVX-512 BF16 or AMX)."""
+    """Whether the CPU multiplies bfloat16 in hardware (AVX-512 BF16 or AMX, or Arm's BF16)."""
     capability = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
-    return bool(capability is not None and capability()) or bool(
-        getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
-    )
+    tiles = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    return bool(capability is not None and capability()) or bool(tiles()) or "bf16" in cpu_features()

@@ -15,11 +15,18 @@ from torch import Tensor
 from engine.backends import native
 from engine.backends.native import gemm
 from engine.backends.native.build import EMULATED_TILES, supported_sets
+from support.emulated import CPUS, EmulatedLibrary, what_lacks
 
 ISAS = supported_sets()
 # `make test` tries this machine's best one; the others, which have to be compiled for that, are for `make test-all`.
+# So are those of Arm, under an emulator.
+_LACKING = what_lacks()
+EMULATED = [
+    pytest.param(isa, marks=[pytest.mark.slow, pytest.mark.skipif(bool(_LACKING), reason=_LACKING)])
+    for isa in sorted(CPUS.keys() - set(ISAS))
+]
 each_isa = pytest.mark.parametrize(
-    "isa", [isa if isa == ISAS[0] else pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS]
+    "isa", [*(isa if isa == ISAS[0] else pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS), *EMULATED]
 )
 needs_amx = pytest.mark.skipif(
     not (native.available() and gemm.has_amx()), reason="this CPU has no AMX, or it is not given"
@@ -58,7 +65,10 @@ def kernels_of(isa: str, threads: int = 1) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-loaded = functools.cache(native.load)
+@functools.cache
+def loaded(isa: str) -> native.Library:
+    """The library for an instruction set of this CPU, or of one that is emulated."""
+    return EmulatedLibrary(isa) if isa in CPUS.keys() - set(ISAS) else native.load(isa)
 
 
 @contextlib.contextmanager

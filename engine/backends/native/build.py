@@ -23,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,16 +65,25 @@ _AVX512_VNNI = InstructionSet(
     _AVX2.features | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"},
 )
 _AVX512 = InstructionSet((*_AVX512_VNNI.flags, "-mavx512bf16"), _AVX512_VNNI.features | {"avx512_bf16"})
+# Armv8.2 with atomics, which its CPUs all have. What GCC and Clang call these, see `_spelled` for Zig.
+_NEON_DOTPROD = InstructionSet(("-march=armv8.2-a+dotprod",), frozenset({"atomics", "asimddp"}))
+_NEON_I8MM = InstructionSet(("-march=armv8.2-a+dotprod+i8mm+bf16",), _NEON_DOTPROD.features | {"i8mm", "bf16"})
+_PORTABLE = {"portable": InstructionSet((), frozenset())}
 # Best first, by the machine's name.
 _INSTRUCTION_SETS = {
     "x86_64": {
         "avx512": _AVX512,
         "avx512-vnni": _AVX512_VNNI,  # Cascade Lake, Ice Lake, and virtual machines that hide bfloat16
         "avx2": _AVX2,
-        "portable": InstructionSet((), frozenset()),
-    }
+        **_PORTABLE,
+    },
+    "aarch64": {
+        "neon-i8mm": _NEON_I8MM,  # Neoverse V1 and N2, and later ones
+        "neon-dotprod": _NEON_DOTPROD,  # Neoverse N1, Cortex-A76
+        "neon": InstructionSet((), frozenset()),  # all CPUs of this kind have it
+        "portable": InstructionSet(("-DOCTAVO_PORTABLE",), frozenset()),  # without our own instructions
+    },
 }
-_PORTABLE = {"portable": InstructionSet((), frozenset())}
 EMULATED_TILES = "avx512-emulated-tiles"
 """Kernels for Intel's matrix tiles on CPUs without them (`src/tiles.h`). Only tests build and load it."""
 _FOR_TESTS = {EMULATED_TILES: InstructionSet((*_AVX512_VNNI.flags, "-DOCTAVO_TILES_EMULATED"), _AVX512_VNNI.features)}
@@ -94,15 +104,19 @@ def instruction_sets() -> dict[str, InstructionSet]:
     return _INSTRUCTION_SETS.get(machine(), _PORTABLE)
 
 
-def supported_sets(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
-    """The instruction sets of this CPU, as reported by the system, best first."""
-    features: set[str] = set()
+def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:
+    """Linux's names of what this CPU has; none where the system does not report them."""
     with contextlib.suppress(OSError):
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
             name, _, values = line.partition(":")
-            if name.strip() == "flags":
-                features = set(values.split())
-                break
+            if name.strip() in {"flags", "Features"}:  # of x86, of Arm
+                return set(values.split())
+    return set()
+
+
+def supported_sets(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """The instruction sets of this CPU, as reported by the system, best first."""
+    features = cpu_features(cpuinfo)
     return [name for name, kind in instruction_sets().items() if kind.features <= features]
 
 
@@ -147,15 +161,22 @@ def file_name(name: str, compiler: Compiler | None = None) -> str:
     return f"octavo-{name}-{digest.hexdigest()[:20]}.so"
 
 
-def build(name: str, compiler: Compiler, target: Path) -> None:
+def _spelled(flags: tuple[str, ...], compiler: Compiler) -> tuple[str, ...]:
+    """Flags as a compiler takes them: Zig names a CPU and what is added to it."""
+    if not any(Path(word).name in {"zig", "ziglang"} for word in compiler.command):
+        return flags
+    return tuple(flag.replace("-march=armv8.2-a", "-mcpu=generic+v8_2a") for flag in flags)
+
+
+def build(name: str, compiler: Compiler, target: Path, sources: Sequence[Path] = (), link: Sequence[str] = ()) -> None:
     """Build the library for one instruction set; `target` is complete or does not exist. Raises BuildError if the
-    compiler fails, or the folder is not writable."""
-    flags = (*compiler.command, *_FLAGS, *_flags_of(name))
-    link = _LINK_FLAGS_MACOS if sys.platform == "darwin" else _LINK_FLAGS
+    compiler fails, or the folder is not writable. `sources` and `link` replace those of the library."""
+    flags = (*compiler.command, *_FLAGS, *_spelled(_flags_of(name), compiler))
+    link = link or (_LINK_FLAGS_MACOS if sys.platform == "darwin" else _LINK_FLAGS)
+    sources = sources or sorted(SOURCES.glob("*.cpp"))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".building-") as folder:
-            sources = sorted(SOURCES.glob("*.cpp"))
             objects = [str(Path(folder) / f"{source.stem}.o") for source in sources]
             with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count()) as workers:
                 commands = [

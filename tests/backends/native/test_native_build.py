@@ -21,7 +21,15 @@ from test_wheel import layout
 from engine.backends import native
 from engine.backends.native import build as building
 from engine.backends.native import loading
-from engine.backends.native.build import BuildError, build, file_name, find_compiler, instruction_sets, supported_sets
+from engine.backends.native.build import (
+    BuildError,
+    Compiler,
+    build,
+    file_name,
+    find_compiler,
+    instruction_sets,
+    supported_sets,
+)
 from engine.backends.native.norms import rms_norm
 from engine.host.folders import cache_folder, make_spare
 
@@ -390,8 +398,31 @@ def test_instruction_sets_are_chosen_by_what_the_cpu_has(tmp_path: Path, monkeyp
     cpuinfo.write_text("flags\t\t: fpu sse2\n")
     assert supported_sets(cpuinfo) == ["portable"]
     assert supported_sets(tmp_path / "none") == ["portable"]
+
+
+def test_instruction_sets_of_arm_are_chosen_by_what_the_cpu_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines as Linux writes them for Cortex-A72, Neoverse N1 and Neoverse N2."""
     monkeypatch.setattr("platform.machine", lambda: "arm64")
-    assert supported_sets(cpuinfo) == ["portable"]
+    cpuinfo = tmp_path / "cpuinfo"
+    features = "fp asimd evtstrm aes pmull sha1 sha2 crc32 cpuid"
+    expected = ["neon", "portable"]
+    assert supported_sets(tmp_path / "none") == expected
+    more = ["", " atomics fphp asimdhp asimdrdm lrcpc dcpop asimddp ssbs", " sve i8mm bf16 dgh rng"]
+    for name, added in zip(["neon", "neon-dotprod", "neon-i8mm"], more, strict=True):
+        features += added
+        expected = [name, *expected] if name not in expected else expected
+        cpuinfo.write_text(f"processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: {features}\nCPU implementer\t: 0x41\n")
+        assert supported_sets(cpuinfo) == expected
+
+
+@pytest.mark.parametrize("command", ["zig c++", "python3 -m ziglang c++"])
+def test_zig_is_told_of_extensions_in_its_own_words(command: str) -> None:
+    flags = ("-march=armv8.2-a+dotprod+i8mm", "-DX")
+    assert building._spelled(flags, Compiler(("g++",), "")) == flags
+    zig = building._spelled(flags, Compiler(tuple(command.split()), ""))
+    assert zig == ("-mcpu=generic+v8_2a+dotprod+i8mm", "-DX")
 
 
 @pytest.mark.parametrize("name", ["avx1024", building.EMULATED_TILES])

@@ -32,11 +32,7 @@ struct Run {
 namespace adapters {
 
 constexpr int64_t PANEL = 64;
-#if defined(__AVX512F__)
-constexpr int64_t BLOCK = 4, EXPANDED = 4;  // tokens at a time
-#else
-constexpr int64_t BLOCK = 2, EXPANDED = 1;
-#endif
+constexpr int64_t BLOCK = REGISTERS == 32 ? 4 : 2, EXPANDED = REGISTERS == 32 ? 4 : 1;  // tokens at a time
 constexpr int64_t RANKS = 8;    // of `down`, that a thread takes at a time
 constexpr int64_t TAKEN = 64;   // rows of panels of `up`, likewise
 

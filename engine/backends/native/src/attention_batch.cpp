@@ -42,7 +42,7 @@ void attention_sizes(Attention& a) {
 void attention_part(Attention& a, int64_t thread, int64_t threads) {
   threads = smaller(threads, a.threads);
   if (thread >= threads) return;
-#if defined(__AVX512BF16__)
+#if defined(OCTAVO_PAIRS)
   if (a.q_format == PAGE_BF16 && (a.kv_format == PAGE_BF16 || a.kv_format == PAGE_INT8))
     return attend_pairs(a, thread, threads);
 #endif

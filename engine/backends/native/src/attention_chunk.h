@@ -8,12 +8,7 @@ namespace octavo {
 namespace {
 
 // Queries computed together, and vectors of the other side: their sums fill the registers.
-constexpr int ROWS = 6;
-#if defined(__AVX512F__)
-constexpr int COLUMNS = 4;
-#else
-constexpr int COLUMNS = 2;
-#endif
+constexpr int ROWS = 6, COLUMNS = REGISTERS == 32 ? 4 : 2;
 
 // A number of queries, as a type.
 template <int R>

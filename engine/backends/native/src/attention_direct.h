@@ -14,11 +14,7 @@ namespace {
 constexpr int FEW = 8;
 
 // Sums that stay in registers.
-#if defined(__AVX512F__)
-constexpr int KEPT = 24;
-#else
-constexpr int KEPT = 12;
-#endif
+constexpr int KEPT = REGISTERS == 32 ? 24 : 12;
 
 // Vectors of keys that are met together at most, and keys of whose values the next lines are found at once.
 constexpr int TOGETHER = 4, STEP = 8;
@@ -37,7 +33,7 @@ OCTAVO_INLINE void add_values(Single, const Lines<T>& values, const Unit (&weigh
   }
 }
 
-#if defined(__AVX512BF16__)
+#if defined(OCTAVO_PAIRS)
 
 template <int R, int C, bool WHOLE, class T, class Ahead>
 OCTAVO_INLINE void add_values(Pair, const Lines<T>& values, const Unit (&weights)[R][CHUNK / 2], int64_t low,

@@ -90,6 +90,7 @@ struct Single {
 };
 
 #if defined(__AVX512BF16__)
+#define OCTAVO_PAIRS  // there are products of pairs
 
 // Two bfloat16 a unit.
 struct Pair {
@@ -121,6 +122,47 @@ struct Pair {
   OCTAVO_INLINE Vector add_all(Vector acc, Vector first, Vector second) {
     const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
     return _mm512_dpbf16_ps(acc, _mm512_cvtne2ps_pbh(second, first), ones);
+  }
+};
+
+#elif defined(OCTAVO_NEON) && defined(__ARM_FEATURE_BF16)
+#define OCTAVO_PAIRS
+
+struct Pair {
+  static constexpr int64_t HELD = 2;
+
+  OCTAVO_INLINE Vector units(const bfloat16* vector, int64_t at, int64_t size) {
+    Vector pairs{};
+    const int64_t left = size - at;
+    const int64_t some = smaller(left, 2 * WIDTH);
+    __builtin_memcpy(&pairs, vector + at, static_cast<size_t>(some) * sizeof *vector);
+    return pairs;
+  }
+
+  // Whole numbers up to 127 are exact in bfloat16.
+  OCTAVO_INLINE Vector units(const int8_t* vector, int64_t at, int64_t size) {
+    const int64_t left = size - at;
+    return narrowed(read(vector + at, left), left > WIDTH ? read(vector + at + WIDTH, left - WIDTH) : Vector{});
+  }
+
+  OCTAVO_INLINE Vector add(Vector acc, Unit unit, Vector b) { return dot(acc, (Vector)vdupq_n_u32(unit), b); }
+
+  OCTAVO_INLINE void put(Unit* to, Vector first, Vector second) {
+    store(reinterpret_cast<float*>(to), narrowed(first, second));
+  }
+
+  // The sum of what they are as bfloat16.
+  OCTAVO_INLINE Vector add_all(Vector acc, Vector first, Vector second) {
+    return dot(acc, narrowed(first, second), (Vector)vdupq_n_u16(0x3f80));
+  }
+
+ private:
+  OCTAVO_INLINE Vector narrowed(Vector first, Vector second) {
+    return (Vector)vcombine_u16((uint16x4_t)narrow(first), (uint16x4_t)narrow(second));
+  }
+
+  OCTAVO_INLINE Vector dot(Vector acc, Vector a, Vector b) {
+    return (Vector)vbfdotq_f32((float32x4_t)acc, (bfloat16x8_t)a, (bfloat16x8_t)b);
   }
 };
 

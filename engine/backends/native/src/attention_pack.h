@@ -75,10 +75,18 @@ OCTAVO_INLINE void pack_values(Single, const Lines<T>& values, int64_t first, in
   }
 }
 
-#if defined(__AVX512BF16__)
+#if defined(OCTAVO_PAIRS)
 
 // Two rows of features as rows of units: [a0 b0 a1 b1 ...], the first half of the features and the other.
 struct Zip {
+#if defined(OCTAVO_NEON)
+  OCTAVO_INLINE_MEMBER Vector first(Vector a, Vector b) const {
+    return (Vector)vzip1q_u16((uint16x8_t)a, (uint16x8_t)b);
+  }
+  OCTAVO_INLINE_MEMBER Vector second(Vector a, Vector b) const {
+    return (Vector)vzip2q_u16((uint16x8_t)a, (uint16x8_t)b);
+  }
+#else
   __m512i low, high;
 
   OCTAVO_INLINE_MEMBER Zip() {
@@ -93,6 +101,7 @@ struct Zip {
   OCTAVO_INLINE_MEMBER Vector second(Vector a, Vector b) const {
     return (Vector)_mm512_permutex2var_epi16((__m512i)a, high, (__m512i)b);
   }
+#endif
 };
 
 template <class T, class Ahead>

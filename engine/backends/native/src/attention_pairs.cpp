@@ -1,7 +1,7 @@
 // Attention whose products are bfloat16, where the processor has them.
 #include "attention_worker.h"
 
-#if defined(__AVX512BF16__)
+#if defined(OCTAVO_PAIRS)
 
 namespace octavo {
 

@@ -42,11 +42,7 @@ enum Kind : int64_t {
   BY_PARTS,
 };
 
-#if defined(__AVX512F__)
-constexpr int VECTOR_ROWS = 12;  // of a tile of the kernels for float32 and bfloat16
-#else
-constexpr int VECTOR_ROWS = 6;
-#endif
+constexpr int VECTOR_ROWS = REGISTERS == 32 ? 12 : 6;  // of a tile of the kernels for float32 and bfloat16
 
 constexpr int64_t FEW = 12;  // rows that BY_FLOAT32 multiplies sooner than BY_AMX_FLOAT32, which reads the same weights
 

@@ -1,6 +1,7 @@
 // Products with weights of float32 and bfloat16, summed in float32.
 #include "gemm_look_up.h"
 #include "gemm_panels.h"
+#include "gemm_sums.h"
 
 namespace octavo::gemm {
 namespace {
@@ -66,6 +67,8 @@ struct Float32 : ByVectors<Float32> {
 OCTAVO_INLINE Vector pairs(Vector acc, Integers weights, uint32_t x) {
 #if defined(__AVX512BF16__)
   return (Vector)_mm512_dpbf16_ps((__m512)acc, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(static_cast<int>(x)));
+#elif defined(OCTAVO_NEON) && defined(__ARM_FEATURE_BF16)
+  return (Vector)vbfdotq_f32((float32x4_t)acc, (bfloat16x8_t)weights, vreinterpretq_bf16_u32(vdupq_n_u32(x)));
 #else
   const Integers value = static_cast<int32_t>(x) - Integers{};
   const Integers upper = Integers{} + static_cast<int32_t>(0xffff0000);
@@ -102,24 +105,20 @@ struct Bfloat16 : ByVectors<Bfloat16> {
   template <int N>
   static void multiply(const char* tile, const char* panel, int64_t inputs, float* sums, auto ahead) {
     const uint32_t* x = reinterpret_cast<const uint32_t*>(tile);
-    Vector acc[N][2] = {};
+    Sums<Vector, N, 2> acc;
+    acc.begin([](int) { return Vector{}; });
     const int64_t units = (inputs + 1) / 2;
-#pragma GCC unroll 2
-    for (int64_t i = 0; i < units; ++i, x += N, panel += 4 * PANEL) {
+    const auto weights = [&](int64_t i) {
       ahead.fetch(i);
-      Integers low, high;
-      __builtin_memcpy(&low, panel, sizeof low);
-      __builtin_memcpy(&high, panel + sizeof low, sizeof high);
-#pragma GCC unroll 16
-      for (int row = 0; row < N; ++row) {
-        acc[row][0] = pairs(acc[row][0], low, x[row]);
-        acc[row][1] = pairs(acc[row][1], high, x[row]);
-      }
-    }
+      const char* unit = panel + i * UNIT_BYTES;
+      return Sides{{load_integers(unit), load_integers(unit + 4 * WIDTH)}};
+    };
+    add_units(acc, units, x, weights,
+              [](Vector sum, Integers unit, uint32_t of_row) { return pairs(sum, unit, of_row); });
 #pragma GCC unroll 16
     for (int row = 0; row < N; ++row) {
-      store(sums + row * PANEL, acc[row][0]);
-      store(sums + row * PANEL + WIDTH, acc[row][1]);
+      store(sums + row * PANEL, acc.of(row, 0));
+      store(sums + row * PANEL + WIDTH, acc.of(row, 1));
     }
   }
 

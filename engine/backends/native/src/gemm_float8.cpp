@@ -75,11 +75,7 @@ OCTAVO_INLINE void add_unit(const char* weights, const uint32_t* x, Vector (&acc
 // Weights: for each group of inputs [inputs / 2][PANEL][2] bytes, then scales [PANEL]. x:
 // [inputs / 2][rows][2]; an odd input's partner is 0.
 struct Float8 : ByVectors<Float8> {
-#if defined(__AVX512F__)
-  static constexpr int ROWS = 12;
-#else
-  static constexpr int ROWS = 4;
-#endif
+  static constexpr int ROWS = REGISTERS == 32 ? 12 : 4;
   static int64_t row_bytes(int64_t inputs) { return 4 * pairs_of(inputs); }
   static int64_t panel_bytes(int64_t inputs) {
     const int64_t groups = (inputs + GROUP_INPUTS - 1) / GROUP_INPUTS;

@@ -18,11 +18,7 @@ constexpr int64_t AHEAD = 8192;
 // the next, then float16 scales [PANEL] and minima [PANEL]. x: see `prepare_groups`; what is noted is the sum of the
 // group.
 struct Int4 : ByVectors<Int4> {
-#if defined(__AVX512F__)
-  static constexpr int ROWS = 8;
-#else
-  static constexpr int ROWS = 3;
-#endif
+  static constexpr int ROWS = REGISTERS == 32 ? 8 : 3;
   static int64_t row_bytes(int64_t inputs) { return groups_of(inputs) * ROW_GROUP_BYTES; }
   static int64_t panel_bytes(int64_t inputs) { return groups_of(inputs) * GROUP_BYTES; }
 
@@ -46,20 +42,18 @@ struct Int4 : ByVectors<Int4> {
       for (int side = 0; side < 2; ++side) {
         // Units of x are read again for the other side, rather than kept in registers that there are not.
         __asm__ volatile("" ::: "memory");
-        Integers acc[N] = {};
+        Sums<Integers, N, 1> acc;
+        acc.begin([](int) { return Integers{}; });
 #pragma GCC unroll 4
         for (int64_t i = 0; i < UNITS; i += 2) {
           const Integers both = load_integers(panel + (i * PANEL / 2 + side * WIDTH) * UNIT);
-          const Integers first = both & 0x0f0f0f0f, second = both >> 4 & 0x0f0f0f0f;
-#pragma GCC unroll 16
-          for (int row = 0; row < N; ++row) acc[row] = dot_small(acc[row], first, x[i * N + row]);
-#pragma GCC unroll 16
-          for (int row = 0; row < N; ++row) acc[row] = dot_small(acc[row], second, x[(i + 1) * N + row]);
+          acc.add({both & 0x0f0f0f0f}, {both >> 4 & 0x0f0f0f0f}, x + i * N,
+                  [](Integers sum, Integers weights, int32_t unit) { return dot_small(sum, weights, unit); });
         }
         const Vector scale = load(scales + side * WIDTH), least = load(scales + PANEL + side * WIDTH);
 #pragma GCC unroll 16
         for (int row = 0; row < N; ++row) {
-          const Vector sum = __builtin_convertvector(acc[row], Vector) * all(row_scales[row]);
+          const Vector sum = __builtin_convertvector(acc.of(row, 0), Vector) * all(row_scales[row]);
           total[row][side] = fma(all(row_sums[row]), least, fma(sum, scale, total[row][side]));
         }
       }

@@ -19,11 +19,7 @@ constexpr int64_t AHEAD = 8;                 // groups
 // see `prepare_groups`; what is noted is what the offset of the weights adds to the sum, negated.
 template <bool ROTATED>
 struct Int8 : ByVectors<Int8<ROTATED>> {
-#if defined(__AVX512F__)
-  static constexpr int ROWS = 8;
-#else
-  static constexpr int ROWS = 4;
-#endif
+  static constexpr int ROWS = REGISTERS == 32 ? 8 : 4;
   static int64_t row_bytes(int64_t inputs) { return groups_of(inputs) * ROW_GROUP_BYTES; }
   static int64_t panel_bytes(int64_t inputs) {
     if constexpr (ROTATED) return rotated_panel_bytes(groups_of(inputs));
@@ -49,26 +45,21 @@ struct Int8 : ByVectors<Int8<ROTATED>> {
       const int32_t* corrections = x + (UNITS + 1) * N;
       const Scale* scales = reinterpret_cast<const Scale*>(scales_at);
       __builtin_prefetch(scales_at + AHEAD * SCALES, 0, 2);
-      Integers acc[N][2];
-#pragma GCC unroll 16
-      for (int row = 0; row < N; ++row) acc[row][0] = acc[row][1] = OFFSET ? integers(corrections[row]) : Integers{};
-#pragma GCC unroll 2
-      for (int64_t i = 0; i < UNITS; ++i) {
+      Sums<Integers, N, 2> acc;
+      acc.begin([=](int row) { return OFFSET ? integers(corrections[row]) : Integers{}; });
+      const auto weights = [&](int64_t i) {
         const char* unit = panel + i * UNIT * PANEL;
         for (int64_t line = 0; line < UNIT * PANEL; line += 64) __builtin_prefetch(unit + AHEAD * STEP + line, 0, 2);
-        const Integers low = load_integers(unit), high = load_integers(unit + UNIT * WIDTH);
-#pragma GCC unroll 16
-        for (int row = 0; row < N; ++row) {
-          acc[row][0] = dot_bytes(acc[row][0], low, x[i * N + row]);
-          acc[row][1] = dot_bytes(acc[row][1], high, x[i * N + row]);
-        }
-      }
+        return Sides{{load_integers(unit), load_integers(unit + UNIT * WIDTH)}};
+      };
+      add_units(acc, UNITS, x, weights,
+                [](Integers sum, Integers unit, int32_t of_row) { return dot_bytes(sum, unit, of_row); });
       const Vector low = load(scales), high = load(scales + WIDTH);
 #pragma GCC unroll 16
       for (int row = 0; row < N; ++row) {
         const Vector scale = all(row_scales[row]);
-        total[row][0] = fma(__builtin_convertvector(acc[row][0], Vector) * scale, low, total[row][0]);
-        total[row][1] = fma(__builtin_convertvector(acc[row][1], Vector) * scale, high, total[row][1]);
+        total[row][0] = fma(__builtin_convertvector(acc.of(row, 0), Vector) * scale, low, total[row][0]);
+        total[row][1] = fma(__builtin_convertvector(acc.of(row, 1), Vector) * scale, high, total[row][1]);
       }
     }
     if constexpr (ROTATED) {

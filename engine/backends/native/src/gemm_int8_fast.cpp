@@ -17,11 +17,7 @@ OCTAVO_INLINE int64_t units_of(int64_t inputs) { return (inputs + UNIT - 1) / UN
 // Weights [inputs / 4][PANEL][4], then scales [PANEL]; x [inputs / 4][rows][4], then scales [rows], then what the
 // offset of the weights adds to the sums, negated, [rows].
 struct Int8Fast : ByVectors<Int8Fast> {
-#if defined(__AVX512F__)
-  static constexpr int ROWS = 12;
-#else
-  static constexpr int ROWS = 4;
-#endif
+  static constexpr int ROWS = REGISTERS == 32 ? 12 : 4;
   static int64_t row_bytes(int64_t inputs) { return UNIT * units_of(inputs) + 8; }
   static int64_t panel_bytes(int64_t inputs) { return PANEL * (UNIT * units_of(inputs) + 4); }
 
@@ -51,27 +47,24 @@ struct Int8Fast : ByVectors<Int8Fast> {
     const int64_t units = units_of(inputs);
     const int32_t* x = reinterpret_cast<const int32_t*>(tile);
     const int32_t* corrections = x + units * N + N;
-    Integers acc[N][2];
-#pragma GCC unroll 16
-    for (int row = 0; row < N; ++row) acc[row][0] = acc[row][1] = integers(corrections[row]);
-#pragma GCC unroll 2
-    for (int64_t i = 0; i < units; ++i, x += N, panel += UNIT * PANEL) {
-      for (int64_t line = 0; line < UNIT * PANEL; line += 64) __builtin_prefetch(panel + AHEAD + line);
-      const Integers low = load_integers(panel), high = load_integers(panel + UNIT * WIDTH);
-#pragma GCC unroll 16
-      for (int row = 0; row < N; ++row) {
-        acc[row][0] = dot_bytes(acc[row][0], low, x[row]);
-        acc[row][1] = dot_bytes(acc[row][1], high, x[row]);
-      }
-    }
-    const float* row_scales = reinterpret_cast<const float*>(x);
+    Sums<Integers, N, 2> acc;
+    acc.begin([=](int row) { return integers(corrections[row]); });
+    const auto weights = [&](int64_t i) {
+      const char* unit = panel + i * UNIT * PANEL;
+      for (int64_t line = 0; line < UNIT * PANEL; line += 64) __builtin_prefetch(unit + AHEAD + line);
+      return Sides{{load_integers(unit), load_integers(unit + UNIT * WIDTH)}};
+    };
+    add_units(acc, units, x, weights,
+              [](Integers sum, Integers unit, int32_t of_row) { return dot_bytes(sum, unit, of_row); });
+    const float* row_scales = reinterpret_cast<const float*>(x + units * N);
+    panel += units * UNIT * PANEL;
     const Vector low = load(reinterpret_cast<const float*>(panel));
     const Vector high = load(reinterpret_cast<const float*>(panel) + WIDTH);
 #pragma GCC unroll 16
     for (int row = 0; row < N; ++row) {
       const Vector scale = all(row_scales[row]);
-      store(sums + row * PANEL, __builtin_convertvector(acc[row][0], Vector) * (low * scale));
-      store(sums + row * PANEL + WIDTH, __builtin_convertvector(acc[row][1], Vector) * (high * scale));
+      store(sums + row * PANEL, __builtin_convertvector(acc.of(row, 0), Vector) * (low * scale));
+      store(sums + row * PANEL + WIDTH, __builtin_convertvector(acc.of(row, 1), Vector) * (high * scale));
     }
   }
 

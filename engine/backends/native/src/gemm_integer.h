@@ -2,6 +2,7 @@
 #pragma once
 
 #include "gemm.h"
+#include "gemm_sums.h"
 
 namespace octavo::gemm {
 
@@ -15,11 +16,18 @@ constexpr uint32_t FLIPPED = OFFSET ? 0x80808080u : 0;  // adds OFFSET to each b
 
 OCTAVO_INLINE Integers integers(int32_t value) { return value - Integers{}; }
 
-OCTAVO_INLINE Integers load_integers(const void* from) {
-  Integers v;
-  __builtin_memcpy(&v, from, sizeof v);
-  return v;
+#if defined(OCTAVO_NEON)
+// acc + four products of signed bytes in each element. Exact: sums of two pairs stay within 16 bits.
+OCTAVO_INLINE Integers dot_signed(Integers acc, Integers weights, int32_t x) {
+  const int8x16_t w = (int8x16_t)weights, value = vreinterpretq_s8_s32(vdupq_n_s32(x));
+#if defined(__ARM_FEATURE_DOTPROD)
+  return (Integers)vdotq_s32((int32x4_t)acc, w, value);
+#else
+  const int16x8_t low = vmull_s8(vget_low_s8(w), vget_low_s8(value)), high = vmull_high_s8(w, value);
+  return (Integers)vpadalq_s16((int32x4_t)acc, vpaddq_s16(low, high));
+#endif
 }
+#endif
 
 // acc + four products in each element; weights are from 0 to 127. Exact.
 OCTAVO_INLINE Integers dot_small(Integers acc, Integers weights, int32_t x) {
@@ -28,6 +36,8 @@ OCTAVO_INLINE Integers dot_small(Integers acc, Integers weights, int32_t x) {
 #elif defined(__AVX2__)
   const __m256i pairs = _mm256_maddubs_epi16((__m256i)weights, _mm256_set1_epi32(x));
   return acc + (Integers)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#elif defined(OCTAVO_NEON)
+  return dot_signed(acc, weights, x);
 #else
   const Integers value = integers(x);
   acc += (weights & 0xff) * (value << 24 >> 24);
@@ -46,6 +56,8 @@ OCTAVO_INLINE Integers dot_bytes(Integers acc, Integers weights, int32_t x) {
   const __m256i pairs =
       _mm256_maddubs_epi16(_mm256_abs_epi8(signed_weights), _mm256_sign_epi8(value, signed_weights));
   return acc + (Integers)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#elif defined(OCTAVO_NEON)
+  return dot_signed(acc, weights, x);
 #else
   const Integers value = integers(x);
   acc += (weights << 24 >> 24) * (value << 24 >> 24);
@@ -64,6 +76,8 @@ OCTAVO_INLINE int32_t sum_of(Integers v) {
   const __m128i four = _mm_add_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
   const __m128i two = _mm_add_epi32(four, _mm_unpackhi_epi64(four, four));
   return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 1)));
+#elif defined(OCTAVO_NEON)
+  return vaddvq_s32((int32x4_t)v);
 #else
   return v[0] + v[1] + v[2] + v[3];
 #endif
@@ -76,6 +90,8 @@ OCTAVO_INLINE int32_t largest_of(Integers v) {
   const __m128i four = _mm_max_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
   const __m128i two = _mm_max_epi32(four, _mm_unpackhi_epi64(four, four));
   return _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, 1)));
+#elif defined(OCTAVO_NEON)
+  return vmaxvq_s32((int32x4_t)v);
 #else
   return larger(larger(v[0], v[1]), larger(v[2], v[3]));
 #endif

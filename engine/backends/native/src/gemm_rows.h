@@ -21,6 +21,11 @@ OCTAVO_INLINE void interleave_4_by_4(const uint32_t* from, int64_t from_stride, 
   put(1, _mm_unpackhi_epi64(ab, cd));
   put(2, _mm_unpacklo_epi64(ef, gh));
   put(3, _mm_unpackhi_epi64(ef, gh));
+#elif defined(OCTAVO_NEON)
+  Vector v[4];
+  for (int64_t i = 0; i < 4; ++i) v[i] = load(reinterpret_cast<const float*>(from + i * from_stride));
+  transpose(v);
+  for (int64_t i = 0; i < 4; ++i) store(reinterpret_cast<float*>(to + i * to_stride), v[i]);
 #else
   for (int64_t i = 0; i < 4; ++i)
     for (int64_t row = 0; row < 4; ++row) to[i * to_stride + row] = from[row * from_stride + i];

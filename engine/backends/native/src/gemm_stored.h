@@ -42,6 +42,8 @@ OCTAVO_INLINE Integers look_up(const int8_t* table, Integers places) {
 #elif defined(__AVX2__)
   const __m256i entries = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
   return (Integers)_mm256_shuffle_epi8(entries, (__m256i)places);
+#elif defined(OCTAVO_NEON)
+  return (Integers)vqtbl1q_s8(vld1q_s8(table), (uint8x16_t)places);
 #else
   int8_t bytes[sizeof(Integers)];
   __builtin_memcpy(bytes, &places, sizeof places);
@@ -141,6 +143,8 @@ struct Layout {
     return (Integers)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 #elif defined(__AVX2__)
     return (Integers)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+#elif defined(OCTAVO_NEON)
+    return (Integers)words_of_bytes(from);
 #else
     Bytes bytes;
     __builtin_memcpy(&bytes, from, sizeof bytes);
@@ -160,11 +164,7 @@ struct Layout {
 
 template <class Blocks>
 struct Stored : ByVectors<Stored<Blocks>> {
-#if defined(__AVX512F__)
-  static constexpr int ROWS = 8;
-#else
-  static constexpr int ROWS = 4;
-#endif
+  static constexpr int ROWS = REGISTERS == 32 ? 8 : 4;
   using Own = Layout<Blocks>;
   static constexpr int64_t SIZE = Blocks::GROUP < CHUNK_INPUTS ? Blocks::GROUP : CHUNK_INPUTS;  // inputs whose activations have one scale
   static constexpr int64_t SIZE_UNITS = SIZE / UNIT;
@@ -285,10 +285,10 @@ struct Stored : ByVectors<Stored<Blocks>> {
   template <int N, int FIRST, int PAIRS>
   static OCTAVO_INLINE_MEMBER void add_group(const char* chunk, const char* scaling_at, int64_t group, const int32_t*& x,
                                              Vector (&total)[N]) {
-    Integers acc[N];
-#pragma GCC unroll 16
-    for (int row = 0; row < N; ++row)
-      acc[row] = !Blocks::MINIMA && ZERO ? integers(x[(SIZE_UNITS + 1) * N + row]) : Integers{};
+    Sums<Integers, N, 1> acc;
+    acc.begin([&](int row) {
+      return !Blocks::MINIMA && ZERO ? integers(x[(SIZE_UNITS + 1) * N + row]) : Integers{};
+    });
     add_pair<N, FIRST>(chunk, x, acc);
     add_pair<N, FIRST + 1>(chunk, x + 2 * N, acc);
     if constexpr (PAIRS == 4) {
@@ -301,24 +301,21 @@ struct Stored : ByVectors<Stored<Blocks>> {
     Own::scaling(scaling_at, group, scale, least);
 #pragma GCC unroll 16
     for (int row = 0; row < N; ++row) {
-      total[row] = fma(__builtin_convertvector(acc[row], Vector) * all(row_scales[row]), scale, total[row]);
+      total[row] = fma(__builtin_convertvector(acc.of(row, 0), Vector) * all(row_scales[row]), scale, total[row]);
       if constexpr (Blocks::MINIMA) total[row] = fma(all(row_scales[N + row]), least, total[row]);
     }
     x += 2 * N;
   }
 
   template <int N, int PAIR>
-  static OCTAVO_INLINE_MEMBER void add_pair(const char* chunk, const int32_t* x, Integers (&acc)[N]) {
+  static OCTAVO_INLINE_MEMBER void add_pair(const char* chunk, const int32_t* x, Sums<Integers, N, 1>& acc) {
     Integers first, second;
     Own::template units<PAIR>([&](int64_t i) { return load_integers(chunk + i * 4 * WIDTH); }, first, second);
     if constexpr (Listed<Blocks>) {
       static constexpr Table<Blocks> TABLE;
       first = look_up(TABLE.entries, first), second = look_up(TABLE.entries, second);
     }
-#pragma GCC unroll 16
-    for (int row = 0; row < N; ++row) acc[row] = dot(acc[row], first, x[row]);
-#pragma GCC unroll 16
-    for (int row = 0; row < N; ++row) acc[row] = dot(acc[row], second, x[N + row]);
+    acc.add({first}, {second}, x, [](Integers sum, Integers weights, int32_t unit) { return dot(sum, weights, unit); });
   }
 
   static OCTAVO_INLINE_MEMBER Integers dot(Integers acc, Integers weights, int32_t x) {

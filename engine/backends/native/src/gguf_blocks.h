@@ -37,7 +37,7 @@ OCTAVO_INLINE void take_fifths(const uint8_t* from, uint8_t* q) {
   for (int64_t i = 0; i < 4; ++i) {
     uint64_t eight;
     __builtin_memcpy(&eight, q + 8 * i, 8);
-    const uint64_t bits = from[i] * 0x0101010101010101 & 0x8040201008040201;  // each of a byte of its own
+    const uint64_t bits = uint64_t{from[i]} * 0x0101010101010101 & 0x8040201008040201;  // each of a byte of its own
     eight |= (bits + 0x7f7f7f7f7f7f7f7f) >> 3 & 0x1010101010101010;
     __builtin_memcpy(q + 8 * i, &eight, 8);
   }

@@ -43,6 +43,10 @@ OCTAVO_INLINE Vector load(const float16* from) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 #elif defined(__F16C__)
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif defined(OCTAVO_NEON)
+  uint64_t four;
+  __builtin_memcpy(&four, from, sizeof four);
+  return (Vector)vcvt_f32_f16(vreinterpret_f16_u64(vcreate_u64(four)));
 #else
   Vector v;
   for (int64_t i = 0; i < WIDTH; ++i) v[i] = widened(from[i]);

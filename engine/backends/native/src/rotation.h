@@ -21,6 +21,9 @@ OCTAVO_INLINE Vector swapped(Vector v) {
   if constexpr (STEP == 4) return _mm256_permute2f128_ps(v, v, 1);
   if constexpr (STEP == 2) return _mm256_permute_ps(v, 0b01'00'11'10);
   if constexpr (STEP == 1) return _mm256_permute_ps(v, 0b10'11'00'01);
+#elif defined(OCTAVO_NEON)
+  if constexpr (STEP == 2) return (Vector)vextq_f32((float32x4_t)v, (float32x4_t)v, 2);
+  if constexpr (STEP == 1) return (Vector)vrev64q_f32((float32x4_t)v);
 #else
   Vector other;
   for (int64_t i = 0; i < WIDTH; ++i) other[i] = v[i ^ STEP];

@@ -53,6 +53,9 @@ class Sums {
 #elif defined(__AVX2__)
     low_ += (Half)_mm256_cvtps_pd(_mm256_castps256_ps128(v));
     high_ += (Half)_mm256_cvtps_pd(_mm256_extractf128_ps(v, 1));
+#elif defined(OCTAVO_NEON)
+    low_ += (Half)vcvt_f64_f32(vget_low_f32((float32x4_t)v));
+    high_ += (Half)vcvt_high_f64_f32((float32x4_t)v);
 #else
     low_ += Half{v[0], v[1]};
     high_ += Half{v[2], v[3]};
@@ -81,6 +84,8 @@ OCTAVO_INLINE uint32_t bits_of(Integers truth) {
   return _mm512_movepi32_mask((__m512i)truth);
 #elif defined(__AVX2__)
   return static_cast<uint32_t>(_mm256_movemask_ps((__m256)truth));
+#elif defined(OCTAVO_NEON)
+  return vaddvq_u32(vandq_u32((uint32x4_t)truth, uint32x4_t{1, 2, 4, 8}));
 #else
   uint32_t bits = 0;
   for (int64_t i = 0; i < WIDTH; ++i) bits |= static_cast<uint32_t>(truth[i] & 1) << i;

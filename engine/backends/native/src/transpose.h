@@ -52,6 +52,18 @@ OCTAVO_INLINE void transpose(Vector (&v)[WIDTH]) {
   }
 }
 
+#elif defined(OCTAVO_NEON)
+
+OCTAVO_INLINE void transpose(Vector (&v)[WIDTH]) {
+  const auto even = [](Vector a, Vector b) { return (float64x2_t)vtrn1q_f32((float32x4_t)a, (float32x4_t)b); };
+  const auto odd = [](Vector a, Vector b) { return (float64x2_t)vtrn2q_f32((float32x4_t)a, (float32x4_t)b); };
+  const float64x2_t a = even(v[0], v[1]), b = odd(v[0], v[1]), c = even(v[2], v[3]), d = odd(v[2], v[3]);
+  v[0] = (Vector)vtrn1q_f64(a, c);
+  v[1] = (Vector)vtrn1q_f64(b, d);
+  v[2] = (Vector)vtrn2q_f64(a, c);
+  v[3] = (Vector)vtrn2q_f64(b, d);
+}
+
 #else
 
 OCTAVO_INLINE void transpose(Vector (&v)[WIDTH]) {

@@ -8,9 +8,18 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__) && defined(__ARM_NEON) && !defined(OCTAVO_PORTABLE)
+#define OCTAVO_NEON
+#include <arm_neon.h>
 #endif
 
 namespace octavo {
+
+#if defined(__AVX512F__) || defined(OCTAVO_NEON)
+constexpr int REGISTERS = 32;  // that hold a vector: kernels keep as many sums as these have room for
+#else
+constexpr int REGISTERS = 16;
+#endif
 
 #if defined(__AVX512F__)
 constexpr int64_t WIDTH = 16;
@@ -34,6 +43,8 @@ OCTAVO_INLINE Vector fma(Vector a, Vector b, Vector c) {
   return _mm512_fmadd_ps(a, b, c);
 #elif defined(__FMA__)
   return _mm256_fmadd_ps(a, b, c);
+#elif defined(OCTAVO_NEON)
+  return (Vector)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
   return a * b + c;
 #endif
@@ -71,6 +82,16 @@ OCTAVO_INLINE Halves to_halves(Words words) {
   return (Halves)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0b1000));
 }
 OCTAVO_INLINE Bytes to_bytes(Integers integers) { return __builtin_convertvector(integers, Bytes); }
+#elif defined(OCTAVO_NEON)
+OCTAVO_INLINE Words to_words(Halves halves) { return (Words)vmovl_u16((uint16x4_t)halves); }
+OCTAVO_INLINE Halves to_halves(Words words) { return (Halves)vmovn_u32((uint32x4_t)words); }
+OCTAVO_INLINE Bytes to_bytes(Integers integers) {
+  const uint16x4_t halves = vmovn_u32((uint32x4_t)integers);
+  const uint32_t four = vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(halves, halves))), 0);
+  Bytes bytes;
+  __builtin_memcpy(&bytes, &four, sizeof bytes);
+  return bytes;
+}
 #else
 OCTAVO_INLINE Words to_words(Halves halves) { return __builtin_convertvector(halves, Words); }
 OCTAVO_INLINE Halves to_halves(Words words) { return __builtin_convertvector(words, Halves); }
@@ -85,6 +106,10 @@ OCTAVO_INLINE Halves narrow(Vector v) {
   constexpr int UNLIKE = 0x20 | 0x01 | 0x80;  // subnormal numbers and NaN, of which the instruction makes something else
   if (_mm512_fpclass_ps_mask((__m512)v, UNLIKE) == 0) [[likely]]
     return (Halves)_mm512_cvtneps_pbh((__m512)v);
+#elif defined(OCTAVO_NEON) && defined(__ARM_FEATURE_BF16)
+  // Which NaN it is differs.
+  const uint16x4_t made = vreinterpret_u16_bf16(vcvt_bf16_f32((float32x4_t)v));
+  return (Halves)vbsl_u16(vmovn_u32(vceqq_f32((float32x4_t)v, (float32x4_t)v)), made, vdup_n_u16(0x7fc0));
 #endif
   const Words bits = (Words)v;
   const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -146,11 +171,21 @@ OCTAVO_INLINE void store_part(bfloat16* to, Vector v, int64_t count) {
 
 #endif
 
+#if defined(OCTAVO_NEON)
+OCTAVO_INLINE uint32x4_t words_of_bytes(const uint8_t* from) {
+  uint32_t four;
+  __builtin_memcpy(&four, from, sizeof four);
+  return vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)))));
+}
+#endif
+
 OCTAVO_INLINE Vector load(const uint8_t* from) {
 #if defined(__AVX512F__)
   return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 #elif defined(__AVX2__)
   return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#elif defined(OCTAVO_NEON)
+  return (Vector)vcvtq_f32_u32(words_of_bytes(from));
 #else
   Bytes bytes;
   __builtin_memcpy(&bytes, from, sizeof bytes);
@@ -185,6 +220,12 @@ OCTAVO_INLINE float fold(Vector v, const Operation& operation) {
   const __m128 four = operation(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   const __m128 two = operation(four, _mm_movehl_ps(four, four));
   return operation(two, _mm_shuffle_ps(two, two, 1))[0];
+}
+#elif defined(OCTAVO_NEON)
+template <class Operation>
+OCTAVO_INLINE float fold(Vector v, const Operation& operation) {
+  const Vector two = operation(v, (Vector)vextq_f32((float32x4_t)v, (float32x4_t)v, 2));
+  return operation(two, (Vector)vextq_f32((float32x4_t)two, (float32x4_t)two, 1))[0];
 }
 #else
 template <class Operation>
