@@ -49,6 +49,7 @@ def vision_info(vision: Vision, cropping: Cropping, folder: Path) -> VisionInfo:
         surrounds=vision.surrounds,
         frame=vision.frame,
         enclosed=vision.enclosed,
+        leading=vision.leading,
         two_way=vision.two_way,
         rescale=steps.rescale,
         mean=steps.mean,

@@ -33,7 +33,7 @@ from engine.pooled import check_sides
 from engine.pooled.sources import need_tokenizer
 from engine.text.chat_templates import read_template
 from engine.text.pictures import Pictures
-from engine.text.processor import OutputProcessor, check_vocabulary, load_tokenizer, spell_bad_words
+from engine.text.processor import OutputProcessor, check_vocabulary, give_template, load_tokenizer, spell_bad_words
 
 Sound = NDArray[np.floating[Any] | np.integer[Any]]
 
@@ -77,6 +77,7 @@ class LLM(PoolingMethods):
                 chat_template=config.chat_template,
             )
         check_vocabulary(engine.info, tokenizer)
+        give_template(engine.info, tokenizer)
         check_sides(engine.info, tokenizer)
         super().__init__(engine, tokenizer)
         self._placer = ImagePlacer.of(engine.info)

@@ -54,7 +54,7 @@ class ShuffledProjector(nn.Module):
 
     def __init__(self, part: spec.Shuffled, features: int, hidden: int, place: Place):
         super().__init__()
-        self.second = Linear(features * part.factor**2, hidden, False, place)
+        self.second = Linear(features * part.factor**2, hidden, part.bias, place)
         self._factor = part.factor
 
     def forward(self, x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from test_image_prompts import GREEDY, WORDS, answer, info_of, seen, vectors_of
 from test_native_attention import assert_close, batch, stored
 
 from cli.commands import models
-from engine import Engine, EngineConfig, SamplingParams, TokenInput, inspect_model
+from engine import Engine, EngineConfig, InvalidRequestError, SamplingParams, TokenInput, inspect_model
 from engine.backends import native
 from engine.backends.attention.base import AttentionBackend, AttentionMetadata, Window
 from engine.backends.native.attention import NativeAttention
@@ -174,6 +174,29 @@ def test_attention_of_rows_that_see_all_later_keys(backend: AttentionBackend, wi
             assert torch.equal(alone, parts[number])
 
 
+def test_a_prompt_that_is_seen_whole(tmp_path: Path) -> None:
+    """One step computes it, beside streams; only an equal prompt is found; a longer one than a step is refused."""
+    model = make_seeing_model("paligemma2", tmp_path)
+    engine = make_engine(model.path, block_size=4, max_num_seqs=4, max_num_batched_tokens=36)
+    prompt, other = (model.prompt([*parts, picture(40, 30, 3), *WORDS[:5]], info_of(engine)) for parts in ((), (9,)))
+    longer = TokenInput([*prompt.token_ids, 9], images=prompt.images)
+    prompts = (prompt, longer, other)
+    alone = [answer(engine, one) for one in prompts]
+    assert answer(engine, prompt) == alone[0]
+    assert engine.stats().prefix_hits == (len(prompt.token_ids) - 1) // 4 * 4
+    engine.reset_prefix_cache()
+    with watching(engine) as plans:
+        for number, one in enumerate(prompts):
+            engine.add_request(str(number), one, GREEDY)
+        found = finish(engine)
+    assert [found[str(number)].outputs[0].token_ids for number in range(3)] == alone
+    seen = [np.diff(plan.query_start)[np.array(plan.two_way) == 2] for plan in plans if plan.two_way]
+    assert sorted(np.concatenate(seen)) == sorted(len(one.token_ids) for one in prompts)
+    with pytest.raises(InvalidRequestError, match=r"one step computes all of them.*at most 32"):
+        engine.add_request("long", TokenInput([*prompt.token_ids, *[9] * 18], images=prompt.images), GREEDY)
+    engine.close()
+
+
 def test_image_tokens_of_no_image_are_words(model: SeeingModel, engine: Engine) -> None:
     """They see no later tokens: a prompt goes on as its first part says."""
     prompt = TokenInput([*WORDS, *[IMAGE] * 5, 9])
@@ -189,7 +212,7 @@ def test_an_image_runs_although_it_exceeds_the_wanted_time() -> None:
     scheduler.add(Request(request_id="stream", prompt_token_ids=(5, 6), decoding=Decoding(max_tokens=200)))
     tokens = (7, 8, 9, *[IMAGE] * 16, 10)
     for key, name in ((1, "one"), (2, "two")):
-        image = replace(seen(key, 3, 16), two_way=True)
+        image = replace(seen(key, 3, 16), two_way=(3, 19))
         scheduler.add(
             Request(request_id=name, prompt_token_ids=tokens, decoding=Decoding(max_tokens=1), images=(image,))
         )

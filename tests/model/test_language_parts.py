@@ -99,6 +99,10 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"model_type": "mistral", "head_dim": 10}, VISION | {"model_type": "pixtral", "head_dim": 8},
         {"tie_word_embeddings": False},
     ),
+    "PaliGemmaForConditionalGeneration": (
+        {"model_type": "gemma2", "head_dim": 10, "sliding_window": 9,
+         "layer_types": ["sliding_attention", "full_attention"]}, SIGLIP, {"projection_dim": 32},
+    ),
     "Qwen2VLForConditionalGeneration": (AXES, {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2}, {}),
     "Qwen2_5_VLForConditionalGeneration": (AXES, QWEN_VISION, {"tie_word_embeddings": True}),
     "Qwen3VLForConditionalGeneration": (

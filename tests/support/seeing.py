@@ -118,6 +118,19 @@ SHAPES = {
             "pan_and_scan_min_ratio_to_activate": 1.2,
         }), "Gemma3Processor",
     ),
+    "paligemma": SeeingShape(
+        "PaliGemmaForConditionalGeneration", {"model_type": "gemma", "head_dim": 10}, SIGLIP,
+        {"projection_dim": 32, "tie_word_embeddings": False},
+        ("SiglipImageProcessorPil", _SQUARE | {"image_seq_length": 16}), "PaliGemmaProcessor",
+    ),
+    "paligemma2": SeeingShape(  # prompts of more tokens than the window
+        "PaliGemmaForConditionalGeneration",
+        {"model_type": "gemma2", "head_dim": 10, "sliding_window": 9, "query_pre_attn_scalar": 12,
+         "layer_types": ["sliding_attention", "full_attention"], "final_logit_softcapping": 4.0},
+        SIGLIP | {"image_size": 21, "intermediate_size": 44}, {"projection_dim": 32, "tie_word_embeddings": False},
+        ("SiglipImageProcessorPil", {"size": {"height": 21, "width": 21}, "image_seq_length": 9}),
+        "PaliGemmaProcessor",
+    ),
     "qwen2-vl": SeeingShape(
         "Qwen2VLForConditionalGeneration", {"model_type": "qwen2_vl_text", "rope_parameters": _AXES},
         {"depth": 2, "embed_dim": 24, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2}, _QWEN,
@@ -182,7 +195,7 @@ def make_tokenizer() -> Any:
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     special = ["<pad>", "<s>", "</s>", "<image>", "<video>", "<fake_token_around_image>", "<global-img>"]
     special += [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
-    frame = ["<start_of_image>", "<end_of_image>", "<img>", "</img>", "[IMG_BREAK]", "[IMG_END]"]
+    frame = ["<start_of_image>", "<end_of_image>", "<img>", "</img>", "[IMG_BREAK]", "[IMG_END]", "<bos>"]
     vocabulary = {token: number for number, token in enumerate([*special, *alphabet, *frame])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -243,6 +256,11 @@ class SeeingModel:
             own = {name: value for name, value in self.shape.processor[1].items() if "pan_and_scan" in name}
             made = processor(text=text.replace("<image>", self.mark), images=image, **own)
             return list(made["input_ids"][0])
+        if self.shape.whole == "PaliGemmaProcessor":
+            tokenizer = make_tokenizer()
+            tokenizer.bos_token = "<bos>"
+            made = transformers.PaliGemmaProcessor(self.processor, tokenizer)(text=text, images=image)
+            return list(made["input_ids"][0])
         if self.framed:
             count = int(self.processor([image])["image_grid_thw"].prod()) // self.processor.merge_size**2
             return list(make_tokenizer().encode(text.replace("<image>", _FRAME.format("<image>" * count))))
@@ -290,6 +308,8 @@ class SeeingModel:
             self.model.model.rope_deltas = None  # those of an earlier prompt
             if images:
                 found["mm_token_type_ids"] = (torch.tensor([list(ids)]) == IMAGE).long()
+        if images and self.shape.whole == "PaliGemmaProcessor":
+            found["token_type_ids"] = torch.zeros(1, len(ids), dtype=torch.long)
         if images and self.shape.whole == "Gemma3Processor":
             found["token_type_ids"] = (torch.tensor([list(ids)]) == IMAGE).long()
         return found
@@ -308,6 +328,9 @@ class SeeingModel:
                 tiles = next(left).tiles
                 mark = "<image>" if info.texts is None else info.texts.text("<image>", tiles)
                 given += encode(_FRAME.format(mark) if self.framed else mark)
+        if info.leading is not None and images:
+            last = len(given) - given[::-1].index(IMAGE)
+            given[last:] = encode(info.leading.around(make_tokenizer().decode(given[last:])))
         ids, placed = place(given, crops, info)
         return TokenInput(ids, images=tuple(placed))
 

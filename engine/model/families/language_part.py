@@ -28,6 +28,7 @@ ARCHITECTURES = frozenset(
         "LlavaNextForConditionalGeneration",
         "LlavaOnevisionForConditionalGeneration",
         "Mistral3ForConditionalGeneration",
+        "PaliGemmaForConditionalGeneration",
         "Qwen2VLForConditionalGeneration",
         "Qwen2_5_VLForConditionalGeneration",
         "Qwen3VLForConditionalGeneration",
@@ -70,6 +71,8 @@ _FAMILIES = {
 }
 # Models that store the matrices of experts [in, out].
 _TURNED = frozenset({"Qwen3VLMoeForConditionalGeneration"})
+# Models whose prompts with images are seen whole by all their tokens.
+_LEADING = frozenset({"PaliGemmaForConditionalGeneration"})
 _WHOLE = "config_of_the_whole"
 _MARK = "language_part_of"  # in the config of a language part: the architecture of the whole model
 
@@ -95,6 +98,8 @@ def language_part(config: Any) -> Any:
             setattr(text, setting, getattr(config, setting, None))
     if name in _TURNED:
         text.norm_topk_prob = True  # of any config
+    if name in _LEADING:
+        text.use_bidirectional_attention = None  # only of prompts with images (`Vision.two_way`)
     setattr(text, _MARK, name)
     setattr(text, _WHOLE, config)
     return text

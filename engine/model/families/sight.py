@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from engine.errors import UnsupportedModelError
-from engine.interface.vision import Framed, Surrounds, Tiling
+from engine.interface.vision import Framed, Leading, Surrounds, Tiling
 from engine.model.families.common import linear, norm
 from engine.model.families.internvl_vision import internvl, internvl_entries
 from engine.model.families.names import norm_weights
@@ -135,7 +135,26 @@ def _gemma3(config: Any) -> Vision:
         skip=0,
         projector=Pooled(height // rows // side, Norm("rms", part.layer_norm_eps, unit_offset=True)),
         frame=Framed(),
-        two_way=True,
+        two_way="image",
+    )
+
+
+def _paligemma(config: Any) -> Vision:
+    part = config.vision_config
+    if part.model_type != "siglip_vision_model":
+        raise UnsupportedModelError(
+            f"vision_config of the config is of the type {part.model_type!r}; supported is siglip_vision_model."
+        )
+    embedding = patches(part, bias=True, first=0)
+    if embedding.image[0] // embedding.patch[0] != embedding.image[1] // embedding.patch[1]:
+        raise UnsupportedModelError(f"image_size of the config must be a square, got {part.image_size!r}.")
+    return Vision(
+        tower=pre_norm_encoder(part, embedding),
+        token_id=config.image_token_id,
+        skip=0,
+        projector=Shuffled(1, bias=True),
+        leading=Leading(),
+        two_way="prompt",
     )
 
 
@@ -170,6 +189,7 @@ _READERS: dict[str, Callable[[Any], Vision]] = {
     "LlavaOnevisionForConditionalGeneration": _llava_onevision,
     "Gemma3ForConditionalGeneration": _gemma3,
     "Idefics3ForConditionalGeneration": _idefics3,
+    "PaliGemmaForConditionalGeneration": _paligemma,
     "SmolVLMForConditionalGeneration": _idefics3,
     "InternVLForConditionalGeneration": internvl,
     "Mistral3ForConditionalGeneration": mistral3,
@@ -231,7 +251,8 @@ def _projector_entries(part: Projector | Shuffled | Pooled) -> list[Entry]:
             Entry(f"{ours}.second.weight", (f"{source}.mm_input_projection_weight",), Transposed()),
         ]
     if isinstance(part, Shuffled):
-        return linear("vision.projector.second", "connector.modality_projection.proj", False, 0)
+        source = "multi_modal_projector.linear" if part.bias else "connector.modality_projection.proj"
+        return linear("vision.projector.second", source, part.bias, 0)
     source = "multi_modal_projector.linear_"
     return [
         *linear("vision.projector.first", f"{source}1", part.bias, 0),
