@@ -22,13 +22,21 @@ from engine.interface.inputs import decoder_start, decoder_tokens
 from engine.interface.llm_adapters import Lora, LoRARequest
 from engine.interface.llm_arguments import engine_config
 from engine.interface.llm_beams import BeamSearchOutput, BeamSearchParams, sequences_of
-from engine.interface.llm_chat import Message, Tool, ToolPrompt, check_chats, conversation_prompt, read_conversations
+from engine.interface.llm_chat import (
+    Message,
+    Tool,
+    ToolPrompt,
+    check_chats,
+    conversation_prompt,
+    image_prompt,
+    read_conversations,
+)
 from engine.interface.llm_pooling import PoolingMethods, hides_progress
 from engine.interface.llm_prompts import AnyInput, Prompt, PromptReader, list_prompts, with_images
 from engine.interface.llm_speech import Transcriber, Transcript, need_speech
 from engine.interface.outputs import EngineStats, RequestOutput
 from engine.interface.pooling import check_task
-from engine.interface.request import AudioInput, SamplingParams, Seq2SeqInput, TokenInput
+from engine.interface.request import AudioInput, PixelInput, SamplingParams, Seq2SeqInput, TokenInput
 from engine.pooled import check_sides
 from engine.pooled.sources import need_tokenizer
 from engine.text.chat_templates import read_template
@@ -185,8 +193,13 @@ class LLM(PoolingMethods):
                 f"chat_template_kwargs must not contain {reserved[0]}, which is an argument of chat.",
                 param="chat_template_kwargs",
             )
-        pictures: list[Pictures] | None = [] if info.vision is not None else None
+        pictures: list[Pictures] | None = [] if info.vision is not None or info.writes_of_images else None
         conversations = read_conversations(messages, pictures)
+        if info.writes_of_images:
+            prompts = [image_prompt(*each) for each in zip(conversations, pictures or [], strict=True)]
+            return self.generate(
+                prompts, sampling_params, params=params, lora=lora, lora_request=lora_request, use_tqdm=use_tqdm
+            )
         each_pictures: Sequence[Pictures | None] = pictures or [None] * len(conversations)
         inputs = [
             conversation_prompt(
@@ -351,7 +364,7 @@ class LLM(PoolingMethods):
 
     def _unanswered(self, request_id: str, input: AnyInput, params: SamplingParams) -> RequestOutput:
         info = self.engine.info
-        if isinstance(input, AudioInput):
+        if isinstance(input, AudioInput | PixelInput):
             begun = decoder_tokens(input.decoder_token_ids or (), decoder_start(params, info))
             return RequestOutput(
                 request_id=request_id, prompt=None, prompt_token_ids=list(begun), outputs=[], finished=False

@@ -31,6 +31,12 @@ _Reason = Callable[[EngineInfo, Tokenizer | None], str | None]
 
 
 def _completions(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
+    if info.writes_of_images:
+        return "it reads an image, which /v1/chat/completions takes"
+    return _writes(info)
+
+
+def _writes(info: EngineInfo) -> str | None:
     if info.speech is not None:
         return _READS_SOUND
     if "generate" in info.tasks:
@@ -54,13 +60,19 @@ def _infill(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
     )
 
 
+def _decides(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
+    return _completions(info, tokenizer) or _chat(info, tokenizer)
+
+
 def _chat(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
-    if (reason := _completions(info, tokenizer)) is not None:
+    if (reason := _writes(info)) is not None:
         return reason
-    if info.max_encoder_len is not None:
+    if info.max_encoder_len is not None and not info.writes_of_images:
         return "it is an encoder-decoder model and does not support conversations"
     if tokenizer is None:
         return "it has no tokenizer, so it cannot read messages"
+    if info.writes_of_images:
+        return None
     return (
         None if tokenizer.chat_template is not None else "its tokenizer has no chat template (--chat-template sets one)"
     )
@@ -130,8 +142,8 @@ def _translations(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
 ENDPOINTS: dict[str, _Reason] = {
     "/v1/completions": _completions,
     "/v1/chat/completions": _chat,
-    "/v1/decisions": _chat,
-    "/v1/systemone": _chat,
+    "/v1/decisions": _decides,
+    "/v1/systemone": _decides,
     "/inference/v1/generate": _generate,
     "/infill": _infill,
     "/v1/responses": _chat,
