@@ -92,6 +92,10 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
                   "projector_output_dim": 16},
         {},
     ),
+    "LightOnOcrForConditionalGeneration": (
+        {"model_type": "qwen3", "head_dim": 10}, VISION | {"model_type": "pixtral", "head_dim": 8},
+        {"tie_word_embeddings": False},
+    ),
     "LlavaForConditionalGeneration": ({"model_type": "llama"}, CLIP, {}),
     "LlavaNextForConditionalGeneration": ({"model_type": "mistral", "head_dim": 10}, CLIP, {}),
     "LlavaOnevisionForConditionalGeneration": ({"model_type": "qwen2"}, SIGLIP, {"tie_word_embeddings": True}),

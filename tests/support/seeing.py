@@ -89,6 +89,19 @@ SHAPES = {
         ("LlavaNextImageProcessorPil", _CLIP_PIXELS | {"image_grid_pinpoints": SIZES}),
         "LlavaNextProcessor",
     ),
+    "granite-vision": SeeingShape(  # several layers of the tower, scaled vectors
+        "LlavaNextForConditionalGeneration", {"model_type": "granite", "embedding_multiplier": 3.0,
+        "logits_scaling": 0.5, "residual_multiplier": 0.7, "attention_multiplier": 0.4}, SIGLIP,
+        {"image_grid_pinpoints": SIZES, "vision_feature_layer": [-3, -1], "vision_feature_select_strategy": "full"},
+        ("LlavaNextImageProcessorPil", _CLIP_PIXELS | {"image_grid_pinpoints": SIZES}),
+        "LlavaNextProcessor",
+    ),
+    "granite-vision-clip": SeeingShape(
+        "LlavaNextForConditionalGeneration", {"model_type": "granite", "embedding_multiplier": 0.8}, CLIP,
+        {"image_grid_pinpoints": SIZES, "vision_feature_layer": [1, 2, 3], "multimodal_projector_bias": False},
+        ("LlavaNextImageProcessorPil", _CLIP_PIXELS | {"image_grid_pinpoints": SIZES}),
+        "LlavaNextProcessor",
+    ),
     "llava-onevision": SeeingShape(
         "LlavaOnevisionForConditionalGeneration", {"model_type": "qwen2"}, SIGLIP,
         {"image_grid_pinpoints": [*SIZES, [84, 84]], "vision_aspect_ratio": "anyres_max_2", "video_token_id": 4},
@@ -170,6 +183,19 @@ SHAPES = {
         VISION | {"image_size": [SIDE, SIDE], "patch_size": [PATCH, PATCH], "norm_type": "rms_norm",
                   "use_qk_norm": True, "attention_bias": True}, {},
         ("GotOcr2ImageProcessorPil", _SQUARE | {"crop_to_patches": True, "max_patches": 1}), "InternVLProcessor",
+    ),
+    "lighton-ocr": SeeingShape(
+        "LightOnOcrForConditionalGeneration", {"model_type": "qwen3", "head_dim": 10},
+        VISION | {"model_type": "pixtral", "patch_size": 4, "hidden_act": "silu"}, {"spatial_merge_size": 2},
+        ("PixtralImageProcessorPil", {"patch_size": {"height": 8, "width": 8}, "size": {"longest_edge": 60}}),
+        "LightOnOcrProcessor",
+    ),
+    "lighton-ocr-untied": SeeingShape(
+        "LightOnOcrForConditionalGeneration", {"model_type": "qwen3", "head_dim": 8},
+        VISION | {"model_type": "pixtral", "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 2},
+        {"spatial_merge_size": 1, "tie_word_embeddings": False},
+        ("PixtralImageProcessorPil", {"patch_size": {"height": 8, "width": 8}, "size": {"longest_edge": 50}}),
+        "LightOnOcrProcessor",
     ),
     "mistral3": SeeingShape(
         "Mistral3ForConditionalGeneration", {"model_type": "mistral", "head_dim": 10},
@@ -264,6 +290,9 @@ class SeeingModel:
         if self.framed:
             count = int(self.processor([image])["image_grid_thw"].prod()) // self.processor.merge_size**2
             return list(make_tokenizer().encode(text.replace("<image>", _FRAME.format("<image>" * count))))
+        if self.shape.whole == "LightOnOcrProcessor":
+            rows, columns = (int(side) // 8 for side in self.processor([image])["image_sizes"][0])
+            return list(make_tokenizer().encode(text.replace("<image>", "<image>" * rows * columns)))
         if self.shape.whole == "PixtralProcessor":
             rows, columns = (int(side) // 8 for side in self.processor([image])["image_sizes"][0])
             lines = "[IMG_BREAK]".join(["<image>" * columns] * rows)
@@ -293,7 +322,7 @@ class SeeingModel:
     def pixels(self, images: Sequence[PIL.Image.Image]) -> dict[str, Any]:
         """What the reference model is given of a prompt's images."""
         nested = not self.shape.architecture.startswith(
-            ("LlavaFor", "LlavaNext", "Gemma3", "Qwen", "Intern", "Mistral")
+            ("LlavaFor", "LlavaNext", "Gemma3", "Qwen", "Intern", "Mistral", "LightOn")
         )
         given: Any = [list(images)] if nested else list(images)
         made = dict(self.processor(given, return_tensors="pt"))
@@ -376,6 +405,9 @@ def make_seeing_model(name: str, folder: Path, *, seed: int = 0, length: int = 5
     stored = made.processor.to_dict()
     if shape.whole == "PixtralProcessor":  # multiplies its patches itself
         stored["patch_size"] = dict.fromkeys(("height", "width"), 8 // shape.own["spatial_merge_size"])
+        whole = {"processor_class": shape.whole, "spatial_merge_size": shape.own["spatial_merge_size"]}
+        (folder / "processor_config.json").write_text(json.dumps(whole))
+    if shape.whole == "LightOnOcrProcessor":
         whole = {"processor_class": shape.whole, "spatial_merge_size": shape.own["spatial_merge_size"]}
         (folder / "processor_config.json").write_text(json.dumps(whole))
     (folder / "preprocessor_config.json").write_text(json.dumps(stored))

@@ -75,6 +75,8 @@ class Vision:
         window: squares of a window's side, for attention `in_parts`; 0: an image is one window.
         deep: makes further vectors of each of the tower's `kept` hidden states. The decoder's first layers, one after
             the other, add them to the tokens' hidden states (arXiv:2406.04334).
+        joined: the projector reads each of the tower's `kept` hidden states, in order, and the last, side by side.
+        scale: multiplies the decoder's vectors.
         axes: positions of the decoder's tokens have three axes: in an image time, row and column.
     """
 
@@ -93,4 +95,6 @@ class Vision:
     squares: int = 0
     window: int = 0
     deep: Projector | None = None
+    joined: bool = False
+    scale: float = 1.0
     axes: bool = False

@@ -96,7 +96,7 @@ def test_int8_answers(subject: Subject) -> None:
     llm.close()
     both = found[0].keys() & found[1].keys()
     assert len(both) >= 15
-    assert 0 < max(abs(found[0][token] - found[1][token]) for token in both) < 0.1
+    assert 0 < max(abs(found[0][token] - found[1][token]) for token in both) < 0.4
 
 
 def test_chats(subject: Subject) -> None:
