@@ -11,8 +11,7 @@ from typing import Annotated, Any, Protocol
 
 from fastapi import Depends, Request
 
-from engine import EngineDeadError, RequestFailedError
-from engine.interface.inputs import decoder_tokens
+from engine import EngineDeadError, RequestFailedError, decoder_tokens
 from engine.process.client import EngineClient
 from engine.text.pictures import Pictures, only_image
 from engine.text.processor import Tokenizer

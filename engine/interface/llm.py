@@ -197,9 +197,8 @@ class LLM(PoolingMethods):
         conversations = read_conversations(messages, pictures)
         if info.writes_of_images:
             prompts = [image_prompt(*each) for each in zip(conversations, pictures or [], strict=True)]
-            return self.generate(
-                prompts, sampling_params, params=params, lora=lora, lora_request=lora_request, use_tqdm=use_tqdm
-            )
+            chosen, count = self._params(sampling_params, params, len(prompts)), len(prompts)
+            return self._generated(prompts, chosen, use_tqdm, self._adapters.each(lora, count, lora_request))
         each_pictures: Sequence[Pictures | None] = pictures or [None] * len(conversations)
         inputs = [
             conversation_prompt(

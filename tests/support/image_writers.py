@@ -54,6 +54,19 @@ SHAPES = {
                            "tie_word_embeddings": False}),
         ("DeiTImageProcessorPil", {"size": {"height": 20, "width": 44}, "crop_size": {"height": 16, "width": 40}}),
     ),
+    # Stages whose grids end within a window and a square; a learned scale of vectors.
+    "donut": WriterShape(
+        ("donut-swin", {"image_size": [40, 28], "patch_size": 4, "embed_dim": 12, "depths": [2, 2], "num_heads": [2, 3],
+                        "window_size": 3, "mlp_ratio": 2.5}),
+        ("mbart", TEXTS | {"scale_embedding": True}),
+        ("DonutImageProcessorPil", {"size": {"height": 40, "width": 28}}),
+    ),
+    "donut-turned": WriterShape(
+        ("donut-swin", {"image_size": [20, 36], "patch_size": [2, 4], "embed_dim": 8, "depths": [2, 1, 2],
+                        "num_heads": [1, 2, 4], "window_size": 2, "qkv_bias": False, "hidden_act": "gelu_new"}),
+        ("mbart", TEXTS | {"d_model": 32, "decoder_layers": 3, "tie_word_embeddings": False}),
+        ("DonutImageProcessorPil", {"size": {"height": 20, "width": 36}, "do_align_long_axis": True, "resample": 3}),
+    ),
     "vit-mbart": WriterShape(
         ("vit", IMAGES | {"hidden_size": 24, "qkv_bias": True}),
         ("mbart", TEXTS | {"scale_embedding": True, "decoder_layers": 1, "tie_word_embeddings": False}),

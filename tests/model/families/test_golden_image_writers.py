@@ -74,14 +74,14 @@ def test_beams_equal_the_reference(subject: Subject) -> None:
 
 
 def test_pixels_are_those_of_the_processor(subject: Subject) -> None:
-    """An image and the pixels of the reference's processor give the same answer, and differ by less than 1e-5."""
-    image = picture(61, 44, 9)
-    pixels = subject.model.pixels([image])[0].numpy()
-    (ours,) = subject.llm.generate({"prompt": "", "multi_modal_data": {"image": image}}, GREEDY)
-    (theirs,) = subject.llm.generate(PixelInput(pixels), GREEDY)
+    """They may be sent themselves, too."""
+    images = [picture(*size, number) for number, size in enumerate(SIZES)]
+    reader, expected = ImageReader(subject.llm.engine.info), subject.model.pixels(images).numpy()
+    for image, pixels in zip(images, expected, strict=True):
+        assert np.abs(np.asarray(reader.read(image).pixel_values) - pixels).max() < 1e-5
+    (ours,) = subject.llm.generate({"prompt": "", "multi_modal_data": {"image": images[0]}}, GREEDY)
+    (theirs,) = subject.llm.generate(PixelInput(expected[0]), GREEDY)
     assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
-    read = ImageReader(subject.llm.engine.info).read(image)
-    assert np.abs(np.asarray(read.pixel_values) - pixels).max() < 1e-5
 
 
 def test_int8_answers(subject: Subject) -> None:
