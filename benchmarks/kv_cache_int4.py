@@ -31,9 +31,9 @@ from torch import Tensor
 
 from engine.backends.attention.base import Paged
 from engine.backends.attention.formats import FP8, SCALE, dequantise, quantise
-from engine.backends.native import executor as native_executor
 from engine.execution.kv_cache import KVCache
 from engine.model import kernels
+from engine.model.executors import choice
 
 CHAT = ROOT / "server" / "demo" / "chat"
 MODELS = {"stories260k": (TRAINED, 1), "chat": (CHAT, 0)}
@@ -137,7 +137,7 @@ def written_as(form: str) -> Iterator[None]:
 def scores_of(model: Path, form: str, texts: dict[str, list[list[int]]]) -> dict[str, list[tuple[int, float]]]:
     """Of each text over such pages, which torch's operators write and read. For pages of int8 the keys' mean is
     measured; their places are taken by pages of float32."""
-    with mock.patch.object(native_executor, "refusal", return_value="pages are rounded"):
+    with mock.patch.object(choice, "refusal", return_value="pages are rounded"):
         llm = open_trained("int8", model)
     runner = llm.engine.runner
     few = runner.cache

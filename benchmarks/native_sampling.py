@@ -22,8 +22,7 @@ import torch
 from offline import ROOT, machine
 
 from engine.backends import native
-from engine.backends.torch import sampling as sampler_torch
-from engine.execution import sampler
+from engine.execution import sampler, sampler_torch
 from engine.interface.sampling_table import EDIT, Kind, neutral_rows
 from engine.scheduling.plan import SamplingBatch
 

@@ -30,8 +30,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.offline import machine, make_checkpoint  # noqa: E402
 from engine import Engine, EngineConfig, SamplingParams  # noqa: E402
 from engine.backends.native import memory  # noqa: E402
-from engine.backends.native.executor import NativeExecutor  # noqa: E402
 from engine.execution import runner as running  # noqa: E402
+from engine.model.executors.native import NativeExecutor  # noqa: E402
 from engine.model.layers import Linear  # noqa: E402
 
 PROMPT, STEPS, WARM = 128, 60, 6

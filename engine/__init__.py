@@ -32,7 +32,6 @@ from engine.interface.generation import (
 )
 from engine.interface.inputs import decoder_tokens
 from engine.interface.kv_events import default_topic
-from engine.interface.llm_adapters import LoRARequest
 from engine.interface.outputs import (
     BeamMoves,
     ChoiceDelta,
@@ -67,6 +66,7 @@ from engine.interface.sampling_table import FILTERS
 from engine.interface.structured import StructuredOutputsParams
 from engine.interface.values import MAX_LISTED_IDS, NumberRange
 from engine.interface.vision import PlacedImage, VisionInfo
+from engine.offline.adapters import LoRARequest
 from engine.pooled import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -96,10 +96,10 @@ if TYPE_CHECKING:
         inspect_threads,
         inspect_torch,
     )
-    from engine.interface.llm import LLM
-    from engine.interface.llm_beams import BeamSearchParams
     from engine.model.folders import find_here, lacks_chat_template
     from engine.model.quantised_writing import quantise_checkpoint
+    from engine.offline.beams import BeamSearchParams
+    from engine.offline.llm import LLM
     from engine.text.chat_templates import read_template
 
 __all__ = [
@@ -125,13 +125,13 @@ __all__ = [
 _LAZY = {
     name: module
     for module, names in {
-        ".interface.llm_beams": "BeamSearchParams",
+        ".offline.beams": "BeamSearchParams",
         ".inspection": "CacheFacts ModelFacts TorchFacts inspect_device inspect_flash inspect_gpu inspect_kv_disk "
         "inspect_model inspect_quantization_cache inspect_socket_folder inspect_threads inspect_torch",
         ".execution.whole_prompts": "FlashFacts",
         ".execution.gpu_choice": "GpuFacts",
         ".engine": "Engine",
-        ".interface.llm": "LLM",
+        ".offline.llm": "LLM",
         ".model.folders": "find_here lacks_chat_template",
         ".model.quantised_writing": "quantise_checkpoint",
         ".text.chat_templates": "read_template",

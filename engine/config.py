@@ -49,6 +49,8 @@ class EngineConfig:
 
     Attributes:
         model: local folder, GGUF file or hub id. A GGUF file on the hub is org/name:Q4_K_M.
+        mmproj: image projector of a GGUF model, a GGUF file; or none, to serve the model without images (default: the
+            only mmproj*.gguf in the model's folder).
         tokenizer: folder or hub id of the tokenizer, if it is not the model's own.
         skip_tokenizer_init: do not load a tokenizer; requests and answers contain token ids.
         revision: branch, tag or commit on the hub.
@@ -118,6 +120,7 @@ class EngineConfig:
     """
 
     model: str
+    mmproj: str | None = None
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
     revision: str | None = None

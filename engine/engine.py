@@ -26,6 +26,7 @@ from engine.execution.profiling import warn_if_short
 from engine.execution.runner import ModelRunner
 from engine.execution.starting import start
 from engine.execution.trained_head import TrainedHead
+from engine.host.cgroups import available_memory
 from engine.host.cpus import choose_threads
 from engine.interface.adapters import AdapterInfo, AdapterRegistry
 from engine.interface.cache_map import CacheMap
@@ -73,9 +74,10 @@ CPU_STEP_TIME = 0.25
 # Threads that fill grammar masks.
 MOST_MASK_THREADS = 8
 
-# Bytes per token of a vocabulary that the preparation of grammars takes (its tokenizer, llguidance's trees), and bytes
-# that it may always take.
+# Bytes per token of a vocabulary that the preparation of grammars takes (its tokenizer, llguidance's trees), bytes that
+# it may always take, and its largest share of the weights and of the free memory.
 GRAMMAR_BYTES, LITTLE_MEMORY = 1000, 64_000_000
+SHARE_OF_WEIGHTS, SHARE_OF_FREE = 1 / 4, 1 / 32
 
 # Tokens that a step of whole inputs may always have: no stream waits for such a step, and fewer tokens would waste a
 # busy machine's time.
@@ -315,9 +317,12 @@ class Engine:
     @property
     def warms_grammars(self) -> bool:
         """Whether grammars are prepared at start: the model generates text, and the memory is small compared with its
-        weights."""
-        most = max(LITTLE_MEMORY, self.executor.facts.weights // 4)
-        return "generate" in self.info.tasks and self.info.vocab_size * GRAMMAR_BYTES <= most
+        weights or with the free memory."""
+        if "generate" not in self.info.tasks:
+            return False
+        weights, free = self.executor.facts.weights, available_memory()
+        most = max(LITTLE_MEMORY, weights * SHARE_OF_WEIGHTS, free * SHARE_OF_FREE)
+        return self.info.vocab_size * GRAMMAR_BYTES <= most
 
     def _tell_crossing(self, request: Request) -> None:
         """Log if an answer may exceed the length of pretraining, the first time as a warning."""

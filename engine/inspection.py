@@ -215,7 +215,7 @@ def inspect_gpu(config: EngineConfig) -> GpuFacts:
 def inspect_model(config: EngineConfig) -> ModelFacts:
     """The checkpoint and the memory that it takes; only the headers of its files are read, and nothing is downloaded.
     Raises ModelLoadError, UnsupportedModelError, ConfigError if the error that would prevent the start."""
-    pipeline = read_folder(locate(config.model, config.revision, config.hf_token, download=False))
+    pipeline = read_folder(locate(config.model, config.revision, config.hf_token, download=False, mmproj=config.mmproj))
     path = pipeline.transformer
     hf_config = read_config(path)
     device = choose_device(config.device)

@@ -13,7 +13,7 @@ from engine.execution.executor import Executor
 from engine.execution.recovery import Recovery
 from engine.interface.outputs import RequestDelta
 from engine.scheduling.budget import UNLIMITED, StepBudget, StepLimit, StepWork
-from engine.scheduling.in_flight import InFlightStep
+from engine.scheduling.in_flight import Step
 from engine.scheduling.scheduler import Scheduler
 
 
@@ -34,7 +34,7 @@ class Stepping:
         budget: StepBudget | None,
         *,
         depth: int,
-        observe: Callable[[InFlightStep], None] | None = None,
+        observe: Callable[[Step], None] | None = None,
     ):
         self._scheduler = scheduler
         self._executor = executor
@@ -84,7 +84,7 @@ class Stepping:
     def _limit(self) -> StepLimit:
         return self._recovery.limit(self._budget.limit() if self._budget else UNLIMITED)
 
-    def _launch(self, step: InFlightStep, began: float | None = None) -> None:
+    def _launch(self, step: Step, began: float | None = None) -> None:
         step.began = time.perf_counter() if began is None else began
         plan = step.plan or self._scheduler.in_flight.plan(step)
         try:
@@ -95,7 +95,7 @@ class Stepping:
         except Exception as error:
             step.answer = error
 
-    def _apply(self, step: InFlightStep) -> list[RequestDelta]:
+    def _apply(self, step: Step) -> list[RequestDelta]:
         try:
             assert step.plan is not None
             assert step.answer is not None

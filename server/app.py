@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from fastapi.middleware import Middleware
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from engine import EngineInfo, parse_bytes
@@ -49,36 +48,24 @@ from server.models.using import UseGate
 from server.response_store import ResponseStore, open_store
 from server.routes import (
     adapters,
-    answer,
-    audio,
     batches,
-    chat,
-    classify,
-    cohere,
-    completions,
     conversations,
-    decisions,
-    embeddings,
-    entities,
-    fill_mask,
     generate,
-    infill,
     live,
     messages,
     models,
-    ollama,
-    ollama_embed,
     ollama_models,
     ollama_several,
     operations,
     playground,
     responses,
-    scoring,
     several_models,
     text_embeddings,
     tokenize,
     translate,
 )
+from server.routes.task_router import paths_of
+from server.routes.tasks import LACKS, PATHS, TASKS
 from server.tracing.start import start_tracing
 
 if TYPE_CHECKING:
@@ -177,7 +164,7 @@ def create_app(
     if tracing is not None:
         from server.tracing.middleware import TracingMiddleware
 
-        traced.append(Middleware(TracingMiddleware, tracing=tracing))
+        traced.append(Middleware(TracingMiddleware, tracing=tracing, paths=PATHS))
     app = OctavoApp(
         docs_url=None,  # `documentation` adds its own
         redoc_url=None,
@@ -225,6 +212,7 @@ def create_app(
         images=None if client.info.signal is None else ImageReading(client.info, settings),
         chat_images=None if client.info.vision is None else ChatImages(client.info, settings),
         settings=settings,
+        endpoints=LACKS,
         created=int(time.time()) if created is None else created,
         version=version,
         models=several,
@@ -233,33 +221,14 @@ def create_app(
         runner = BatchRunner(app, service, batch_store, door, settings.batch_max_running)
         service = replace(service, batches=runner)
     app.state.service = service
-    errors.install(app)
+    errors.install(app, PATHS)
     documentation.install(app)
-    for module in (
-        completions,
-        chat,
-        responses,
-        messages,
-        decisions,
-        generate,
-        infill,
-        embeddings,
-        cohere,
-        text_embeddings,
-        scoring,
-        classify,
-        answer,
-        entities,
-        fill_mask,
-        translate,
-        audio,
-        models if several is None else several_models,
-        operations,
-        live,
-        tokenize,
-    ):
-        app.include_router(module.router)
     for router in (
+        *TASKS,
+        models.router if several is None else several_models.router,
+        operations.router,
+        live.router,
+        tokenize.router,
         responses.counting,
         responses.stored,
         conversations.router,
@@ -270,8 +239,6 @@ def create_app(
         text_embeddings.facts,
         batches.router,
         batches.bodies,
-        ollama.router,
-        ollama_embed.router,
         ollama_models.router,
         *((ollama_models.listing, ollama_models.serving) if several is None else ollama_several.routers),
     ):
@@ -321,41 +288,14 @@ def needed_bodies(info: EngineInfo) -> dict[str, int]:
     """The maximum bytes of a body, by path, for bodies with a single text. The limit grows with the number of tokens
     that the model reads."""
     longest = max(Room.of_prompt(info).tokens, MAX_TOKENIZED)
-    paths = (
-        "/v1/chat/completions", "/chat/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages",
-        "/v1/messages/count_tokens",
-        "/v1/decisions", "/v1/systemone",
-        "/infill", "/apply-template", "/inference/v1/generate", "/v1/completions/render", "/v1/chat/completions/render",
-        "/v1/messages/render", "/v1/responses/render", "/tokenize", "/detokenize", "/api/chat", "/api/generate",
-    )  # fmt: skip
-    return dict.fromkeys(paths, BODY_BYTES_PER_TOKEN * longest)
+    others = (responses.counting, messages.counting, generate.rendering, tokenize.router)
+    routers = [*(task for task in TASKS if task.one_text), *others]
+    return dict.fromkeys(paths_of(*routers), BODY_BYTES_PER_TOKEN * longest)
 
 
 def full_checks(commons: Commons, store: ResponseStore | None) -> dict[str, Check]:
     """The checks, by path, that refuse a request if no request to the path would be admitted. With a store, a response
     may wait in the background; only its body tells, so its path has no check."""
-    checks: dict[str, Check] = {}
-    for module, gate in (
-        (completions, commons.generating),
-        (chat, commons.generating),
-        (responses, commons.generating),
-        (messages, commons.generating),
-        (decisions, commons.generating),
-        (generate, commons.generating),
-        (infill, commons.generating),
-        (translate, commons.generating),
-        (audio, commons.generating),
-        (ollama, commons.generating),
-        (embeddings, commons.pooling),
-        (scoring, commons.pooling),
-        (cohere, commons.pooling),
-        (text_embeddings, commons.pooling),
-        (ollama_embed, commons.pooling),
-        (classify, commons.pooling),
-        (answer, commons.pooling),
-        (entities, commons.pooling),
-        (fill_mask, commons.pooling),
-    ):
-        if module is not responses or store is None:
-            checks |= {route.path: gate.look for route in module.router.routes if isinstance(route, Route)}
-    return checks
+    gates = {"generating": commons.generating, "pooling": commons.pooling}
+    checked = [task for task in TASKS if task is not responses.router or store is None]
+    return {path: gates[task.gate].look for task in checked for path in paths_of(task)}

@@ -16,6 +16,7 @@ from engine.process.client import EngineClient
 from engine.text.pictures import Pictures, only_image
 from engine.text.processor import Tokenizer
 from server.answering.chat_images import ChatImages
+from server.answering.endpoints import Reason, served_endpoints
 from server.answering.fair_slots import FairSlots
 from server.answering.formats import Formats
 from server.answering.grammars import GrammarChecks
@@ -147,6 +148,7 @@ class Service:
     # held by the background responses that ask for room next; the others wait
     queueing: FairSlots = field(default_factory=lambda: FairSlots(2))
     settings: ServerSettings = field(default_factory=ServerSettings)  # the service's settings
+    endpoints: Mapping[str, Reason]  # the endpoints of all tasks; why the model cannot serve one
     created: int = 0  # the model's creation time in Unix seconds
     version: str = "0"  # the service's version
     aliases: frozenset[str] = frozenset()  # other names of the model
@@ -206,6 +208,24 @@ class Service:
             adapters = f" and the adapters {', '.join(map(shown, self.client.adapters))}" * bool(self.client.adapters)
             message = f"The model {shown(model)} does not exist; this server serves {self.model_id!r}{adapters}."
             raise ApiError(404, message, param="model", code="model_not_found")
+
+    @property
+    def served_endpoints(self) -> list[str]:
+        """Paths of the endpoints that the model can serve, without /tokenize and endpoints about the service."""
+        return served_endpoints(self.endpoints, self.client.info, self.tokenizer)
+
+    def require(self, endpoint: str) -> None:
+        """Refuse a request to an endpoint that the model cannot serve. Raises ApiError: 400, code unsupported_endpoint;
+        gives the reason and the supported endpoints."""
+        reason = self.endpoints[endpoint](self.client.info, self.tokenizer)
+        if reason is None:
+            return
+        served = ", ".join(self.served_endpoints) or "none of this kind"
+        message = f"{self.model_id} cannot serve {endpoint}: {reason}. Endpoints that it serves: {served}."
+        if self.models is not None:
+            able = ", ".join(self.models.able(endpoint)) or "none"
+            message += f" Loaded models that serve {endpoint}: {able}."
+        raise ApiError(400, message, param="model", code="unsupported_endpoint")
 
     def seen_by(self, key: ApiKey | None) -> Service:
         """The service without the models that an API key may not use."""

@@ -24,10 +24,11 @@ def import_app() -> None:
 
 def ask_known(config: EngineConfig, workers: WorkerPool) -> Known:
     """Facts about the model that a worker finds; empty if only the engine can find them."""
-    if config.distributed_executor_backend != "uni" or known_folder(config.model) is None:
+    folder = known_folder(config.model, config.mmproj)
+    if config.distributed_executor_backend != "uni" or folder is None:
         return Known()
     try:
-        return decode_known(asyncio.run(workers.run("config", config.model, bytes, _TIME_LIMIT)))
+        return decode_known(asyncio.run(workers.run("config", str(folder), bytes, _TIME_LIMIT)))
     except (OSError, RefusedError, RuntimeError, WorkerLostError, WorkerStuckError) as error:  # or a TimeoutError
         logger.debug("the engine will read the config itself: %s", error)
         return Known()
@@ -38,7 +39,7 @@ def read_early(config: EngineConfig, settings: ServerSettings) -> EarlyTokenizer
     raised once the engine has loaded."""
     from server.app import make_reader
 
-    source = config.tokenizer or known_folder(config.model)
+    source = config.tokenizer or known_folder(config.model, config.mmproj)
     if source is None or config.skip_tokenizer_init:
         return None
     try:

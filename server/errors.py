@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -21,13 +21,6 @@ from engine import EngineDeadError, InvalidRequestError
 logger = logging.getLogger("octavo.server")
 request_logger = structlog.get_logger("octavo.request")
 
-# Endings of paths whose requests are logged, one line each.
-_LOGGED = (
-    "/completions", "/responses", "/messages", "/decisions", "/systemone", "/generate", "/infill",
-    "/embeddings", "/pooling", "/score", "/rerank", "/classify", "/answer",
-    "/entities", "/fill-mask", "/transcriptions", "/translations", "/translate",
-    "/embed", "/embed_sparse", "/embed_all", "/predict", "/similarity", "/api/chat",
-)  # fmt: skip
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 _SHOWN = 80  # maximum characters of a wrong value that an error message repeats
 
@@ -177,7 +170,8 @@ def _log_refusal(request: Request, error: ApiError) -> None:
     """The log line of a model request that was refused before it had a record. Without the message, which may repeat a
     prompt."""
     path = str(request.scope["path"])
-    asks = request.method == "POST" and path.endswith(_LOGGED) and "endpoint" in request.scope
+    route = getattr(request.scope.get("route"), "path", None)
+    asks = request.method == "POST" and route in request.app.state.logged_paths
     logged = getattr(request.state, "recorded", False) or error.status_code in (408, 413)  # the middleware sends these
     if asks and not logged and error.status_code < 500:
         facts = {"path": path, "status": error.status_code, "code": error.code, "param": error.param}
@@ -200,7 +194,8 @@ def _path(request: Request) -> str:
     return path if len(path) <= _SHOWN else path[:_SHOWN] + "..."
 
 
-def install(app: FastAPI) -> None:
-    """Answer every exception with OpenAI's error body."""
+def install(app: FastAPI, logged_paths: Collection[str]) -> None:
+    """Answer every exception with OpenAI's error body. A refused POST request to one of these paths has a log line."""
+    app.state.logged_paths = logged_paths
     for kind in (StarletteHTTPException, RequestValidationError, InvalidRequestError, EngineDeadError, Exception):
         app.add_exception_handler(kind, _on_error)

@@ -82,8 +82,9 @@ def read_tokenizer(config: EngineConfig, info: EngineInfo, early: EarlyTokenizer
 def log_facts(info: EngineInfo, tokenizer: Tokenizer | None, model_id: str) -> None:
     """Log the model's name, sizes and endpoints."""
     from server.answering.endpoints import served_endpoints  # in parallel with the app, while the engine loads
+    from server.routes.tasks import LACKS
 
-    endpoints = ", ".join(served_endpoints(info, tokenizer)) or "no endpoint"
+    endpoints = ", ".join(served_endpoints(LACKS, info, tokenizer)) or "no endpoint"
     if tokenizer is None:
         logger.warning("The model has no tokenizer: prompts must be token ids, and answers have no text.")
     if info.encoder_only:

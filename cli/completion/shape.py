@@ -15,7 +15,8 @@ Files = Literal["", "file", "folder"]
 # Settings that are paths; their flags take text.
 _PATHS: dict[str, Files] = {
     "config": "file", "ssl_certfile": "file", "ssl_keyfile": "file", "api_key_file": "file", "uds": "file",
-    "tokenizer": "folder", "quantization_cache": "folder", "kv_disk": "folder", "model": "folder", "folder": "folder",
+    "mmproj": "file", "tokenizer": "folder", "quantization_cache": "folder", "kv_disk": "folder", "model": "folder",
+    "folder": "folder",
 }  # fmt: skip
 _LENGTH = 70  # maximum characters of a description
 

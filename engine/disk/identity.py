@@ -13,6 +13,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.interface.outputs import EngineInfo
+from engine.model.gguf.folder import PROJECTOR_LINK
 
 FORMAT = 1  # version of pages' content and of their files
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".gguf"}
@@ -55,7 +56,9 @@ def _model(info: EngineInfo) -> list[Any]:
     """Facts that change with a model's weights or settings, wherever the folder is: for each file of weights its name,
     size and time, and a digest of samples."""
     folder = Path(info.model_path)
-    files: Iterable[Path] = [Path(info.model_file)] if info.model_file else sorted(folder.iterdir())
+    projector = folder / PROJECTOR_LINK
+    beside = [projector.resolve()] if projector.is_symlink() else []
+    files: Iterable[Path] = [Path(info.model_file), *beside] if info.model_file else sorted(folder.iterdir())
     found: list[Any] = [_sample(path) for path in files if path.suffix in _WEIGHTS]
     settings = folder / "config.json"
     if settings.exists():

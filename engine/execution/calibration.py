@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from engine.backends.attention.base import AttentionMetadata
-from engine.backends.torch.executor import TorchExecutor
 from engine.execution.kv_cache import KVCache
+from engine.model.executors.reference import TorchExecutor
 from engine.model.inputs import Inputs
 from engine.model.layers import CrossPages
 from engine.model.rotary import RotaryTable

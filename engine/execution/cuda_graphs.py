@@ -22,13 +22,12 @@ from engine.backends.attention.base import AttentionMetadata
 from engine.execution.decode_state import DecodeState
 from engine.execution.kv_cache import KVCache
 from engine.execution.one_row import FormRecorder, OneRow
-from engine.execution.pending import LateResult
 from engine.execution.recording import Recorder
 from engine.model.inputs import Inputs
 from engine.model.kernels import LIBRARY, RowForm
 from engine.model.layers import CrossPages
 from engine.model.transformer import Transformer
-from engine.scheduling.plan import SamplingBatch, StepPlan
+from engine.scheduling.plan import LateResult, SamplingBatch, StepPlan
 
 if TYPE_CHECKING:
     from engine.execution.graph_sampling import SamplingGraphs

@@ -12,7 +12,7 @@ from engine.backends.native.ranks import Ranks
 from engine.config import EngineConfig
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.execution.executor import LocalExecutor
-from engine.execution.pending import PendingStep
+from engine.execution.pending import LateStep
 from engine.host.cpus import choose_threads
 from engine.interface.speculation import parse_speculative
 from engine.model.sharding import refusals
@@ -30,10 +30,10 @@ class RankExecutor(LocalExecutor):
         super().__init__(executor.runner, executor.facts)
         self._ranks = ranks
 
-    def launch(self, plan: StepPlan) -> PendingStep:
+    def launch(self, plan: StepPlan) -> LateStep:
         with self._together():
             step = super().launch(plan)
-        return step if self._ranks.rank == 0 else PendingStep(candidates=StepResult.empty())
+        return step if self._ranks.rank == 0 else LateStep(candidates=StepResult.empty())
 
     def trial(self) -> None:
         with self._together():

@@ -85,9 +85,10 @@ class DraftModel:
                 f"{config.distributed_executor_backend!r}."
             )
         self._config = replace(
-            config, model=settings.model, revision=None, speculative_config="off", skip_tokenizer_init=True,
-            max_model_len=None, lora_modules=(), max_loras=None, catalogue=(), kv_events_config=None, kv_disk=None,
-            num_gpu_blocks_override=1, kv_cache_memory=None, max_step_time=0, enforce_eager=True,
+            config, model=settings.model, mmproj=None, revision=None, speculative_config="off",
+            skip_tokenizer_init=True, max_model_len=None, lora_modules=(), max_loras=None, catalogue=(),
+            kv_events_config=None, kv_disk=None, num_gpu_blocks_override=1, kv_cache_memory=None, max_step_time=0,
+            enforce_eager=True,
         )  # fmt: skip
         self._executor: LocalExecutor = start(self._config, read)
         facts = self._executor.facts

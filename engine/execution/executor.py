@@ -12,7 +12,7 @@ import torch
 
 from engine.execution.adapters import ReadAdapter
 from engine.execution.page_content import Content, contents_of
-from engine.execution.pending import PendingStep
+from engine.execution.pending import LateStep
 from engine.execution.runner import ModelRunner
 from engine.execution.warmup import trial
 from engine.interface.adapters import AdapterInfo
@@ -72,7 +72,7 @@ class Executor(Protocol):
     def check(self) -> None:
         """Take in news from these processes. Raises EngineDeadError if one of them has ended."""
 
-    def launch(self, plan: StepPlan) -> PendingStep:
+    def launch(self, plan: StepPlan) -> LateStep:
         """Start computing a step. Raises errors that occur at once; the answer raises later ones."""
 
     def copy_pages(self, copies: Int32) -> None:
@@ -127,7 +127,7 @@ class LocalExecutor:
     def check(self) -> None:
         pass
 
-    def launch(self, plan: StepPlan) -> PendingStep:
+    def launch(self, plan: StepPlan) -> LateStep:
         return self.runner.launch(plan)
 
     def copy_pages(self, copies: Int32) -> None:

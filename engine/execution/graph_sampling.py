@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from engine.execution.one_row import FormRecorder
-from engine.execution.pending import LateResult
 from engine.execution.sampler_captured import CapturedSampler
 from engine.model.kernels import RowForm
-from engine.scheduling.plan import Int32, SamplingBatch
+from engine.scheduling.plan import Int32, LateResult, SamplingBatch
 
 
 class SamplingGraphs:
@@ -53,10 +52,9 @@ class SamplingGraphs:
     def run(self, batch: SamplingBatch, size: int) -> LateResult:
         """Sample a batch that this serves, as the first of `size` rows."""
         if not self._follows(batch):
-            self._sampler.forget()
+            self._sampler.put(batch)
             self._sent, self._expected = batch, batch.table["position"]
-        assert self._sent is not None
-        self.num_sent += self._sampler.put(self._sent)
+            self.num_sent += 1
         self._graphs[size]()
         self._expected = self._expected + (batch.table["num_draws"] > 0)
         self.num_replayed += 1
@@ -65,7 +63,6 @@ class SamplingGraphs:
     def reset(self) -> None:
         """Forget what the device has been sent."""
         self._sent = None
-        self._sampler.forget()
 
     def _follows(self, batch: SamplingBatch) -> bool:
         """Whether the device has what this batch needs: it was sent, and the device has counted to its positions

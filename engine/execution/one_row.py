@@ -1,5 +1,5 @@
 """Decoding one row on a GPU: with the library's products, as for many rows, or with kernels that include the work
-around a product (`engine.backends.triton.one_row`), each of which may start before the previous one ends.
+around a product (`engine.model.executors.triton_row`), each of which may start before the previous one ends.
 
 Which is faster depends on the GPU and on the model's shapes, so all are recorded at start and timed, and one is kept. A
 form whose results differ from those of the library's products is not kept.
@@ -105,6 +105,6 @@ def _has_forms(model: Transformer) -> bool:
     """Whether the decoder computes one row differently from many."""
     if not gpu.serves(model.device) or model.decoder is None:
         return False
-    from engine.backends.triton.executor import TritonExecutor
+    from engine.model.executors.triton import TritonExecutor
 
     return isinstance(model.decoder.executor, TritonExecutor)

@@ -9,18 +9,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from engine.scheduling.plan import PooledRow, SamplingBatch, StepResult, TokenScores
-
-
-class LateResult(Protocol):
-    """Candidates that are still on their way from the device."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether `result` returns without waiting."""
-
-    def result(self) -> StepResult:
-        """The candidates; waits for them. Raises the device's errors."""
+from engine.scheduling.plan import LateResult, PooledRow, SamplingBatch, StepResult, TokenScores
 
 
 class LateScores(Protocol):
@@ -57,7 +46,7 @@ class PromptScores:
 
 
 @dataclass(slots=True, kw_only=True)
-class PendingStep:
+class LateStep:
     """The future answer of a launched step."""
 
     # the candidates of the sampled tokens; a `StepResult` if they are known already, as always on a CPU

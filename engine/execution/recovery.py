@@ -22,7 +22,7 @@ from engine.execution.executor import Executor
 from engine.execution.memory import is_out_of_memory
 from engine.interface.outputs import RequestDelta
 from engine.scheduling.budget import StepLimit
-from engine.scheduling.in_flight import InFlightStep
+from engine.scheduling.in_flight import Step
 from engine.scheduling.plan import EncoderBatch, Float32, StepPlan, StepResult, TokenScores
 from engine.scheduling.row import Row
 from engine.scheduling.scheduler import Scheduler
@@ -254,7 +254,7 @@ def _stack(arrays: Sequence[NDArray[Number]]) -> NDArray[Number]:
     return np.concatenate([np.pad(array, ((0, 0), (0, width - array.shape[1]))) for array in arrays])
 
 
-def _sizes(step: InFlightStep) -> tuple[int, int]:
+def _sizes(step: Step) -> tuple[int, int]:
     return sum(row.count for row in step.rows), len(step.rows)
 
 

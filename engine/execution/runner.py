@@ -17,7 +17,7 @@ from engine.execution.cuda_graphs import DecodeGraphs
 from engine.execution.kv_cache import KVCache
 from engine.execution.logits import Logits, hidden_of
 from engine.execution.model_kinds import Decoder, Search, StepBuffers, kind_of
-from engine.execution.pending import LateResult, PendingStep
+from engine.execution.pending import LateStep
 from engine.execution.pooler import NO_PARTS, PoolingParts
 from engine.execution.prompt_graphs import PromptGraphs, can_record_prompts
 from engine.execution.recording import Recorder
@@ -27,7 +27,7 @@ from engine.interface.outputs import Activation
 from engine.interface.vision import VisionInfo
 from engine.model.spec import Lm
 from engine.model.transformer import Transformer
-from engine.scheduling.plan import Int32, SamplingBatch, StepPlan, StepResult
+from engine.scheduling.plan import Int32, LateResult, SamplingBatch, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from engine.execution.sampler_device import DeviceSampler, DeviceSamples
@@ -43,7 +43,7 @@ class ModelRunner:
         adapters: the model's adapters; None if it does not support them.
     """
 
-    keeps_hidden = False  # whether steps keep their hidden states for a drafter (`PendingStep.hidden`)
+    keeps_hidden = False  # whether steps keep their hidden states for a drafter (`LateStep.hidden`)
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class ModelRunner:
         return self.launch(plan).result()
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> PendingStep:
+    def launch(self, plan: StepPlan) -> LateStep:
         """Start computing a step. A CPU computes it immediately.
 
         Steps run in the order in which they were launched. Tokens that the plan does not know (`StepPlan.sources`) were
@@ -103,7 +103,7 @@ class ModelRunner:
                 self.graphs.reset()
             raise
 
-    def _launch(self, plan: StepPlan) -> PendingStep:
+    def _launch(self, plan: StepPlan) -> LateStep:
         plan, search = self._resolve(plan)
         self.cache.copy_pages(plan.copies)
         if plan.sources is not None and self._unfilled is not None:
@@ -123,7 +123,7 @@ class ModelRunner:
                     # A GPU computes all that meanwhile; a CPU has finished, and fills masks with all of its threads.
                     sampling = weighed(logits, plan.sampling.filled())
                     candidates = self._sample(logits, sampling)
-        step = PendingStep(candidates=candidates or StepResult.empty(), sampling=sampling)
+        step = LateStep(candidates=candidates or StepResult.empty(), sampling=sampling)
         if self.keeps_hidden:
             kept = self.kind.kept if isinstance(self.kind, Decoder) else ()
             step.hidden = torch.cat(list(kept), dim=1) if kept else hidden

@@ -4,14 +4,10 @@ The order of operations is that of `transformers`: logit_bias, the encoder's and
 OpenAI's penalties, DRY, bans, forced tokens; then for rows that sample temperature, top-n-sigma, top-k, top-p, min-p,
 typical-p, XTC. Beam rows start from log-probabilities instead of logits, as in `transformers`.
 
-On a CPU the native library does the work: it reads the logits once, and looks for large ones where that pass has seen
-them. A request's changes to logits are written into them and undone later. On a GPU the kernels of
-`engine.backends.triton` do the same in their own way (`sampler_device.py`). `backends/torch/sampling.py` serves other
-devices, machines without library or Triton, and rows with filters that the kernels do not support (`by_torch`; each row
-separately, `backends/torch/sampling_whole.py`). All choose the same tokens except where rounding decides: exponentials
-may differ in their last bits, so a uniform number right between two tokens, or a sum right at top_p, may fall on either
-side. If logits are equal, the lowest token comes first; if only log-probabilities are equal, the larger logit does.
-`torch.topk` takes any.
+The native library samples on a CPU, `sampler_device.py` on a GPU, and `sampler_torch.py` elsewhere. Rows with filters
+that the kernels do not support (`by_torch`) are drawn by `backends/torch/sampling_whole.py`. All choose the same tokens
+except where rounding decides. If logits are equal, the lowest token comes first; if only log-probabilities are equal,
+the larger logit does. `torch.topk` takes any.
 """
 
 from __future__ import annotations
@@ -26,8 +22,8 @@ from torch import Tensor
 from engine.backends import native
 from engine.backends import triton as gpu
 from engine.backends.native.sampling import LogitRows, mask
-from engine.backends.torch import sampling as sampler_torch
 from engine.backends.torch import sampling_whole
+from engine.execution import sampler_torch
 from engine.execution.pending import LateScores, PromptScores
 from engine.interface.sampling_table import GREEDY_TEMPERATURE, Kind, by_torch
 from engine.scheduling.plan import Bool, Float32, Int32, PromptLogprobRows, SamplingBatch, StepResult, TokenScores

@@ -3,7 +3,7 @@
 The walk, the choice and the report are captured: four kernels whose grids depend only on the number of rows. The rows'
 settings are in memory that does not move: a graph captured for a number of rows serves greedy rows, rows that draw and
 unused rows. Random numbers are made from counters on the device, which a replay advances, so that a steady step sends
-nothing at all; or they are sent, 8 bytes per row.
+nothing at all.
 
 `DeviceSampler` computes what is not captured: beams, reports of most probable or listed tokens and of ranks, several
 draws per row, filters that only torch's sampler supports, and all changes to logits.
@@ -24,25 +24,19 @@ from engine.scheduling.plan import SamplingBatch, StepResult
 class CapturedSampler:
     """Samples up to `rows` rows with launches that a CUDA graph may contain.
 
-    Args:
-        counted: whether random numbers are made on the device, from the table's seeds, choices and positions; else they
-            are the batch's.
-        sizes: how kernels divide their work; tests use small sizes.
+    `sizes`: how kernels divide their work; tests use small sizes.
 
     Attributes:
         tokens: [rows] int32 the tokens sampled last, at an address that never changes; 0 in unused rows.
         logprobs: [rows] float32 under the model's own distribution, NaN for a row that failed.
-        positions: [rows] int32 the output position of the next draw; advanced by each launch if `counted`.
+        positions: [rows] int32 the output position of the next draw; each launch advances them.
     """
 
-    def __init__(self, rows: int, vocabulary: int, device: torch.device, *, counted: bool = True, sizes: Sizes = SIZES):
-        self._rows, self._device, self._counted = rows, device, counted
+    def __init__(self, rows: int, vocabulary: int, device: torch.device, *, sizes: Sizes = SIZES):
+        self._rows, self._device = rows, device
         self._room = Workspace(rows, vocabulary, device, sizes)
-        # The table's rows, followed by numbers from the host.
-        size, numbers = rows * TABLE.itemsize, 0 if counted else rows * 8
-        self._packed = torch.zeros(size + numbers, dtype=torch.uint8, device=device)
-        self._table = self._packed[:size].view(torch.int32).view(rows, WORDS)
-        self._uniforms = None if counted else self._packed[size:].view(torch.float64).view(rows, 1)
+        self._packed = torch.zeros(rows * TABLE.itemsize, dtype=torch.uint8, device=device)
+        self._table = self._packed.view(torch.int32).view(rows, WORDS)
         self._table[:, word("num_draws")] = -1
         # Rows are whole vectors, so that all begin where kernels expect memory to begin.
         self._results = torch.zeros((3, -(-rows // 4) * 4), dtype=torch.int32, device=device)
@@ -50,7 +44,6 @@ class CapturedSampler:
         self._chosen = torch.zeros((rows, 1), dtype=torch.float32, device=device)
         self.tokens, self.logprobs = self._results[0, :rows], self._results[1, :rows].view(torch.float32)
         self.positions = self._table[:, word("position")]
-        self._last: SamplingBatch | None = None
 
     @staticmethod
     def serves(batch: SamplingBatch) -> bool:
@@ -66,52 +59,30 @@ class CapturedSampler:
             or by_torch(table).any()
         )
 
-    def put(self, batch: SamplingBatch) -> bool:
-        """Tell the device what the next launches sample, in one asynchronous copy.
-
-        Nothing is sent if the batch has the same version as in the last call and the expected numbers: if they are
-        `counted`, positions that continue where the device is, else the same uniforms. `batch`: S rows; rows after them
-        are unused. Raises ValueError if the batch has more rows, or needs more than one token per row.
-
-        Returns: Whether anything was sent.
-        """
-        count, table, last = len(batch.table), batch.table, self._last
-        if last is not None and last.version == batch.version:
-            if not self._counted and np.array_equal(last.uniforms, batch.uniforms):
-                return False
-            if self._counted and np.array_equal(last.table["position"], table["position"]):
-                return False
+    def put(self, batch: SamplingBatch) -> None:
+        """Tell the device what the next launches sample, in one asynchronous copy. `batch`: S rows; rows after them are
+        unused. Raises ValueError if the batch has more rows, or needs more than one token per row."""
+        count = len(batch.table)
         if count > self._rows or not self.serves(batch):
             raise ValueError(
                 f"a captured sampler takes up to {self._rows} rows with one token each, got {count} rows or "
                 "several tokens"
             )
-        self._last = batch
         packed = torch.zeros(len(self._packed), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        size = self._rows * TABLE.itemsize
-        rows = packed.numpy()[:size].view(TABLE)
+        rows = packed.numpy().view(TABLE)
         rows["num_draws"] = -1
-        rows[:count] = table
-        if not self._counted:
-            packed.numpy()[size:].view(np.float64)[:count] = batch.uniforms[:, 0]
+        rows[:count] = batch.table
         self._packed.copy_(packed, non_blocking=True)
-        return True
-
-    def forget(self) -> None:
-        """Send the next batch completely, whatever was sent before."""
-        self._last = None
 
     @torch.inference_mode()
     def launch(self, logits: Tensor) -> None:
         """Sample the first N rows, from logits [N, vocabulary]; this is what is captured."""
         count = len(logits)
-        uniforms = None if self._uniforms is None else self._uniforms[:count]
-        parameters = Parameters(table=self._table[:count], uniforms=uniforms)
-        rows = LogitRows(logits, parameters, self._room)
+        rows = LogitRows(logits, Parameters(table=self._table[:count], uniforms=None), self._room)
         column, chosen = self._column[:count], self._chosen[:count]
         rows.choose(column, chosen)
         logprobs = self.logprobs[:count].view(-1, 1)
-        rows.report(column, chosen, logprobs, self.tokens[:count], counted=self._counted)
+        rows.report(column, chosen, logprobs, self.tokens[:count], counted=True)
 
     def fetch(self, rows: int) -> Fetched:
         """Start the copy of the first rows' results to the host, on the current stream."""

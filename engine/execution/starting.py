@@ -142,7 +142,7 @@ def _start(config: EngineConfig, read: ConfigReader, beside: int | Beside, ranks
 def resolve(config: EngineConfig, device: torch.device, read: ConfigReader = read_config) -> Resolved:
     """Decide what to load, and how; refuse what cannot be loaded."""
     place = find(config.model, config.revision, config.hf_token)
-    pipeline = read_folder(laid_out(place))
+    pipeline = read_folder(laid_out(place, config.mmproj))
     path = pipeline.transformer
     if not config.skip_tokenizer_init and config.tokenizer is None and (why := lacks_tokenizer(path)):
         raise ModelLoadError(why)

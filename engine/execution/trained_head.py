@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.execution.draft_model import DraftModel, Shadow
 from engine.execution.model_kinds import Following
-from engine.execution.pending import PendingStep
+from engine.execution.pending import LateStep
 from engine.execution.runner import ModelRunner
 from engine.execution.starting import Resolved, load, prepare
 from engine.interface.speculation import SpeculativeConfig
@@ -27,7 +27,7 @@ from engine.model.heads import ChoosingHead
 from engine.model.spec import Lm
 from engine.model.trained_heads import chosen_tokens, eagle3, kept_layers, mtp
 from engine.scheduling.batch import build_plan
-from engine.scheduling.in_flight import InFlightStep
+from engine.scheduling.in_flight import Step
 from engine.scheduling.plan import StepResult
 from engine.scheduling.row import Row
 from engine.scheduling.sequence import IntBuffer, Sequence, SequenceGroup
@@ -181,9 +181,9 @@ class TrainedHead(DraftModel):
 
     # ---------------------------------------------------------------- what it reads
 
-    def observe(self, step: InFlightStep) -> None:
+    def observe(self, step: Step) -> None:
         """Take the hidden states of a step whose answer is known and not applied yet."""
-        if self._failed or not isinstance(step.answer, PendingStep) or step.answer.hidden is None:
+        if self._failed or not isinstance(step.answer, LateStep) or step.answer.hidden is None:
             return
         try:
             with torch.inference_mode():

@@ -22,6 +22,7 @@ from engine.images.settings import (
     preprocessing_of,
     preprocessor_class,
     read_json,
+    stored_settings,
 )
 from engine.interface.vision import Fitted, Size, VisionInfo
 
@@ -117,14 +118,8 @@ class Cropping:
 def read_cropping(folder: Path) -> Cropping | None:
     """Read the settings from a checkpoint's folder; None if it has none. Raises UnsupportedModelError if a setting that
     is not implemented; names it."""
-    for name in FILES:
-        file = folder / name
-        if file.is_file():
-            values = read_json(file)
-            own: Any = values.get("image_processor") if name == FILES[1] else values
-            if isinstance(own, dict):
-                return _parse(own, file)
-    return None
+    values, file = stored_settings(folder)
+    return None if values is None else _parse(values, file)
 
 
 def _parse(values: Mapping[str, Any], file: Path) -> Cropping:

@@ -74,18 +74,20 @@ class Preprocessing:
 def read_preprocessing(folder: Path) -> Preprocessing | None:
     """Read the settings from a checkpoint's folder; None if there are none. Raises UnsupportedModelError if a setting
     is not implemented, or has an invalid value; names it."""
+    values, file = stored_settings(folder)
+    return None if values is None else preprocessing_of(values, file, preprocessor_class(values, file))
+
+
+def stored_settings(folder: Path) -> tuple[Mapping[str, Any] | None, Path]:
+    """The settings of a checkpoint's image processor and their file; None if the folder has none."""
     for name in FILES:
         file = folder / name
         if file.is_file():
             values = read_json(file)
             own: Any = values.get("image_processor") if name == FILES[1] else values
             if isinstance(own, dict):
-                return _parse(own, file)
-    return None
-
-
-def _parse(values: Mapping[str, Any], file: Path) -> Preprocessing:
-    return preprocessing_of(values, file, preprocessor_class(values, file))
+                return own, file
+    return None, folder
 
 
 def preprocessing_of(

@@ -1,14 +1,14 @@
 """The outputs of the engine for callers.
 
 The engine itself returns deltas (`RequestDelta`): the tokens that became certain in one step. `engine.text.processor`
-and `engine.interface.llm` turn them into texts and cumulative answers (`RequestOutput`).
+and `engine.offline.llm` turn them into texts and cumulative answers (`RequestOutput`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -401,7 +401,35 @@ class SpeechInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineInfo:
+class Abilities:
+    """The tasks that a model supports, and what they need (`EngineInfo` describes the fields)."""
+
+    tasks: tuple[Task, ...] = ("generate",)
+    embedding_size: int = 0
+    pooling_modes: tuple[PoolingMode, ...] = ()
+    normalize: bool = True
+    has_projection: bool = False
+    sparse: SparseTokens | None = None
+    token_vectors: TokenVectorsInfo | None = None
+    entities: EntitiesInfo | None = None
+    labels: tuple[str, ...] = ()
+    activation: Activation = "none"
+    repeats: RepeatedInput | None = None
+    sides: dict[str, int] = field(default_factory=dict)
+    second_after: int | None = None
+    lower_case: bool = False
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    include_prompt: bool = True
+    filler: int | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """The fields by name."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo(Abilities):
     """Constant facts about a loaded engine.
 
     Attributes:
@@ -478,28 +506,10 @@ class EngineInfo:
     decoding: dict[str, bool | int | float | str] = field(default_factory=dict)
     given_up_for_temperature: tuple[str, ...] = ()
     first_context_len: int | None = None
-    tasks: tuple[Task, ...] = ("generate",)
     encoder_only: bool = False
     hidden_size: int = 0
-    embedding_size: int = 0
-    pooling_modes: tuple[PoolingMode, ...] = ()
-    normalize: bool = True
-    has_projection: bool = False
-    sparse: SparseTokens | None = None
-    token_vectors: TokenVectorsInfo | None = None
-    entities: EntitiesInfo | None = None
-    labels: tuple[str, ...] = ()
-    activation: Activation = "none"
-    repeats: RepeatedInput | None = None
-    sides: dict[str, int] = field(default_factory=dict)
-    second_after: int | None = None
-    lower_case: bool = False
-    prompts: dict[str, str] = field(default_factory=dict)
-    default_prompt: str | None = None
-    include_prompt: bool = True
     quantization: str | None = None
     catalogues: tuple[CatalogueInfo, ...] = ()
-    filler: int | None = None
     speech: SpeechInfo | None = None
     signal: SignalInfo | None = None
     adapters: tuple[AdapterInfo, ...] = ()

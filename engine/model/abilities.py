@@ -4,52 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelLoadError, UnsupportedModelError
-from engine.interface.outputs import (
-    Activation,
-    EntitiesInfo,
-    PoolingMode,
-    RepeatedInput,
-    SideInfo,
-    SparseTokens,
-    Task,
-    TokenVectorsInfo,
-)
+from engine.interface.outputs import Abilities, Activation, SideInfo, Task, TokenVectorsInfo
 from engine.model import spec
 from engine.model.sentence import MODULES, InputWeights, Pipeline, VocabularyWeights, size_after, torch_class
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Abilities:
-    """Fields of `engine.interface.outputs.EngineInfo` with the same names, which describes them."""
-
-    tasks: tuple[Task, ...]
-    embedding_size: int = 0
-    pooling_modes: tuple[PoolingMode, ...] = ()
-    normalize: bool = True
-    has_projection: bool = False
-    sparse: SparseTokens | None = None
-    token_vectors: TokenVectorsInfo | None = None
-    entities: EntitiesInfo | None = None
-    labels: tuple[str, ...] = ()
-    activation: Activation = "none"
-    repeats: RepeatedInput | None = None
-    sides: dict[str, int] = field(default_factory=dict)
-    second_after: int | None = None
-    lower_case: bool = False
-    prompts: dict[str, str] = field(default_factory=dict)
-    default_prompt: str | None = None
-    include_prompt: bool = True
-    filler: int | None = None
-
-    def facts(self) -> dict[str, Any]:
-        """The fields by name."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
-
 
 logger = logging.getLogger("octavo.model")
 

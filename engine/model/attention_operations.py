@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from engine.backends.attention.base import AttentionBackend, Sight
-from engine.backends.native.program import Rows
+from engine.backends.rows import Rows
 from engine.model import spec
 from engine.model.latent import LatentAttention
 from engine.model.layers import CrossAttention, QkNorm, SelfAttention

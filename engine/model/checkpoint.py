@@ -16,6 +16,7 @@ from engine.model.families.entities import encoder_config
 from engine.model.families.language_part import language_part
 from engine.model.families.sight import SEEING
 from engine.model.folders import find_here, is_checkpoint
+from engine.model.gguf.files import NO_PROJECTOR
 from engine.model.gguf.folder import stand_in
 from engine.model.gguf.on_hub import named_file
 
@@ -54,7 +55,14 @@ PATTERNS = (
 )
 
 
-def locate(model: str, revision: str | None = None, hf_token: str | None = None, *, download: bool = True) -> Path:
+def locate(
+    model: str,
+    revision: str | None = None,
+    hf_token: str | None = None,
+    *,
+    download: bool = True,
+    mmproj: str | None = None,
+) -> Path:
     """The folder of a checkpoint, downloaded if `model` is a hub id; for a GGUF file, the folder that represents it.
     Raises ModelLoadError if the folder or model does not exist, access is denied, or the hub cannot be reached.
 
@@ -64,13 +72,22 @@ def locate(model: str, revision: str | None = None, hf_token: str | None = None,
         revision: branch, tag or commit on the hub.
         hf_token: token for gated models; else HF_TOKEN or the token of `hf auth login`.
         download: False uses only the local cache.
+        mmproj: the image projector of a GGUF file (`engine.model.gguf.folder.stand_in`).
     """
-    return laid_out(find(model, revision, hf_token, download=download))
+    return laid_out(find(model, revision, hf_token, download=download), mmproj)
 
 
-def laid_out(place: Path) -> Path:
-    """The folder that `find` found; for a GGUF file, the folder that represents it."""
-    return place if place.is_dir() else stand_in(place)
+def laid_out(place: Path, mmproj: str | None = None) -> Path:
+    """The folder that `find` found; for a GGUF file, the folder that represents it. Raises ModelLoadError if a
+    projector is given for another model."""
+    if not place.is_dir():
+        return stand_in(place, mmproj)
+    if mmproj not in (None, NO_PROJECTOR):
+        raise ModelLoadError(
+            f"mmproj is the image projector of a GGUF file, but {place} is a folder in Hugging Face's format, which "
+            "contains its own. Remove --mmproj."
+        )
+    return place
 
 
 def find(model: str, revision: str | None = None, hf_token: str | None = None, *, download: bool = True) -> Path:

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.backends.torch.executor import TorchExecutor
 from engine.model import spec
 from engine.model.activations import activate, activate_by_name
 from engine.model.blocks import Sublayer, build_feed_forward
-from engine.model.executor import Executor, fastest
+from engine.model.executors.choice import Executor, fastest
+from engine.model.executors.reference import TorchExecutor
 from engine.model.inputs import Inputs
 from engine.model.labelled_spans import LabelledSpans
 from engine.model.layers import Linear

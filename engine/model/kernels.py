@@ -39,7 +39,7 @@ class RowForm(NamedTuple):
     """How a GPU computes a single row; an argument of each pass."""
 
     name: str
-    fused: bool = False  # whether to use our kernels around products (`engine.backends.triton.one_row`)
+    fused: bool = False  # whether to use our kernels around products (`engine.model.executors.triton_row`)
     overlapping: bool = False  # whether these begin before the previous ones end
 
 

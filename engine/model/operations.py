@@ -15,8 +15,8 @@ from typing import ClassVar, TypeVar, dataclass_transform
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.backends.native.program import Rows
 from engine.backends.native.ranks import Ranks
+from engine.backends.rows import Rows
 from engine.model import spec
 from engine.model.embedding import Embedding, PatchEmbedding, TokenEmbedding, with_images
 from engine.model.experts import ExpertsFeedForward

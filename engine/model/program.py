@@ -1,8 +1,8 @@
 """The computation of a stack, as a flat list of operations on rows of features.
 
 The modules of a stack hold its weights; `compile_stack` walks them once and writes the list of operations. An executor
-runs the list: torch (`engine.backends.torch.executor`, the oracle, for all devices and formats), the CPU's library
-(`engine.backends.native.executor`) or kernels for GPUs (`engine.backends.triton.executor`). An executor leaves
+runs the list: torch (`engine.model.executors.reference`, the oracle, for all devices and formats), the CPU's library
+(`engine.model.executors.native`) or kernels for GPUs (`engine.model.executors.triton`). An executor leaves
 operations without a kernel to torch, one by one.
 """
 
@@ -14,8 +14,8 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from engine.backends.native.program import Rows
 from engine.backends.native.ranks import Ranks
+from engine.backends.rows import Rows
 from engine.model import sparse_blocks, spec
 from engine.model.attention_operations import Attend, PrepareHeads, PrepareLatent, StoreEncoded
 from engine.model.block_sums import BlockSumAttention

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from engine.backends.attention.base import AttentionBackend
-from engine.backends.torch.executor import TorchExecutor
 from engine.model import spec
 from engine.model.bias import BiasTable, BucketTable
 from engine.model.blocks import build_block
 from engine.model.distances import DistanceTable
 from engine.model.embedding import TokenEmbedding, build_embedding
-from engine.model.executor import Executor, fastest
+from engine.model.executors.choice import Executor, fastest
+from engine.model.executors.reference import TorchExecutor
 from engine.model.inputs import Inputs
 from engine.model.layer_vectors import LayerEmbedding
 from engine.model.layers import CrossAttention, Linear

@@ -7,7 +7,7 @@ steps.
 
 from __future__ import annotations
 
-from engine.backends.native.program import Rows
+from engine.backends.rows import Rows
 from engine.model.operations import Operation, operation
 from engine.model.state_layers import CausalConvolution, DeltaRuleAttention, SelectiveStateSpace
 

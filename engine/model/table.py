@@ -384,8 +384,6 @@ class Entry:
     target: str  # the parameter's name in the Transformer
     sources: tuple[str, ...]  # names in the checkpoint, in the transform's order
     transform: Transform = Same()
-    # axis of the parameter (of each part, if joined) that tensor parallelism would divide; None to repeat it everywhere
-    shard_axis: int | None = None
     # value of all elements if the checkpoint has none of the sources, or a function that fills the parameter; None if
     # they are required
     default: float | Callable[[Tensor], None] | None = None

@@ -19,7 +19,7 @@ from engine.backends.native.gemm import BlockKind, Blocks, Quantised
 from engine.errors import ModelLoadError
 from engine.host.resident import give_back
 from engine.model.gguf.files import SUFFIX
-from engine.model.gguf.folder import LINK
+from engine.model.gguf.folder import LINK, PROJECTOR_LINK
 from engine.model.gguf.tensors import StoredRows
 from engine.model.gguf.weights import GgufWeights, stored_formats
 from engine.model.quantisation import Quantization
@@ -62,7 +62,7 @@ class Checkpoint:
                 handle = _opened(file)
                 self._handles[file] = handle
                 keys = list(handle.keys())
-            if isinstance(handle, GgufWeights):
+            if isinstance(handle, GgufWeights) and file == self.files[0]:
                 self.path = file.resolve()  # for messages, because the folder is our own
             for key in keys:
                 if key in self.names:
@@ -100,16 +100,18 @@ class Checkpoint:
         if self.scheme is not None:
             return self.scheme.title
         if any(isinstance(handle, GgufWeights) for handle in self._handles.values()):
-            return f"GGUF ({', '.join(stored_formats(self.path))})"
+            return f"GGUF ({', '.join(self.stored_bytes)})"
         return None
 
     @property
     def stored_bytes(self) -> dict[str, int]:
         """The bytes in each stored format, largest first: ggml's formats for a GGUF file; otherwise the scheme's title,
         and safetensors' names for plain tensors."""
-        if self.files[0].suffix == SUFFIX:
-            return stored_formats(self.files[0])
         sizes: Counter[str] = Counter()
+        if self.files[0].suffix == SUFFIX:
+            for path in self.files:
+                sizes.update(stored_formats(path))
+            return dict(sizes.most_common())
         for place in self.names.values():
             united = self._packed.get(place)
             for file, key in [place] if united is None else united[1]:
@@ -349,13 +351,14 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder, or the GGUF file that it represents. Raises ModelLoadError if there
-    are none, the index is damaged, or it names a file that is missing or outside the folder."""
+    """The safetensors files of a checkpoint folder, or the GGUF files that it represents. Raises ModelLoadError if
+    there are none, the index is damaged, or it names a file that is missing or outside the folder."""
     if (path / SINGLE_FILE).is_file():
         return [path / SINGLE_FILE]
     index = path / INDEX_FILE
     if not index.is_file() and (path / LINK).is_symlink():
-        return [path / LINK]
+        projector = path / PROJECTOR_LINK
+        return [path / LINK, *([projector] if projector.is_symlink() else [])]
     if not index.is_file():
         raise ModelLoadError(_no_weights(path))
     try:

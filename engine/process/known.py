@@ -17,13 +17,13 @@ __all__ = ["Known", "decode_known", "encode", "find_known", "known_folder"]
 logger = logging.getLogger("octavo.client")
 
 
-def known_folder(model: str) -> Path | None:
-    """The folder of a model on this machine. For a GGUF file, the folder that is made from it, once it exists. None if
-    the engine has to find it."""
+def known_folder(model: str, mmproj: str | None = None) -> Path | None:
+    """The folder of a model on this machine. For a GGUF file, the folder that is made from it and its image projector,
+    once it exists. None if the engine has to find it."""
     try:
         place = Path(model).expanduser()
         file = single_file(place) if place.is_dir() else place if place.suffix == SUFFIX and place.is_file() else None
-        folder = place if file is None else made_before(file)
+        folder = place if file is None else made_before(file, mmproj)
         return folder if folder is not None and (folder / "config.json").is_file() else None
     except (OctavoError, OSError, RuntimeError) as error:
         logger.debug("the engine will find %s itself: %s", model, error)

@@ -86,7 +86,7 @@ def look(config: EngineConfig, *, download: bool = False) -> Prediction:
 
     try:
         if download:
-            locate(config.model, config.revision, config.hf_token)
+            locate(config.model, config.revision, config.hf_token, mmproj=config.mmproj)
         facts = inspect_model(config)
     except NotDownloadedError:
         return Prediction(unknown=True)

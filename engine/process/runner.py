@@ -36,7 +36,7 @@ from engine.errors import AdapterError, EngineDeadError, OctavoError, RankError
 from engine.execution.executor import LocalExecutor, LocalReading, ModelFacts, Reading
 from engine.execution.memory import is_out_of_memory
 from engine.execution.page_content import Bytes
-from engine.execution.pending import PendingStep
+from engine.execution.pending import LateStep
 from engine.host.children import leave_signals_to_parent, signals_held, take_standard_input
 from engine.host.cpus import cpus_of_rank, engine_environment, memory_nodes, threads_of_rank
 from engine.host.logs import LogFormat, adopt_libraries, configure, configured
@@ -311,10 +311,10 @@ class ProcessExecutor:
         """The ids of the runners' processes, by rank."""
         return [process.pid for process in self._processes]
 
-    def launch(self, plan: StepPlan) -> PendingStep:
+    def launch(self, plan: StepPlan) -> LateStep:
         batch = plan.sampling
         if batch is None or batch.fill is None:
-            return PendingStep(candidates=self.send(Launch(plan)))
+            return LateStep(candidates=self.send(Launch(plan)))
         with self._mutex:  # no thread sends a message between the two
             late = self.send(Launch(replace(plan, sampling=replace(batch, fill=None)), masks_follow=True))
             masks: Masks | None = None
@@ -322,7 +322,7 @@ class ProcessExecutor:
                 masks = batch.fill()
             finally:
                 self._post(Filled(masks))
-        return PendingStep(candidates=late)
+        return LateStep(candidates=late)
 
     def copy_pages(self, copies: Int32) -> None:
         self.send(Copy(copies)).answer()
@@ -518,7 +518,7 @@ def _serve(line: Connection, gone: Callable[[], None] = lambda: None) -> None:
         line.send_bytes(_encoder.encode(_failure(error)))
         return
     line.send_bytes(_encoder.encode(Answer(facts=executor.facts)))
-    due: SimpleQueue[PendingStep | Answer | Failure | AdapterRead] = SimpleQueue()
+    due: SimpleQueue[LateStep | Answer | Failure | AdapterRead] = SimpleQueue()
     read: dict[str, LocalReading] = {}  # adapters that are not in their slots yet, by name
     threading.Thread(target=_answer, args=(line, due, gone), name="octavo-answers", daemon=True).start()
     while (data := orders.get()) is not None:
@@ -544,7 +544,7 @@ def _read(line: Connection, orders: SimpleQueue[bytes | None], gone: Callable[[]
 def _read_adapter(
     executor: LocalExecutor,
     order: ReadAdapter,
-    due: SimpleQueue[PendingStep | Answer | Failure | AdapterRead],
+    due: SimpleQueue[LateStep | Answer | Failure | AdapterRead],
     read: dict[str, LocalReading],
 ) -> None:
     """Read an adapter on another thread, and answer. `read` has it from now on, unless it cannot be loaded: another
@@ -561,7 +561,7 @@ def _read_adapter(
 
 
 def _answer(
-    line: Connection, due: SimpleQueue[PendingStep | Answer | Failure | AdapterRead], gone: Callable[[], None]
+    line: Connection, due: SimpleQueue[LateStep | Answer | Failure | AdapterRead], gone: Callable[[], None]
 ) -> None:
     """Answer the messages in order."""
     try:
@@ -574,7 +574,7 @@ def _answer(
         gone()
 
 
-def _launch_masked(executor: LocalExecutor, plan: StepPlan, orders: SimpleQueue[bytes | None]) -> PendingStep | Failure:
+def _launch_masked(executor: LocalExecutor, plan: StepPlan, orders: SimpleQueue[bytes | None]) -> LateStep | Failure:
     """Launch a step. The next message holds the step's masks; the step waits for them when it needs them."""
     taken: list[Filled] = []
 
@@ -599,7 +599,7 @@ def _launch_masked(executor: LocalExecutor, plan: StepPlan, orders: SimpleQueue[
                 take()
 
 
-def _carry_out(executor: LocalExecutor, order: Order, read: dict[str, LocalReading]) -> PendingStep | Answer | Failure:
+def _carry_out(executor: LocalExecutor, order: Order, read: dict[str, LocalReading]) -> LateStep | Answer | Failure:
     try:
         if isinstance(order, Launch):
             return executor.launch(order.plan)
@@ -624,8 +624,8 @@ def _carry_out(executor: LocalExecutor, order: Order, read: dict[str, LocalReadi
         return _failure(error)
 
 
-def _reply(due: PendingStep | Answer | Failure | AdapterRead) -> Answer | Failure | AdapterRead:
-    if not isinstance(due, PendingStep):
+def _reply(due: LateStep | Answer | Failure | AdapterRead) -> Answer | Failure | AdapterRead:
+    if not isinstance(due, LateStep):
         return due
     try:
         return Answer(result=due.result())

@@ -10,11 +10,11 @@ from engine.interface.outputs import EngineStats
 from engine.interface.request import Request
 from engine.scheduling.block_pool import BlockPool, PageHasher
 from engine.scheduling.encoder_input import EncoderInput
-from engine.scheduling.in_flight import InFlightStep
+from engine.scheduling.in_flight import Step
 from engine.scheduling.limits import SchedulerConfig
 from engine.scheduling.needs import adapter_sides, encoder_root
 from engine.scheduling.sequence import SequenceGroup
-from engine.scheduling.step import Step
+from engine.scheduling.step import NextStep
 
 
 @dataclass(eq=False)
@@ -39,7 +39,7 @@ class EncoderCache:
         ids, size = request.encoder_token_ids, self._config.block_size
         return EncoderInput(ids, root, self._hasher, size, request.signal, adapter_sides(request))
 
-    def may_start(self, step: Step, group: SequenceGroup) -> bool:
+    def may_start(self, step: NextStep, group: SequenceGroup) -> bool:
         """Whether the encoder need not run for this request, or may run in this step."""
         encoder_input = group.encoder_input
         if encoder_input is None or (
@@ -48,14 +48,14 @@ class EncoderCache:
             return True
         return step.can_encode(encoder_input, group)
 
-    def pages_needed(self, step: Step, group: SequenceGroup) -> int:
+    def pages_needed(self, step: NextStep, group: SequenceGroup) -> int:
         """The number of available pages that `take` uses up."""
         if group.encoder_input is None:
             return 0
         known = self._find(step, group.encoder_input)
         return len(group.encoder_input.hashes) if known is None else self._pool.count_cached(known)
 
-    def take(self, step: Step, group: SequenceGroup) -> None:
+    def take(self, step: NextStep, group: SequenceGroup) -> None:
         """Give an admitted request its pages; the encoder runs if they are not cached."""
         encoder_input = group.encoder_input
         if encoder_input is None:
@@ -77,7 +77,7 @@ class EncoderCache:
             self._stats.prompt_tokens += len(encoder_input.tokens)
             self._stats.prompt_tokens_cached += encoder_input.num_cached
 
-    def publish(self, step: InFlightStep) -> None:
+    def publish(self, step: Step) -> None:
         """The step has succeeded: later requests may find the pages that the encoder filled."""
         for encoder_input in step.take_inputs({row.group for row in step.live()}):
             self._stats.num_encoder_runs += 1
@@ -97,7 +97,7 @@ class EncoderCache:
         if group.encoder_input is not None and not self._config.enable_prefix_caching:
             self._pool.forget(group.encoder_input.hashes)
 
-    def _find(self, step: Step, encoder_input: EncoderInput) -> list[int] | None:
+    def _find(self, step: NextStep, encoder_input: EncoderInput) -> list[int] | None:
         """The pages of an equal input, complete now or after this step; None if there are none."""
         if encoder_input.key in step.encoder_runs:
             return step.encoder_runs[encoder_input.key].encoder_input.pages

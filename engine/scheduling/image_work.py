@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from engine.scheduling.sequence import SequenceGroup
-from engine.scheduling.step import Step
+from engine.scheduling.step import NextStep
 
 
 class ImageWork:
@@ -24,7 +24,7 @@ class ImageWork:
         self._known: OrderedDict[bytes, int] = OrderedDict()
         self._count = 0
 
-    def fitting(self, step: Step, group: SequenceGroup, start: int, count: int) -> int:
+    def fitting(self, step: NextStep, group: SequenceGroup, start: int, count: int) -> int:
         """The number of a prompt's next `count` tokens, from `start` on, that may run in a step: as many as come before
         the first image that does not fit. The step is charged for the images before that."""
         for image in group.request.images:
@@ -39,7 +39,7 @@ class ImageWork:
                 return max(int(image.places[first]) - start, 0)
         return count
 
-    def apart(self, step: Step, group: SequenceGroup, start: int, count: int, hard: int) -> int:
+    def apart(self, step: NextStep, group: SequenceGroup, start: int, count: int, hard: int) -> int:
         """The number of a prompt's next `count` tokens that one row may have, if the tokens of an image, or all, see
         each other: all tokens before these, or all of these that are missing. `hard`: tokens that the step has room
         for, however long it takes. The first prompt of a step may have all that are missing."""

@@ -13,31 +13,19 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Protocol
 
 from engine.scheduling.batch import build_plan
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.encoder_input import EncoderInput
-from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.plan import LateResult, StepPlan
 from engine.scheduling.row import Row
 from engine.scheduling.sequence import Sequence, SequenceGroup
 from engine.scheduling.state_slots import StateSlots
 from engine.scheduling.step import EncoderRun, SearchAhead
 
 
-class PendingAnswer(Protocol):
-    """The answer to a launched step."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether `result` returns without waiting."""
-
-    def result(self) -> StepResult:
-        """The answer; waits for it. Raises the step's errors."""
-
-
 @dataclass(slots=True, eq=False)
-class InFlightStep:
+class Step:
     """A step whose answer is not applied yet."""
 
     rows: list[Row]  # the rows as they were planned; some may have become void
@@ -48,7 +36,7 @@ class InFlightStep:
     # the plan that is computed; None if it has to be planned again, from the rows that are not void by then
     plan: StepPlan | None = None
     # the launched answer, or why the launch failed; None before the launch
-    answer: PendingAnswer | Exception | None = None
+    answer: LateResult | Exception | None = None
     is_part: bool = False  # whether it is a part of a step that could not be computed as a whole
     was_postponed: bool = False  # whether it has failed before any other part of that step was computed
     began: float = 0.0  # when its planning began, in seconds of `time.perf_counter()`
@@ -72,32 +60,32 @@ class InFlightSteps:
         self._pool = pool
         self._size = block_size
         self._states = states
-        self._queue: deque[InFlightStep] = deque()
+        self._queue: deque[Step] = deque()
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def __iter__(self) -> Iterator[InFlightStep]:
+    def __iter__(self) -> Iterator[Step]:
         return iter(self._queue)
 
     @property
-    def oldest(self) -> InFlightStep:
+    def oldest(self) -> Step:
         """The step that is answered next."""
         return self._queue[0]
 
     @property
-    def newest(self) -> InFlightStep:
+    def newest(self) -> Step:
         """The step that was planned last."""
         return self._queue[-1]
 
-    def begin(self, step: InFlightStep) -> None:
+    def begin(self, step: Step) -> None:
         """Add a planned step. The sources of its copies are pinned already."""
         for row in step.rows:
             row.sequence.num_in_flight += row.count
             row.sequence.num_pending += row.sampled
         self._queue.append(step)
 
-    def end(self) -> InFlightStep:
+    def end(self) -> Step:
         """Remove the oldest step, which is over."""
         step = self._queue.popleft()
         for row in step.rows:
@@ -115,7 +103,7 @@ class InFlightSteps:
             if (search := step.searches.pop(group, None)) is not None:
                 self._pool.free(search.pages)
 
-    def take_search(self, group: SequenceGroup) -> tuple[InFlightStep, SearchAhead] | None:
+    def take_search(self, group: SequenceGroup) -> tuple[Step, SearchAhead] | None:
         """The step that continues a search whose answer is being applied, and its rows there; None if none does."""
         for step in self._queue:
             if (search := step.searches.pop(group, None)) is not None:
@@ -156,7 +144,7 @@ class InFlightSteps:
             if step is not self.oldest:
                 step.plan = step.answer = step.ended = None
 
-    def plan(self, step: InFlightStep) -> StepPlan:
+    def plan(self, step: Step) -> StepPlan:
         """The oldest step's plan again, with all that is now known; some of its rows are not void."""
         step.rows = step.live()
         copies = [pair for pairs in step.copies.values() for pair in pairs]
@@ -173,7 +161,7 @@ class InFlightSteps:
         for group in list(self.oldest.copies):
             self._drop_copies(self.oldest, group)
 
-    def encoded(self, done: InFlightStep) -> None:
+    def encoded(self, done: Step) -> None:
         """A step has run the encoder: parts that were to run it over the same inputs need not do so."""
         keys = {run.encoder_input.key for run in done.encoder_runs}
         for run in (run for step in self._queue for run in step.encoder_runs):
@@ -192,9 +180,7 @@ class InFlightSteps:
         step = self.oldest
         rows = step.live()
         if any(row.drafts for row in rows):
-            self._queue[0] = InFlightStep(
-                [self._without_drafts(row) for row in rows], {}, step.encoder_runs, is_part=True
-            )
+            self._queue[0] = Step([self._without_drafts(row) for row in rows], {}, step.encoder_runs, is_part=True)
             return True
         sizes: dict[SequenceGroup, int] = {}
         for row in rows:
@@ -228,9 +214,9 @@ class InFlightSteps:
         else:
             return False
         encoder_runs = [run for run in step.encoder_runs if run.groups]
-        self._queue[0] = InFlightStep(first, {}, encoder_runs, is_part=True)
+        self._queue[0] = Step(first, {}, encoder_runs, is_part=True)
         later = [run for run in later if run.groups]
-        self._queue.insert(1, InFlightStep(second, {}, later, is_part=True))
+        self._queue.insert(1, Step(second, {}, later, is_part=True))
         return True
 
     def _halves(self, rows: list[Row]) -> tuple[list[Row], list[Row]] | None:
@@ -265,6 +251,6 @@ class InFlightSteps:
             self._states.shorten(row)
         return row
 
-    def _drop_copies(self, step: InFlightStep, group: SequenceGroup) -> None:
+    def _drop_copies(self, step: Step, group: SequenceGroup) -> None:
         for source, _ in step.copies.pop(group, ()):
             self._pool.unpin(source)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -286,3 +286,14 @@ class StepResult:
         ends = np.flatnonzero(~goes_on)
         firsts = batch.spans[:-1]
         return replace(self, accepted=(ends[np.searchsorted(ends, firsts)] - firsts + 1).astype(np.int32))
+
+
+class LateResult(Protocol):
+    """A result that is still on its way from the device."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether `result` returns without waiting."""
+
+    def result(self) -> StepResult:
+        """The result; waits for it. Raises the step's errors."""

@@ -36,7 +36,7 @@ from engine.scheduling.draft_costs import DraftCosts, DraftGain, DraftPlaces
 from engine.scheduling.drafting import Drafter, Wanted, drafts_of, forced_drafts
 from engine.scheduling.encoder_cache import EncoderCache
 from engine.scheduling.image_work import ImageWork
-from engine.scheduling.in_flight import InFlightStep, InFlightSteps
+from engine.scheduling.in_flight import InFlightSteps, Step
 from engine.scheduling.limits import SchedulerConfig, check_fits
 from engine.scheduling.needs import sequence_root
 from engine.scheduling.page_events import PageEvents
@@ -45,7 +45,7 @@ from engine.scheduling.queues import Deadlines, WaitingQueue
 from engine.scheduling.row import Row
 from engine.scheduling.sequence import Sequence, SequenceGroup, Status
 from engine.scheduling.state_slots import StateSlots
-from engine.scheduling.step import SearchAhead, Step
+from engine.scheduling.step import NextStep, SearchAhead
 from engine.scheduling.tables import Tables
 
 # Seconds after the arrival of a client's request in which background requests get short steps only.
@@ -229,7 +229,7 @@ class Scheduler:
 
     def _schedule(self, limit: StepLimit | Callable[[], StepLimit], ahead: bool) -> StepPlan | None:
         self._expire()
-        step = Step(self.config.max_num_batched_tokens, ahead=ahead, clients_only=self._clients_have_prompts())
+        step = NextStep(self.config.max_num_batched_tokens, ahead=ahead, clients_only=self._clients_have_prompts())
         self.drafting = self.drafter is not None and any(map(self._drafts_for, self._running))
         if self.drafting or (self.drafts_forced_tokens and any(group.may_be_forced for group in self._running)):
             step.limit = limit() if callable(limit) else limit
@@ -255,7 +255,7 @@ class Scheduler:
         rows = [row for group in self._running for row in step.rows.get(group, ())]
         if not rows:
             return None
-        planned = InFlightStep(rows, step.copies, list(step.encoder_runs.values()), step.searches)
+        planned = Step(rows, step.copies, list(step.encoder_runs.values()), step.searches)
         copies = [pair for pairs in step.copies.values() for pair in pairs]
         self.stats.num_page_copies += len(copies)
         pending = self.in_flight.pending() if ahead else None
@@ -366,7 +366,7 @@ class Scheduler:
         """Whether a client's request came a short time ago, so that another one may follow."""
         return time.monotonic() < self._client_came + _CLIENTS_RETURN
 
-    def _plan_prompts(self, step: Step, chunked: list[SequenceGroup]) -> None:
+    def _plan_prompts(self, step: NextStep, chunked: list[SequenceGroup]) -> None:
         """Give what is left to sequences with several tokens to compute, and to waiting requests.
 
         A client may send thousands of pooling inputs, so they take turns with other work: in every second step they get
@@ -396,21 +396,21 @@ class Scheduler:
             head = self._waiting.first() if self._waiting.has_clients else None
             self._waiting.lacks_room = head is not None and not self._can_admit(step, head)
 
-    def _plan_chunks(self, step: Step, groups: list[SequenceGroup]) -> None:
+    def _plan_chunks(self, step: NextStep, groups: list[SequenceGroup]) -> None:
         for group in groups:
             if group not in step.rows and group.status is Status.RUNNING and step.is_open:
                 self._plan_group(step, group, group.work())
 
-    def _next_waiting(self, step: Step) -> SequenceGroup | None:
+    def _next_waiting(self, step: NextStep) -> SequenceGroup | None:
         """The group that is admitted next; not a pooling input if other work comes first and there is some."""
         group = self._waiting.first(pooled=not (self._pools_last and self._has_other_work(step)))
         return None if group is not None and group.is_background and step.clients_only else group
 
-    def _has_other_work(self, step: Step) -> bool:
+    def _has_other_work(self, step: NextStep) -> bool:
         """Whether the step has work other than pooling inputs."""
         return any(group.request.pooling is None for group in step.rows)
 
-    def _plan_short(self, step: Step, oldest: SequenceGroup, others: list[SequenceGroup]) -> None:
+    def _plan_short(self, step: NextStep, oldest: SequenceGroup, others: list[SequenceGroup]) -> None:
         """Give up to half of what is left to prompts that have at most half as much to compute as the oldest one, so
         that a short turn of a conversation does not wait for a long prompt."""
         most, priority = oldest.num_missing // 2, oldest.key[0]
@@ -428,7 +428,7 @@ class Scheduler:
                 self._start(waiting)
                 self._plan_group(step, waiting, waiting.work())
 
-    def _plan_group(self, step: Step, group: SequenceGroup, work: list[tuple[Sequence, int]]) -> None:
+    def _plan_group(self, step: NextStep, group: SequenceGroup, work: list[tuple[Sequence, int]]) -> None:
         """Give a running group its tokens and pages, evicting younger groups if pages are short."""
         total = sum([count for _, count in work])
         decodes = self._decodes(group, work)
@@ -482,7 +482,7 @@ class Scheduler:
     def _gain(self, rows: int) -> DraftGain:
         return DraftGain(self.draft_costs, rows, again=self.states is not None)
 
-    def _leave_for_drafts(self, step: Step) -> None:
+    def _leave_for_drafts(self, step: NextStep) -> None:
         """Find the tokens and pages that may be used for drafts. Running rows get their tokens first. Half of the
         remaining tokens are left to prompts."""
         tokens = min(step.budget, step.limit.tokens)
@@ -493,7 +493,7 @@ class Scheduler:
         sequences = [sequence for group in self._running for sequence in group.sequences]
         step.kept_pages = sum(self._tables.missing(sequence, sequence.num_tokens)[0] for sequence in sequences)
 
-    def _prepare_drafts(self, step: Step) -> None:
+    def _prepare_drafts(self, step: NextStep) -> None:
         wanted: list[Wanted] = []
         for group in self._running:
             if not (group.started and group.beam is None and group.fork_point is None and self._drafts_for(group)):
@@ -512,7 +512,7 @@ class Scheduler:
         if self.drafter.prepare(wanted, self._gain(sum(group.rows for group in self._running))):
             self.drafting = False  # the time of this step says nothing of the cost of a draft
 
-    def _with_drafts(self, step: Step, rows: list[Row]) -> list[Row]:
+    def _with_drafts(self, step: NextStep, rows: list[Row]) -> list[Row]:
         """The rows of a decoding group with drafts, if there is room: no running request gives up anything for them."""
         left, drafted = step.num_drafts, []
         for row in rows:
@@ -530,7 +530,7 @@ class Scheduler:
         step.num_drafts = left
         return drafted
 
-    def _reserve(self, step: Step, group: SequenceGroup, sequence: Sequence, end: int) -> bool:
+    def _reserve(self, step: NextStep, group: SequenceGroup, sequence: Sequence, end: int) -> bool:
         """Let only this sequence write the pages up to token `end`; returns False if the group itself was preempted."""
         needed, shared = self._tables.missing(sequence, end)
         while (pages := self.pool.reserve(needed)) is None:
@@ -544,7 +544,7 @@ class Scheduler:
             step.copies.setdefault(group, []).append(copy)
         return True
 
-    def _take_states(self, step: Step, group: SequenceGroup, rows: list[Row], states: StateSlots) -> bool:
+    def _take_states(self, step: NextStep, group: SequenceGroup, rows: list[Row], states: StateSlots) -> bool:
         """Give rows the state slots that they write, preempting younger groups if there are too few; returns False if
         the group itself was preempted."""
         least = sum(running.rows for running in self._running)
@@ -556,7 +556,7 @@ class Scheduler:
                     return False
         return True
 
-    def _set_aside(self, step: Step, group: SequenceGroup, rows: list[Row]) -> bool:
+    def _set_aside(self, step: NextStep, group: SequenceGroup, rows: list[Row]) -> bool:
         """Take the pages that a search may need for rows whose parent beams are not known yet. Returns False if there
         are too few. The search then waits for the result of the step in flight, after which it needs fewer pages."""
         begins = rows[0].start % self.config.block_size == 0  # one page per row; else the first row needs none
@@ -577,7 +577,7 @@ class Scheduler:
         self._drains |= short
         return not short
 
-    def _admit(self, step: Step) -> None:
+    def _admit(self, step: NextStep) -> None:
         """Admit waiting groups in turn, as long as rows, budget and pages last."""
         while step.is_open and (group := self._next_waiting(step)) is not None:
             if not self._encoder_cache.may_start(step, group) or (group.unchunked and not step.can_read(group)):
@@ -596,7 +596,7 @@ class Scheduler:
             self._encoder_cache.take(step, group)
             self._plan_group(step, group, group.work())
 
-    def _can_admit(self, step: Step, group: SequenceGroup) -> bool:
+    def _can_admit(self, step: NextStep, group: SequenceGroup) -> bool:
         if group.unchunked:  # there may be thousands, each with a row and no page
             return len(self._running) < self.config.max_num_seqs
         if sum(running.rows for running in self._running) + group.rows > self.config.max_num_seqs:
@@ -623,7 +623,7 @@ class Scheduler:
         group.status = Status.RUNNING
         insort(self._running, group, key=lambda g: g.key)
 
-    def _preempt(self, step: Step, group: SequenceGroup) -> None:
+    def _preempt(self, step: NextStep, group: SequenceGroup) -> None:
         """Take a group's pages; it starts again later, from what the prefix cache still has."""
         step.preempted = True
         self._last.forget()  # it may get other pages when it returns

@@ -43,7 +43,7 @@ class SearchAhead:
 
 
 @dataclass(slots=True)
-class Step:
+class NextStep:
     """The work of each group in a step, the pages to copy for it, and the remaining room."""
 
     budget: int  # number of tokens that may still be planned

@@ -30,6 +30,8 @@ _MERGES = re.compile(r'(?<!\\)"merges"\s*:\s*\[')
 _TOKEN = frozenset({"id", "content", "single_word", "lstrip", "rstrip", "normalized", "special"})
 _COMMENT = "#version"  # the library skips merges that are strings and begin with it
 _BETWEEN = re.compile(r"[\s,]*")
+_PIECE = 1 << 16  # characters of merges that are parsed together
+_CLOSING = {"[": "],", '"': '",'}  # the end of a merge and the comma after it, by the merge's first character
 
 
 def read_tokenizer(file: Path) -> Tokenizer:
@@ -82,23 +84,40 @@ def _parted(text: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     same: dict[str, str] = {}
     begin = at = places[0].end()
     forms: set[type] = set()
+    singly = begin  # merges before this place are parsed one by one
     while text[at := _skipped(text, at)] != "]":
-        merge, at = read(text, at)
-        forms.add(type(merge))
-        if isinstance(merge, str):
-            if merge.startswith(_COMMENT):
-                continue
-            merge = merge.split(" ")
-        elif not isinstance(merge, list):
-            raise ValueError("a merge is neither a text nor a list")
-        first, second = merge
-        merges.append((same.setdefault(first, first), same.setdefault(second, second)))
+        some, end = _piece(text, at) if at >= singly else ([], at)
+        if not some:
+            singly = max(singly, at + _PIECE)
+            merge, end = read(text, at)
+            some = [merge]
+        at = end
+        for merge in some:
+            forms.add(type(merge))
+            if isinstance(merge, str):
+                if merge.startswith(_COMMENT):
+                    continue
+                merge = merge.split(" ")
+            elif not isinstance(merge, list):
+                raise ValueError("a merge is neither a text nor a list")
+            first, second = merge
+            merges.append((same.setdefault(first, first), same.setdefault(second, second)))
     if len(forms) > 1:
         raise ValueError("merges are texts and lists")
     content = json.loads(text[:begin] + text[at:])
     if not isinstance(content, dict):
         raise ValueError("it is not an object")
     return content, merges
+
+
+def _piece(text: str, at: int) -> tuple[list[Any], int]:
+    """Several merges, of which the first begins here, and the place behind them; none if they cannot be parsed
+    together, because the list ends among them, or because the piece ends within a token."""
+    end = text.rfind(_CLOSING.get(text[at], "\0"), at, at + _PIECE)
+    try:
+        return ([] if end < 0 else json.loads(f"[{text[at : end + 1]}]")), end + 1
+    except ValueError:
+        return [], at
 
 
 def _skipped(text: str, at: int) -> int:

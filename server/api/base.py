@@ -12,7 +12,7 @@ from server.api.fields import refuse_unsupported, unknown_fields
 MAX_FIELDS = 1024  # maximum fields of a body, including unknown ones
 
 
-class Body(BaseModel):
+class JsonBody(BaseModel):
     """The common base of all bodies."""
 
     # Strict: "16" is no integer and 1 is no boolean. Unknown fields are kept, to be reported.

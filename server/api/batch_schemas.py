@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from server.api.base import Body
+from server.api.base import JsonBody
 from server.api.fields import Name
 from server.api.response_schemas import Metadata
 
@@ -46,7 +46,7 @@ class FileDeleted(BaseModel):
     deleted: Literal[True] = True
 
 
-class BatchRequest(Body):
+class BatchRequest(JsonBody):
     """Body of POST /v1/batches."""
 
     input_file_id: Name = Field(description="Id of a file with a request on each line.")

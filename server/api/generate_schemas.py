@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, WithJsonSchema
 
 from engine import MAX_LISTED_IDS, ReasoningBudget
-from server.api.base import Body
+from server.api.base import JsonBody
 from server.api.fields import Name, at_most
 from server.api.schemas import IDS_SCHEMA, GenerationBody, ServedBody, StreamOptions, Usage
 
@@ -22,7 +22,7 @@ _NO_EFFECT = (
 )  # fmt: skip
 
 
-class RenderedBudget(Body):
+class RenderedBudget(JsonBody):
     """A limit on the answer's reasoning, as /v1/chat/completions/render writes it."""
 
     tokens: int = Field(ge=0, le=2**31 - 1, description="Maximum tokens of reasoning.")

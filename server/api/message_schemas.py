@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field, WithJsonSchema, create_model
 from typing_extensions import TypedDict
 
 from engine import MAX_STOP_STRINGS
-from server.api.base import Body
+from server.api.base import JsonBody
 from server.api.fields import at_most
 from server.api.response_schemas import ONE_ANSWER_FIELDS
 from server.api.schemas import MAX_MESSAGES, ServedBody
@@ -136,7 +136,7 @@ class MessageRequest(_Conversation, _AnswerBody):
     metadata: Annotated[dict[str, Any], _SMALL] | None = Field(None, description="Has no effect.")
 
 
-class CountTokensRequest(_Conversation, Body):
+class CountTokensRequest(_Conversation, JsonBody):
     """Body of POST /v1/messages/count_tokens."""
 
 

@@ -6,11 +6,11 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from server.api.base import Body
+from server.api.base import JsonBody
 from server.api.schemas import ModelCard
 
 
-class LoadModelRequest(Body):
+class LoadModelRequest(JsonBody):
     """A model to load or to unload."""
 
     model: str = Field(min_length=1, description="The model's name or one of its aliases.")

@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema, create_m
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from server.api.base import Body
+from server.api.base import JsonBody
 from server.api.chat_schemas import ChatTokenLogprob
 from server.api.fields import Name, at_most, sampling_fields
 from server.api.schemas import MAX_MESSAGES, ServedBody
@@ -154,7 +154,7 @@ _METADATA = {
 Metadata = Annotated[dict[str, str] | None, BeforeValidator(_check_metadata), WithJsonSchema(_METADATA)]
 
 
-class ResponseStreamOptions(Body):
+class ResponseStreamOptions(JsonBody):
     """Options of a stream. `include_obfuscation` has no effect."""
 
     include_obfuscation: bool | None = Field(None, description="Has no effect.")
@@ -403,7 +403,7 @@ class ItemList(BaseModel):
         return cls(data=items, first_id=first, last_id=last, has_more=more)
 
 
-class ConversationFields(Body):
+class ConversationFields(JsonBody):
     """Body of POST /v1/conversations."""
 
     items: Annotated[list[Any], at_most(MAX_ADDED, "items"), WithJsonSchema(_ITEMS)] | None = Field(
@@ -412,13 +412,13 @@ class ConversationFields(Body):
     metadata: Metadata = Field(None, description="Key-value pairs that are stored with the conversation.")
 
 
-class ConversationUpdate(Body):
+class ConversationUpdate(JsonBody):
     """Body of POST /v1/conversations/{conversation_id}."""
 
     metadata: Metadata = Field(description="Key-value pairs that replace the stored ones.")
 
 
-class NewItems(Body):
+class NewItems(JsonBody):
     """Body of POST /v1/conversations/{conversation_id}/items."""
 
     items: Annotated[list[Any], at_most(MAX_ADDED, "items"), WithJsonSchema(_ITEMS)] = Field(

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, PlainValidator, WithJsonSchema, create_mo
 from pydantic_core import PydanticCustomError
 
 from engine import MAX_LOGPROBS, MAX_PRIORITY, SamplingParams
-from server.api.base import Body
+from server.api.base import JsonBody
 from server.api.fields import COUNTS_OF_LOGPROBS, ELSEWHERE, Name, at_most, sampling_fields
 from server.api.structured import StructuredBody
 from server.api.template_fields import TemplateFields
@@ -67,7 +67,7 @@ DecoderPrompt = Annotated[
 ]
 
 
-class ServedBody(Body):
+class ServedBody(JsonBody):
     """The common fields of all requests that the engine serves: the request's terms."""
 
     model: str | None = Field(None, description="Id of the served model, or name of an adapter. Optional.")
@@ -98,7 +98,7 @@ else:
     _SamplingBody = create_model("SamplingFields", __base__=ServedBody, **sampling_fields())
 
 
-class StreamOptions(Body):
+class StreamOptions(JsonBody):
     """Options of a stream."""
 
     include_usage: bool | None = Field(None, description="End the stream with a chunk that contains the usage.")
@@ -279,7 +279,7 @@ class CompletionResponse(BaseModel):
     timings: Timings | None = None
 
 
-class TokenizeRequest(TemplateFields, Body):
+class TokenizeRequest(TemplateFields, JsonBody):
     """Body of POST /tokenize: a prompt, or messages with the variables of the chat template."""
 
     model: str | None = Field(None, description="Id of the served model, or name of an adapter. Optional.")
@@ -302,7 +302,7 @@ class TokenizeResponse(BaseModel):
     token_strs: list[str] | None = None
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(JsonBody):
     """Body of POST /detokenize."""
 
     model: str | None = Field(None, description="Id of the served model, or name of an adapter. Optional.")

@@ -8,7 +8,7 @@ from pydantic import Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from engine import InvalidRequestError, StructuredOutputsParams
-from server.api.base import Body
+from server.api.base import JsonBody
 from server.api.fields import at_most
 from server.errors import ApiError
 
@@ -28,7 +28,7 @@ Choices = Annotated[list[str], Field(fail_fast=True, min_length=1), at_most(MAX_
 Tags = Annotated[dict[str, Any] | str, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}]})]
 
 
-class JsonSchemaFormat(Body):
+class JsonSchemaFormat(JsonBody):
     """Part of `ResponseFormat`. The schema is always enforced, whether strict is set or not."""
 
     name: str | None = Field(None, max_length=256, description="Has no effect.")
@@ -37,7 +37,7 @@ class JsonSchemaFormat(Body):
     strict: bool | None = None
 
 
-class ResponseFormat(Body):
+class ResponseFormat(JsonBody):
     """Format of the answer, as in OpenAI's API."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
@@ -49,7 +49,7 @@ class ResponseFormat(Body):
     triggers: list[Any] | None = Field(None, description="For type structural_tag: texts that start a tag.")
 
 
-class StructuredOutputs(Body):
+class StructuredOutputs(JsonBody):
     """Format of the answer, as in vLLM: exactly one of the first six fields."""
 
     choice: Choices | None = Field(None, description="The answer is one of these texts.")
@@ -77,7 +77,7 @@ class StructuredOutputs(Body):
         return {name: value for name, value in values.items() if value is not None}
 
 
-class StructuredBody(Body):
+class StructuredBody(JsonBody):
     """The format fields; at most one of them may be set."""
 
     response_format: ResponseFormat | None = Field(

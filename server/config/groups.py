@@ -4,7 +4,7 @@ from __future__ import annotations
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "model": (
-        "model", "demo", "served_model_name", "strict_model_name", "revision", "hf_token", "tokenizer",
+        "model", "demo", "served_model_name", "strict_model_name", "revision", "hf_token", "mmproj", "tokenizer",
         "skip_tokenizer_init", "chat_template", "generation_config", "tool_call_parser", "reasoning_parser",
         "tool_prompt", "reasoning_budget", "catalogue", "show_progress",
     ),

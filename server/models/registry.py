@@ -19,7 +19,6 @@ from engine.host.logs import LogFormat
 from engine.process.client import EngineClient
 from engine.process.predict import Prediction, predict
 from server.answering.chat_images import ChatImages
-from server.answering.endpoints import served_endpoints
 from server.answering.images import ImageReading
 from server.answering.ollama_facts import capabilities, expected_capabilities
 from server.answering.rendering import ChatRenderer
@@ -404,7 +403,7 @@ class Registry:
 
     def _running(self, served: Served, loaded: Loaded, promise: Promise) -> Running:
         client, service = loaded.client, self._service(served, loaded)
-        served.endpoints = tuple(served_endpoints(client.info, loaded.tokenizer))
+        served.endpoints = tuple(service.served_endpoints)
         served.info, served.abilities = client.info, tuple(capabilities(service))
         stuck = restart_when_stuck(client, STUCK * served.model.settings.liveness_timeout)
         watches = (asyncio.create_task(stuck), asyncio.create_task(self._fail_with(served, client)))

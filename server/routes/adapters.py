@@ -4,17 +4,36 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Body, Response
+from pydantic import Field
 
 from engine import ADAPTER_NAME, AdapterError
-from server.api.adapter_schemas import LoadAdapterRequest, UnloadAdapterRequest
+from server.api.base import JsonBody
 from server.api.reading import StrictJsonRoute
 from server.context import HouseDep, ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError, shown
 
 router = APIRouter(route_class=StrictJsonRoute)
+
+
+class LoadAdapterRequest(JsonBody):
+    """An adapter to load."""
+
+    lora_name: str = Field(min_length=1, description="Name by which requests select the adapter.")
+    lora_path: str = Field(
+        min_length=1, description="A folder or GGUF file in the folder of --enable-lora-loading; may be relative to it."
+    )
+    load_inplace: Literal[False] | None = Field(None, description="Not supported. Unload the adapter first.")
+
+
+class UnloadAdapterRequest(JsonBody):
+    """An adapter to unload."""
+
+    lora_name: str = Field(min_length=1, description="Name of the adapter.")
+    lora_int_id: int | None = Field(None, description="Ignored.")
+
 
 _EXAMPLE = {"sql": {"value": {"lora_name": "sql", "lora_path": "sql"}}}
 

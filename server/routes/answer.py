@@ -5,42 +5,118 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Body, Request, Response
+from fastapi import Response
+from pydantic import BaseModel, Field
 
 from engine import InvalidRequestError, Pooled, PoolingParams
-from engine.pooled import MAX_WINDOWS, AnswerTerms, answers_of, read_question, windows_of
+from engine.pooled import (
+    DEFAULT_ANSWER_LENGTH,
+    DEFAULT_ANSWERS,
+    MAX_ANSWER_LENGTH,
+    MAX_ANSWERS,
+    MAX_WINDOWS,
+    AnswerTerms,
+    answers_of,
+    read_question,
+    windows_of,
+)
 from engine.text.processor import Encoding
 from server.admission import estimate_tokens
 from server.answering.encoding import compact_input, need_tokenizer
-from server.answering.endpoints import begin
+from server.answering.endpoints import lacks_task
 from server.answering.packing import packed, unpacked
 from server.answering.pooling import PoolingInput, PoolingRun, listed
-from server.api import examples
-from server.api.answer_schemas import AnswerRequest, AnswerResponse
-from server.api.reading import StrictJsonRoute
-from server.context import ServiceDep
-from server.errors import ERROR_RESPONSES, ApiError
+from server.api.examples import example
+from server.api.pooling_schemas import ListAnswer, NumbersBody
+from server.api.scoring_schemas import Texts
+from server.errors import ApiError
+from server.routes.task_router import Call, TaskRouter
 
 MAX_CHARACTERS = 2**20  # maximum characters of a question or a context: a tokenizer takes seconds for more
+router = TaskRouter("pooling")
 
-router = APIRouter(route_class=StrictJsonRoute)
+
+class AnswerRequest(NumbersBody):
+    """Body of POST /v1/answer. All fields but question and context may be null, which means the default."""
+
+    question: Texts = Field(description="One question for all contexts, or one per context.")
+    context: Texts = Field(description="The text that contains the answer: one for all questions, or one per question.")
+    top_k: int | None = Field(
+        None, ge=1, le=MAX_ANSWERS, description=f"Number of answers to return, best first ({DEFAULT_ANSWERS})."
+    )
+    max_answer_len: int | None = Field(
+        None, ge=1, le=MAX_ANSWER_LENGTH, description=f"Maximum tokens of an answer ({DEFAULT_ANSWER_LENGTH})."
+    )
+    max_seq_len: int | None = Field(
+        None,
+        ge=1,
+        description="Maximum tokens of a window, including question and special tokens. Longer contexts are read in "
+        "several windows (384, or the model's limit if that is lower).",
+    )
+    doc_stride: int | None = Field(
+        None, ge=0, description="Tokens by which neighbouring windows overlap (128, at most half of max_seq_len)."
+    )
+    handle_impossible_answer: bool | None = Field(
+        None, description="Allow the empty answer, which means that the context has no answer (false)."
+    )
+    align_to_words: bool | None = Field(None, description="Extend answers to whole words (true).")
+
+    def terms(self) -> AnswerTerms:
+        """The request's terms, for the engine."""
+        given = {name: getattr(self, name) for name in AnswerTerms.__dataclass_fields__}
+        return AnswerTerms(**{name: value for name, value in given.items() if value is not None})
 
 
-@router.post("/answer", include_in_schema=False)
-@router.post("/v1/answer", response_model=AnswerResponse, responses=ERROR_RESPONSES, summary="Find answers in a text")
-async def create_answer(
-    body: Annotated[AnswerRequest, Body(openapi_examples=examples.ANSWER)], request: Request, service: ServiceDep
-) -> Response:
+class FoundAnswer(BaseModel):
+    """An answer with its score and position in the context: characters (Unicode code points) from start to end
+    (exclusive)."""
+
+    answer: str
+    score: float
+    start: int
+    end: int
+
+
+class Answers(BaseModel):
+    """The answers to one question, best first."""
+
+    index: int
+    answers: list[FoundAnswer]
+
+
+class AnswerResponse(ListAnswer):
+    """Answer of POST /v1/answer."""
+
+    data: list[Answers]
+
+
+_EXAMPLES: dict[str, Any] = {
+    "simple": example("One question", question="Where does Anna live?", context="Anna Bergen lives in Oslo.", top_k=2),
+    "several": example(
+        "Several questions about one text",
+        question=["Where does Anna live?", "Who lives in Oslo?"],
+        context="Anna Bergen lives in Oslo.",
+        handle_impossible_answer=True,
+    ),
+}
+
+
+@router.endpoint(
+    "/v1/answer",
+    "/answer",
+    response_model=AnswerResponse,
+    examples=_EXAMPLES,
+    lacks=lacks_task("answer", "find answers in texts"),
+    summary="Find answers in a text",
+)
+async def create_answer(call: Call[AnswerRequest]) -> Response:
     """Find the parts of a context that answer a question. Long contexts are read in overlapping windows. Also at
     /answer."""
-    arrival = begin(service, body, "/v1/answer")
-    terms = body.terms()
-    window = terms.window(service.client.info)
-    return await _AnswerRun(service, body, arrival, asked=_paired(body), answer_terms=terms, window=window).respond(
-        request
-    )
+    terms = call.body.terms()
+    window = terms.window(call.service.client.info)
+    return await call.respond(_AnswerRun, asked=_paired(call.body), answer_terms=terms, window=window)
 
 
 def _paired(body: AnswerRequest) -> list[tuple[str, str]]:

@@ -6,10 +6,13 @@ import asyncio
 import time
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
 
+from engine import EngineInfo
 from engine.audio import Asking, SpeechTask, Thresholds, Transcription, check_alignment
-from server.answering.endpoints import require
+from engine.text.processor import Tokenizer
+from server.answering.endpoints import kind_of
 from server.answering.sound import find_log_mel
 from server.answering.transcription import TranscriptionRun
 from server.api.multipart import read_form
@@ -23,9 +26,11 @@ from server.api.speech_schemas import (
 )
 from server.context import Service, ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
+from server.routes.task_router import TaskRouter
 
-router = APIRouter()
+router = TaskRouter("generating", route_class=APIRoute)
 
+_TRANSCRIPTIONS, _TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 _PROMPT_END = 16_384  # maximum characters of a prompt: more than half of a decoder's context in any language
 
 
@@ -39,7 +44,7 @@ def _document(form: type[SpeechForm]) -> dict[str, Any]:
 
 
 @router.post(
-    "/v1/audio/transcriptions",
+    _TRANSCRIPTIONS,
     response_model=TranscriptionResponse | VerboseTranscription,
     responses=ERROR_RESPONSES,
     openapi_extra=_document(TranscriptionForm),
@@ -52,7 +57,7 @@ async def create_transcription(request: Request, service: ServiceDep) -> Respons
 
 
 @router.post(
-    "/v1/audio/translations",
+    _TRANSLATIONS,
     response_model=TranscriptionResponse | VerboseTranscription,
     responses=ERROR_RESPONSES,
     openapi_extra=_document(TranslationForm),
@@ -63,9 +68,28 @@ async def create_translation(request: Request, service: ServiceDep) -> Response:
     return await _respond(request, service, "translate", TranslationForm)
 
 
+def _lacks_transcriptions(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
+    if info.speech is None:
+        return f"{kind_of(info)}, and it does not accept audio"
+    found = find_log_mel(info.model_path)
+    if isinstance(found, str):
+        return found
+    return None if tokenizer is not None else "it has no tokenizer, so it cannot write texts"
+
+
+def _lacks_translations(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
+    if (reason := _lacks_transcriptions(info, tokenizer)) is not None:
+        return reason
+    assert info.speech is not None
+    return None if "translate" in info.speech.tasks else "its generation_config.json does not name the task translate"
+
+
+router.lacks |= {_TRANSCRIPTIONS: _lacks_transcriptions, _TRANSLATIONS: _lacks_translations}
+
+
 async def _respond(request: Request, service: Service, task: SpeechTask | None, kind: type[SpeechForm]) -> Response:
     arrival = time.monotonic()
-    require(service, f"/v1/audio/{'transcriptions' if task is None else 'translations'}")
+    service.require(_TRANSCRIPTIONS if task is None else _TRANSLATIONS)
     content = await request.body()
     async with service.reading:
         form = await asyncio.to_thread(read_form, content, request.headers.get("content-type", ""))

@@ -7,7 +7,6 @@ from typing import Annotated, Any, NoReturn
 
 from fastapi import APIRouter, Body, Depends, Path, Query, Request, Response
 
-from server.answering.endpoints import ENDPOINTS, require
 from server.answering.keeping import tenant_of
 from server.answering.reading import fail
 from server.api import examples
@@ -20,13 +19,14 @@ from server.batches.store import Row
 from server.context import Batches, HouseDep
 from server.door.keys import ApiKey
 from server.errors import ERROR_RESPONSES, ApiError, shown
+from server.routes.tasks import LACKS
 
 router = APIRouter()
 bodies = APIRouter(route_class=StrictJsonRoute)
 
 MOST_LISTED = 10_000  # files of a page, as at OpenAI
 # Endpoints whose answers are JSON.
-BATCHED = tuple(path for path in ENDPOINTS if path != "/translate" and not path.startswith("/v1/audio/"))
+BATCHED = tuple(path for path in LACKS if path != "/translate" and not path.startswith("/v1/audio/"))
 _HOUR = {"h": 3600, "d": 86400}
 _LONGEST = 30 * 86400  # seconds of a completion_window
 _FORM: dict[str, Any] = {
@@ -153,7 +153,7 @@ async def create_batch(
     if body.endpoint not in BATCHED:
         fail("endpoint", f"endpoint must be one of {', '.join(BATCHED)}, got {shown(body.endpoint)}.")
     if service.models is None:  # of several, each line has its own
-        require(service, body.endpoint)
+        service.require(body.endpoint)
     seconds = int(body.completion_window[:-1]) * _HOUR[body.completion_window[-1]]
     if not 0 < seconds <= _LONGEST:
         fail("completion_window", f"completion_window must be from 1h to 30d, got {shown(body.completion_window)}.")

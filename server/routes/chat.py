@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
-from typing import Annotated
 
-from fastapi import APIRouter, Body, Request, Response
+from fastapi import Response
 
 from server.answering.chat import join_pieces
 from server.answering.conversation import ConversationRun
-from server.answering.endpoints import require
+from server.answering.endpoints import lacks_chat
 from server.answering.events import Chunks, Extra
 from server.answering.pieces import PieceMaker
 from server.api import examples
@@ -22,29 +20,25 @@ from server.api.chat_schemas import (
     ChatPiece,
     PromptFields,
 )
-from server.api.reading import StrictJsonRoute
 from server.api.schemas import Usage
-from server.context import ServiceDep
-from server.errors import ERROR_RESPONSES
+from server.routes.task_router import Call, TaskRouter
 
-router = APIRouter(route_class=StrictJsonRoute)
+router = TaskRouter("generating", one_text=True)
 
 
-@router.post("/chat/completions", include_in_schema=False)
-@router.post(
+@router.endpoint(
     "/v1/chat/completions",
+    "/chat/completions",
     response_model=ChatCompletionResponse,
-    responses={200: {"content": examples.EVENT_STREAM}, **ERROR_RESPONSES},
+    examples=examples.CHAT,
+    events=examples.EVENT_STREAM,
+    lacks=lacks_chat,
+    refuses=False,  # `shape_of` refuses unsupported fields
     summary="Create a chat completion",
 )
-async def create_chat_completion(
-    body: Annotated[ChatCompletionRequest, Body(openapi_examples=examples.CHAT)], request: Request, service: ServiceDep
-) -> Response:
+async def create_chat_completion(call: Call[ChatCompletionRequest]) -> Response:
     """Generate the assistant's next message in a conversation. The answer comes as a whole or as a stream."""
-    arrival = time.monotonic()
-    service.check_model(body.model)
-    require(service, "/v1/chat/completions")
-    return await ChatRun.of(body, service, arrival).respond(request)
+    return await ChatRun.of(call.body, call.service, call.arrival).respond(call.request)
 
 
 @dataclass(slots=True)

@@ -6,34 +6,66 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Body, Request, Response
+from fastapi import Response
+from pydantic import Field
 
 from engine import EngineInfo, Pooled, PoolingParams
 from engine.pooled import find_prompt, longest
 from engine.pooled.vectors import json_base64, json_matrix, json_signs, json_steps, packed
-from server.answering.endpoints import begin
 from server.answering.matrices import MatrixRun
 from server.answering.pooling import PoolingInput
-from server.api.cohere_schemas import CohereEmbedRequest, EmbeddingType
 from server.api.embedding_schemas import EmbeddingRequest
 from server.api.fields import ignored_header
-from server.api.reading import StrictJsonRoute
-from server.context import Service, ServiceDep
+from server.api.pooling_schemas import NumbersBody
+from server.api.scoring_schemas import Texts
+from server.context import Service
 from server.errors import ApiError
+from server.routes.task_router import Call, TaskRouter
 from server.routes.text_embeddings import own_fields
 
-router = APIRouter(route_class=StrictJsonRoute)
+router = TaskRouter("pooling")
+
+
+EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
+InputType = Literal["search_document", "search_query", "classification", "clustering", "image"]
+MAX_IMAGES = 96  # texts or images in one request, as at Cohere
+
+
+class CohereEmbedRequest(NumbersBody):
+    """Body of POST /v2/embed. Null means the default."""
+
+    texts: Texts | None = Field(None, description="The texts to embed.")
+    images: list[Annotated[str, Field(min_length=1)]] | None = Field(
+        None, min_length=1, max_length=MAX_IMAGES, description="Images as data: URLs, for models that read them."
+    )
+    input_type: InputType | None = Field(
+        None,
+        description="Chooses the model's prompt: query, document, classification or clustering, if the model "
+        "has that one.",
+    )
+    embedding_types: list[EmbeddingType] | None = Field(
+        None, min_length=1, max_length=6, description="Number formats of the vectors in the answer (float)."
+    )
+    output_dimension: int | None = Field(None, ge=1, description="Keep only this many features, the first ones.")
+    truncate: Literal["NONE", "START", "END"] | None = Field(
+        None,
+        description="Where to cut long texts: NONE (not at all), or the side on which the model's tokenizer cuts "
+        "(END).",
+    )
+    max_tokens: int | None = Field(
+        None, ge=1, description="Cut each text to this many tokens; if truncate is NONE, refuse longer texts."
+    )
+
 
 _PROMPTS = {"search_query": "query", "search_document": "document"}  # the others equal their prompts' names
 
 
-@router.post("/v2/embed", include_in_schema=False)
-async def embed(body: Annotated[CohereEmbedRequest, Body()], request: Request, service: ServiceDep) -> Response:
+@router.endpoint("/v2/embed", needs="/v1/embeddings")
+async def embed(call: Call[CohereEmbedRequest]) -> Response:
     """Return vectors of texts or images in the requested formats."""
-    arrival = begin(service, body, "/v1/embeddings")
-    info = service.client.info
+    service, body, info = call.service, call.body, call.service.client.info
     kinds: list[EmbeddingType] = list(dict.fromkeys(body.embedding_types or ("float",)))
     params = PoolingParams(task="embed", dimensions=body.output_dimension)
     if (body.output_dimension or 0) > info.embedding_size:
@@ -45,7 +77,7 @@ async def embed(body: Annotated[CohereEmbedRequest, Body()], request: Request, s
     run = _CohereRun(
         service,
         EmbeddingRequest(input=_given(body), **own_fields(body)),
-        arrival,
+        call.arrival,
         params=params,
         asked=None,
         prompt=find_prompt(info, _prompt_name(body, info)),
@@ -56,7 +88,7 @@ async def embed(body: Annotated[CohereEmbedRequest, Body()], request: Request, s
         most=body.max_tokens if body.truncate == "NONE" and body.texts else None,
         asked_texts=body.texts or [],
     )
-    return await run.respond(request)
+    return await run.respond(call.request)
 
 
 def _given(body: CohereEmbedRequest) -> list[Any]:

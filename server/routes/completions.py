@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field, replace
-from typing import Annotated
 
-from fastapi import APIRouter, Body, Request, Response
+from fastapi import Response
 from pydantic import BaseModel
 
 from server.answering.answer import encode_prompts, estimate_size
 from server.answering.completion import TextRun
-from server.answering.endpoints import require
+from server.answering.endpoints import lacks_completions
 from server.answering.events import Chunks, Extra
 from server.answering.infilling import Infilling
 from server.answering.pieces import PieceMaker
@@ -19,38 +17,34 @@ from server.answering.prompt import Prompt, Room
 from server.answering.seq2seq import Decoder, read_decoder, refuse_echo
 from server.api import examples
 from server.api.parameters import shape_of
-from server.api.reading import StrictJsonRoute
 from server.api.schemas import CompletionChoice, CompletionRequest, CompletionResponse, Usage
-from server.context import Service, ServiceDep
-from server.errors import ERROR_RESPONSES, ApiError
+from server.context import Service
+from server.errors import ApiError
+from server.routes.task_router import Call, TaskRouter
 
 _DECODER = {
     "decoder_prompt", "decoder_start_token_id", "forced_bos_token", "forced_bos_token_id", "src_lang", "tgt_lang",
     "add_special_tokens",
 }  # fmt: skip
 
-router = APIRouter(route_class=StrictJsonRoute)
+router = TaskRouter("generating")
 
 
-@router.post("/completions", include_in_schema=False)
-@router.post(
+@router.endpoint(
     "/v1/completions",
+    "/completions",
     response_model=CompletionResponse,
-    responses={200: {"content": examples.EVENT_STREAM}, **ERROR_RESPONSES},
+    examples=examples.COMPLETIONS,
+    events=examples.EVENT_STREAM,
+    lacks=lacks_completions,
+    refuses=False,  # `shape_of` refuses unsupported fields
     summary="Complete a prompt",
 )
-async def create_completion(
-    body: Annotated[CompletionRequest, Body(openapi_examples=examples.COMPLETIONS)],
-    request: Request,
-    service: ServiceDep,
-) -> Response:
+async def create_completion(call: Call[CompletionRequest]) -> Response:
     """Complete one or several prompts. The answer comes as a whole or as a stream."""
-    arrival = time.monotonic()
-    service.check_model(body.model)
-    require(service, "/v1/completions")
-    if body.echo:
-        refuse_echo(service)
-    return await CompletionRun.of(body, service, arrival).respond(request)
+    if call.body.echo:
+        refuse_echo(call.service)
+    return await CompletionRun.of(call.body, call.service, call.arrival).respond(call.request)
 
 
 @dataclass(slots=True)

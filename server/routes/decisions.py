@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import string
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NoReturn
+from typing import Any, NoReturn
 
-from fastapi import APIRouter, Body, Request, Response
+from fastapi import Response
 
 from server.answering.decisions import LETTERS, DecisionRun, Question, Reading, described
-from server.answering.endpoints import begin
+from server.answering.endpoints import lacks_decisions
 from server.answering.rendering import check_variables
 from server.api import examples
 from server.api.decision_schemas import (
@@ -34,28 +34,31 @@ from server.api.decision_schemas import (
     SystemOneResponse,
     SystemOneUsage,
 )
-from server.api.reading import StrictJsonRoute
 from server.api.schemas import Usage
 from server.api.structure import check_value
-from server.context import ServiceDep
-from server.errors import ERROR_RESPONSES, ApiError
+from server.errors import ApiError
+from server.routes.task_router import Call, TaskRouter
 
 _TYPES = ("choice", "noul", "score")
 
-router = APIRouter(route_class=StrictJsonRoute)
+router = TaskRouter("generating", one_text=True)
 
 
-@router.post("/v1/decisions", response_model=DecisionResponse, responses=ERROR_RESPONSES, summary="Create decisions")
-async def create_decision(
-    body: Annotated[DecisionRequest, Body(openapi_examples=examples.DECISIONS)], request: Request, service: ServiceDep
-) -> Response:
+@router.endpoint(
+    "/v1/decisions",
+    response_model=DecisionResponse,
+    examples=examples.DECISIONS,
+    lacks=lacks_decisions,
+    summary="Create decisions",
+)
+async def create_decision(call: Call[DecisionRequest]) -> Response:
     """Answer up to 400 questions (predicates, choices, scores) about one input with probabilities, in one batch."""
-    arrival = begin(service, body, "/v1/decisions")
+    body = call.body
     questions = [_question(f"questions.{place}", question) for place, question in enumerate(body.questions)]
 
     def respond(readings: Sequence[Reading], usage: Usage, run: DecisionRun) -> DecisionResponse:
         return DecisionResponse(
-            model=service.name_of(run.terms),
+            model=run.service.name_of(run.terms),
             answers=[_answer(*pair) for pair in zip(body.questions, readings, strict=True)],
             usage=DecisionUsage(
                 input_tokens=usage.prompt_tokens,
@@ -68,10 +71,11 @@ async def create_decision(
             ),
         )
 
-    run = DecisionRun(
-        service, *DecisionRun.request(body), arrival, given=body, state=body.input, questions=questions, answer=respond
-    )
-    return await run.respond(request)
+    return await _run(call, state=body.input, questions=questions, answer=respond).respond(call.request)
+
+
+def _run(call: Call[Any], **fields: Any) -> DecisionRun:
+    return DecisionRun(call.service, *DecisionRun.request(call.body), call.arrival, given=call.body, **fields)
 
 
 def _question(where: str, question: DecisionQuestion) -> Question:
@@ -119,17 +123,16 @@ def _expected(shares: Sequence[float]) -> float:
     return sum(value * share for value, share in enumerate(shares))
 
 
-@router.post(
+@router.endpoint(
     "/v1/systemone",
     response_model=SystemOneResponse,
-    responses=ERROR_RESPONSES,
+    examples=examples.SYSTEM_ONE,
+    lacks=lacks_decisions,
     summary="Create decisions (vLLM's format)",
 )
-async def create_structured_decision(
-    body: Annotated[SystemOneRequest, Body(openapi_examples=examples.SYSTEM_ONE)], request: Request, service: ServiceDep
-) -> Response:
+async def create_structured_decision(call: Call[SystemOneRequest]) -> Response:
     """Answer choices, yes-or-no questions and scores about a state, which is text or JSON."""
-    arrival = begin(service, body, "/v1/systemone")
+    body = call.body
     variables = body.chat_template_kwargs or {}
     check_variables(variables)
     if variables.get("enable_thinking"):
@@ -147,7 +150,7 @@ async def create_structured_decision(
             id=run.request_id,
             object="structured_decision",
             created=run.created,
-            model=service.name_of(run.terms),
+            model=run.service.name_of(run.terms),
             answers={name: _named(body.questions[name], reading) for name, reading in named.items()},
             usage=SystemOneUsage(input_tokens=usage.prompt_tokens, output_tokens=usage.completion_tokens),
             diagnostics={
@@ -157,11 +160,8 @@ async def create_structured_decision(
             joint=None,
         )
 
-    run = DecisionRun(
-        service,
-        *DecisionRun.request(body),
-        arrival,
-        given=body,
+    run = _run(
+        call,
         state=body.state if isinstance(body.state, str) else json.dumps(body.state, ensure_ascii=False),
         questions=list(questions.values()),
         answer=respond,
@@ -169,7 +169,7 @@ async def create_structured_decision(
         variables=variables,
         param="state",
     )
-    return await run.respond(request)
+    return await run.respond(call.request)
 
 
 def _spec(where: str, spec: QuestionSpec) -> Question:

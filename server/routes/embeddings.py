@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Request, Response
+from fastapi import Response
 
 from engine import EngineInfo, Pooled, PoolingParams, Task, resolve_pooling
-from engine.pooled import find_prompt, longest
+from engine.pooled import comparison_of, find_prompt, longest
 from engine.pooled.vectors import json_matrix
-from server.answering.endpoints import MATRIX_TASKS, begin
+from engine.text.processor import Tokenizer
+from server.answering.endpoints import kind_of
 from server.answering.matrices import MatrixRun, read_conversation
 from server.answering.pooling import PoolingInput, joined
 from server.api import examples
@@ -24,37 +24,50 @@ from server.api.embedding_schemas import (
     PoolingResponse,
 )
 from server.api.pooling_schemas import PoolingUsage
-from server.api.reading import StrictJsonRoute
-from server.context import ServiceDep
-from server.errors import ERROR_RESPONSES, ApiError, shown
+from server.errors import ApiError, shown
+from server.routes.task_router import Call, TaskRouter
 
-router = APIRouter(route_class=StrictJsonRoute)
+router = TaskRouter("pooling")
 
-_RESPONSES: dict[int | str, dict[str, Any]] = {200: {"content": BYTES}, **ERROR_RESPONSES}
+# Tasks whose results are vectors or matrices; the first one that a model supports is its default.
+_TASKS: tuple[Task, ...] = ("embed", "classify", "token_classify", "token_embed", "sparse_embed")
 
 
-@router.post("/embeddings", include_in_schema=False)
-@router.post("/v1/embeddings", response_model=EmbeddingResponse, responses=_RESPONSES, summary="Create embeddings")
-async def create_embeddings(
-    body: Annotated[EmbeddingRequest, Body(openapi_examples=examples.EMBEDDINGS)], request: Request, service: ServiceDep
-) -> Response:
+def _lacks_vectors(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
+    if "embed" in info.tasks:
+        return None
+    kind = "it is a retrieval model" if comparison_of(info) is not None else kind_of(info)
+    return f"{kind}, and it returns no vectors for whole texts"
+
+
+def _lacks_tasks(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
+    return None if set(_TASKS) & set(info.tasks) else f"{kind_of(info)}, and it returns neither vectors nor classes"
+
+
+@router.endpoint(
+    "/v1/embeddings",
+    "/embeddings",
+    response_model=EmbeddingResponse,
+    examples=examples.EMBEDDINGS,
+    events=BYTES,
+    lacks=_lacks_vectors,
+    summary="Create embeddings",
+)
+async def create_embeddings(call: Call[EmbeddingRequest]) -> Response:
     """Return a vector for each input. The model must have the task embed (`tasks` in /v1/models)."""
-    arrival = begin(service, body, "/v1/embeddings")
-    info = service.client.info
+    body, info = call.body, call.service.client.info
     params = PoolingParams(task="embed", pooling=body.pooling, normalize=body.normalizes(), dimensions=body.dimensions)
     resolve_pooling(params, info, prompt_len=1)  # report impossible fields before any work
-    run = _EmbeddingRun(
-        service,
-        body,
-        arrival,
+    run = call.run(
+        _EmbeddingRun,
         params=params,
-        asked=read_conversation(body, service),
+        asked=read_conversation(body, call.service),
         prompt=find_prompt(info, body.prompt_name),
         truncate=longest(body.truncate_prompt_tokens, info),
         shape=b'{"object":"embedding","index":%d,"embedding":%b}',
     )
     check_prompt_name(body, run)
-    return await run.respond(request)
+    return await run.respond(call.request)
 
 
 def check_prompt_name(body: MatrixBody, run: MatrixRun) -> None:
@@ -64,32 +77,34 @@ def check_prompt_name(body: MatrixBody, run: MatrixRun) -> None:
         raise ApiError(400, message, param="prompt_name", code="invalid_value")
 
 
-@router.post("/pooling", response_model=PoolingResponse, responses=_RESPONSES, summary="Run a pooling task")
-async def create_pooling(
-    body: Annotated[PoolingRequest, Body(openapi_examples=examples.POOLING)], request: Request, service: ServiceDep
-) -> Response:
+@router.endpoint(
+    "/pooling",
+    response_model=PoolingResponse,
+    examples=examples.POOLING,
+    events=BYTES,
+    lacks=_lacks_tasks,
+    summary="Run a pooling task",
+)
+async def create_pooling(call: Call[PoolingRequest]) -> Response:
     """Return the output of the model's head for each input, as in vLLM: a vector, class scores, class scores per token,
     a vector per token, or token weights. A list of tasks returns each kind by its name."""
-    arrival = begin(service, body, "/pooling")
-    info = service.client.info
+    body, info = call.body, call.service.client.info
     asked = body.task if isinstance(body.task, list) else [body.task]
     tasks = [_params(body, info, task) for task in asked]
     params = tasks[0]
     if isinstance(body.task, list):
         _check_together(body, tasks, info)
-    run = (_TasksRun if isinstance(body.task, list) else _TaskRun)(
-        service,
-        body,
-        arrival,
+    run = call.run(
+        _TasksRun if isinstance(body.task, list) else _TaskRun,
         params=params,
         tasks=tasks,
-        asked=read_conversation(body, service),
+        asked=read_conversation(body, call.service),
         prompt=find_prompt(info, body.prompt_name) if params.task in PROMPTED else "",
         truncate=longest(body.truncate_prompt_tokens, info),
         shape=b'{"object":"pooling","index":%d,"data":%b}',
     )
     check_prompt_name(body, run)
-    return await run.respond(request)
+    return await run.respond(call.request)
 
 
 def _check_together(body: PoolingRequest, tasks: Sequence[PoolingParams], info: EngineInfo) -> None:
@@ -110,7 +125,7 @@ def _check_together(body: PoolingRequest, tasks: Sequence[PoolingParams], info: 
 def _params(body: PoolingRequest, info: EngineInfo, asked: str | None) -> PoolingParams:
     """The parameters of each input. `asked`: the task; None for the model's first. Raises ApiError if the model does
     not support the task, or a field belongs to another task."""
-    known: list[Task] = [task for task in MATRIX_TASKS if task in info.tasks]
+    known: list[Task] = [task for task in _TASKS if task in info.tasks]
     task = next((task for task in known if asked in (None, task)), None)
     if task is None:
         message = f"task must be {' or '.join(known)} for this model, got {shown(asked)}."

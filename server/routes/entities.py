@@ -7,40 +7,114 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Request, Response
+from fastapi import Response
+from pydantic import BaseModel, Field
 
 from engine import InvalidRequestError, Pooled
-from engine.pooled import MAX_WINDOWS, EntityReading, EntityTerms, entities_of, read_entities
+from engine.pooled import (
+    DEFAULT_THRESHOLD,
+    MAX_LABELS,
+    MAX_WINDOWS,
+    EntityReading,
+    EntityTerms,
+    entities_of,
+    read_entities,
+)
 from server.admission import estimate_tokens
 from server.answering.encoding import compact_input, need_tokenizer
-from server.answering.endpoints import begin
+from server.answering.endpoints import lacks_task
 from server.answering.packing import packed, unpacked
 from server.answering.pooling import PoolingInput, PoolingRun, listed
-from server.api import examples
-from server.api.entities_schemas import EntitiesRequest, EntitiesResponse
-from server.api.reading import StrictJsonRoute
-from server.context import ServiceDep
-from server.errors import ERROR_RESPONSES, ApiError
+from server.api.examples import example
+from server.api.fields import at_most
+from server.api.pooling_schemas import ListAnswer, NumbersBody
+from server.api.scoring_schemas import Texts
+from server.errors import ApiError
+from server.routes.task_router import Call, TaskRouter
 
 MAX_CHARACTERS = 2**20  # maximum characters of a text: a tokenizer takes seconds for more
+router = TaskRouter("pooling")
 
-router = APIRouter(route_class=StrictJsonRoute)
+
+Label = Annotated[str, Field(min_length=1)]
 
 
-@router.post("/entities", include_in_schema=False)
-@router.post(
-    "/v1/entities", response_model=EntitiesResponse, responses=ERROR_RESPONSES, summary="Find entities by label"
+class EntitiesRequest(NumbersBody):
+    """Body of POST /v1/entities. All fields but input and labels may be null, which means the default."""
+
+    input: Texts = Field(description="One text or several.")
+    labels: Annotated[list[Label], at_most(MAX_LABELS, "labels"), Field(min_length=1, max_length=MAX_LABELS)] = Field(
+        description='Labels of the entities, such as "person" or "date of birth".'
+    )
+    threshold: float | None = Field(None, ge=0, le=1, description=f"Minimum score of an entity ({DEFAULT_THRESHOLD}).")
+    flat_ner: bool | None = Field(
+        None, description="Do not return overlapping entities (true). False allows nested entities."
+    )
+    multi_label: bool | None = Field(None, description="Allow several labels per span, as separate entities (false).")
+    stride: int | None = Field(
+        None,
+        ge=0,
+        description="Words by which neighbouring windows of a long text overlap (64, at most half a window).",
+    )
+
+    def terms(self) -> EntityTerms:
+        """The request's terms, for the engine."""
+        names = ("threshold", "flat_ner", "multi_label", "stride")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return EntityTerms(labels=tuple(self.labels), **given)
+
+
+class FoundEntity(BaseModel):
+    """An entity with its label, score and position in the text: characters (Unicode code points) from start to end
+    (exclusive)."""
+
+    text: str
+    label: str
+    start: int
+    end: int
+    score: float
+
+
+class Entities(BaseModel):
+    """The entities of one text, in the order of their start."""
+
+    index: int
+    entities: list[FoundEntity]
+
+
+class EntitiesResponse(ListAnswer):
+    """Answer of POST /v1/entities."""
+
+    data: list[Entities]
+
+
+_EXAMPLES: dict[str, Any] = {
+    "simple": example("One text", input="Anna Bergen lives in Oslo.", labels=["person", "city"], threshold=0.4),
+    "several": example(
+        "Several texts, nested entities",
+        input=["Anna lives in Oslo.", "The choir of Bergen is late."],
+        labels=["person", "city", "group of people"],
+        flat_ner=False,
+        multi_label=True,
+    ),
+}
+
+
+@router.endpoint(
+    "/v1/entities",
+    "/entities",
+    response_model=EntitiesResponse,
+    examples=_EXAMPLES,
+    lacks=lacks_task("entities", "find entities by label"),
+    summary="Find entities by label",
 )
-async def create_entities(
-    body: Annotated[EntitiesRequest, Body(openapi_examples=examples.ENTITIES)], request: Request, service: ServiceDep
-) -> Response:
+async def create_entities(call: Call[EntitiesRequest]) -> Response:
     """Find the parts of each text that match one of the labels. Long texts are read in overlapping windows. Also at
     /entities."""
-    arrival = begin(service, body, "/v1/entities")
-    if (longest := max(map(len, body.input))) > MAX_CHARACTERS:
+    if (longest := max(map(len, call.body.input))) > MAX_CHARACTERS:
         message = f"a text may have at most {MAX_CHARACTERS} characters, but one has {longest}. Split it."
         raise ApiError(400, message, param="input", code="context_length_exceeded")
-    return await _EntitiesRun(service, body, arrival, entity_terms=body.terms()).respond(request)
+    return await call.respond(_EntitiesRun, entity_terms=call.body.terms())
 
 
 @dataclass(slots=True)

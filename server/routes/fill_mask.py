@@ -5,39 +5,78 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Body, Request, Response
+from fastapi import Response
+from pydantic import BaseModel, Field
 
-from engine import DEFAULT_TOP_K, InvalidRequestError, Pooled, PoolingParams, TokenInput
+from engine import DEFAULT_TOP_K, MAX_TOP_K, InvalidRequestError, Pooled, PoolingParams, TokenInput
 from engine.pooled import longest, mask_positions, masks_of
 from engine.text.processor import Encoding
 from server.answering.encoding import check_boxes, estimate, need_tokenizer, read_images, read_inputs
-from server.answering.endpoints import begin
+from server.answering.endpoints import lacks_task
 from server.answering.pooling import PoolingInput, PoolingRun, listed
-from server.api import examples
-from server.api.fill_mask_schemas import FillMaskRequest, FillMaskResponse
-from server.api.reading import StrictJsonRoute
-from server.context import ServiceDep
-from server.errors import ERROR_RESPONSES, ApiError
+from server.api.examples import example
+from server.api.pooling_schemas import BoxedBody, Inputs, ListAnswer
+from server.errors import ApiError
+from server.routes.task_router import Call, TaskRouter
 
 MAX_FILLED = 2**20  # maximum tokens of all sequences in one answer: each token comes with the whole input
+router = TaskRouter("pooling")
 
-router = APIRouter(route_class=StrictJsonRoute)
+
+class FillMaskRequest(BoxedBody):
+    """Body of POST /v1/fill-mask. All fields but input may be null, which means the default."""
+
+    input: Inputs = Field(
+        description="A text, a list of token ids, or a list of these. Each must contain the tokenizer's mask token."
+    )
+    top_k: int | None = Field(
+        None, ge=1, le=MAX_TOP_K, description=f"Number of most probable tokens to return per mask ({DEFAULT_TOP_K})."
+    )
 
 
-@router.post("/fill-mask", include_in_schema=False)
-@router.post(
-    "/v1/fill-mask", response_model=FillMaskResponse, responses=ERROR_RESPONSES, summary="Predict masked tokens"
+class FilledMask(BaseModel):
+    """A token for a mask: its id, its text, its probability, and the whole input with it in place."""
+
+    token: int
+    token_str: str
+    score: float
+    sequence: str
+
+
+class FilledMasks(BaseModel):
+    """The most probable tokens for each mask of one input, best first; masks in their order."""
+
+    index: int
+    masks: list[list[FilledMask]]
+
+
+class FillMaskResponse(ListAnswer):
+    """Answer of POST /v1/fill-mask."""
+
+    data: list[FilledMasks]
+
+
+_EXAMPLES: dict[str, Any] = {
+    "simple": example("One mask", input="Paris is the [MASK] of France.", top_k=3),
+    "several": example("Several masks", input=["The [MASK] sat on the [MASK].", "It is [MASK]."]),
+}
+
+
+@router.endpoint(
+    "/v1/fill-mask",
+    "/fill-mask",
+    response_model=FillMaskResponse,
+    examples=_EXAMPLES,
+    lacks=lacks_task("fill_mask", "predict masked tokens"),
+    summary="Predict masked tokens",
 )
-async def create_filled_masks(
-    body: Annotated[FillMaskRequest, Body(openapi_examples=examples.FILL_MASK)], request: Request, service: ServiceDep
-) -> Response:
+async def create_filled_masks(call: Call[FillMaskRequest]) -> Response:
     """Return the most probable tokens for each mask of each input. Also at /fill-mask."""
-    arrival = begin(service, body, "/v1/fill-mask")
-    check_boxes(service, body.bbox, body.input)
-    truncate = longest(body.truncate_prompt_tokens, service.client.info)
-    return await _FillMaskRun(service, body, arrival, truncate=truncate).respond(request)
+    check_boxes(call.service, call.body.bbox, call.body.input)
+    truncate = longest(call.body.truncate_prompt_tokens, call.service.client.info)
+    return await call.respond(_FillMaskRun, truncate=truncate)
 
 
 @dataclass(slots=True)

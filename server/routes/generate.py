@@ -16,7 +16,7 @@ from engine import DEFAULT_MAX_TOKENS, SamplingParams, chat_max_tokens
 from server.answering import message_input
 from server.answering.answer import encode_prompts, estimate_size
 from server.answering.completion import TextRun
-from server.answering.endpoints import begin, require
+from server.answering.endpoints import lacks_generation
 from server.answering.events import Chunks, Extra
 from server.answering.message_events import MessageRun
 from server.answering.pieces import PieceMaker
@@ -47,8 +47,9 @@ from server.errors import ERROR_RESPONSES, ApiError
 from server.routes import messages, responses
 from server.routes.chat import ChatRun
 from server.routes.completions import CompletionRun
+from server.routes.task_router import Call, TaskRouter
 
-router = APIRouter(route_class=StrictJsonRoute)
+router = TaskRouter("generating", one_text=True)
 rendering = APIRouter(route_class=StrictJsonRoute)
 
 # Fields about the form of the answer that /inference/v1/generate lacks.
@@ -64,7 +65,7 @@ async def render_completion(
 ) -> list[RenderedRequest]:
     """Return a request body for /inference/v1/generate for each prompt."""
     service.check_model(body.model)
-    require(service, "/inference/v1/generate")
+    service.require("/inference/v1/generate")
     _refuse_echo(body.echo)
     run = CompletionRun.of(body, service, time.monotonic())
     return await _rendered(run, "cmpl-", request, response)
@@ -79,7 +80,7 @@ async def render_chat(
 ) -> RenderedRequest:
     """Return a request body for /inference/v1/generate."""
     service.check_model(body.model)
-    require(service, "/v1/chat/completions")
+    service.require("/v1/chat/completions")
     _refuse_echo(body.echo)
     (made,) = await _rendered(ChatRun.of(body, service, time.monotonic()), "chatcmpl-", request, response)
     return made
@@ -183,20 +184,19 @@ def _given(params: Any) -> dict[str, Any]:
     return found
 
 
-@router.post(
+@router.endpoint(
     "/inference/v1/generate",
     response_model=GenerateResponse,
-    responses={200: {"content": examples.EVENT_STREAM}, **ERROR_RESPONSES},
+    examples=examples.GENERATE,
+    events=examples.EVENT_STREAM,
+    lacks=lacks_generation,
     summary="Generate token ids from token ids",
 )
-async def generate(
-    body: Annotated[GenerateRequest, Body(openapi_examples=examples.GENERATE)], request: Request, service: ServiceDep
-) -> Response:
+async def generate(call: Call[GenerateRequest]) -> Response:
     """Generate from token ids that another server made, as in vLLM. The answer comes as a whole or as a stream."""
-    arrival = begin(service, body, "/inference/v1/generate")
-    asked = body.asked()
-    shape = replace(shape_of(asked, service), return_token_ids=True, tokens_as_ids=True)
-    return await _GenerateRun(service, asked, shape, arrival, given=body).respond(request)
+    asked = call.body.asked()
+    shape = replace(shape_of(asked, call.service), return_token_ids=True, tokens_as_ids=True)
+    return await _GenerateRun(call.service, asked, shape, call.arrival, given=call.body).respond(call.request)
 
 
 @dataclass(slots=True)

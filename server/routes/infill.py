@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Request, Response
-from pydantic import BaseModel
+from fastapi import Response
+from pydantic import BaseModel, Field
 
-from engine import InvalidRequestError
+from engine import EngineInfo, InvalidRequestError
+from engine.text.processor import Tokenizer
 from server.admission import estimate_tokens
 from server.answering.completion import TextRun
-from server.answering.endpoints import require
+from server.answering.endpoints import lacks_generation
 from server.answering.events import Events
 from server.answering.generation import Update
 from server.answering.infilling import Infilling
@@ -24,14 +24,64 @@ from server.answering.public_names import public_name, public_names
 from server.answering.streaming import sse
 from server.answering.timings import timings_of
 from server.api import examples
-from server.api.infill_schemas import InfillRequest, InfillResponse
+from server.api.examples import example
+from server.api.fields import Name, at_most
 from server.api.parameters import shape_of
-from server.api.reading import StrictJsonRoute
-from server.api.schemas import CompletionChoice, Usage
-from server.context import ServiceDep
-from server.errors import ERROR_RESPONSES, ApiError
+from server.api.schemas import CompletionChoice, GenerationBody, Timings, Usage
+from server.errors import ApiError
+from server.routes.task_router import Call, TaskRouter
 
-router = APIRouter(route_class=StrictJsonRoute)
+router = TaskRouter("generating", one_text=True)
+
+
+MAX_FILES = 256
+
+
+class InfillFile(BaseModel):
+    """A further file, as context."""
+
+    filename: Name = ""
+    text: str
+
+
+class InfillRequest(GenerationBody):
+    """Body of POST /infill. Null means the default, for every field but the first two."""
+
+    input_prefix: str = Field(description="The text before the gap.")
+    input_suffix: str = Field(description="The text after the gap.")
+    input_extra: Annotated[list[InfillFile], at_most(MAX_FILES, "files")] | None = Field(
+        None, description="Other files that the model should know."
+    )
+    prompt: str | None = Field(None, description="Continues the prefix: the beginning of the filled-in text.")
+    n_predict: int | None = Field(None, ge=-1, description="llama.cpp's name of max_tokens; -1: as many as fit.")
+
+
+class InfillResponse(BaseModel):
+    """Answer of POST /infill, and one event of its stream; fields after the first four come only at the end."""
+
+    index: int
+    content: str
+    tokens: list[int]
+    stop: bool
+    model: str | None = None
+    tokens_predicted: int | None = None
+    tokens_evaluated: int | None = None
+    tokens_cached: int | None = None
+    truncated: bool | None = None
+    stop_type: str | None = None
+    stopping_word: str | None = None
+    timings: Timings | None = None
+
+
+_EXAMPLES: dict[str, Any] = {
+    "simple": example(
+        "The body of a function",
+        input_prefix="def add(a, b):\n    ",
+        input_suffix="\n\nprint(add(1, 2))\n",
+        n_predict=16,
+    )
+}
+
 
 # Fields that have no counterpart in the answer.
 _NO_EFFECT = (
@@ -40,19 +90,26 @@ _NO_EFFECT = (
 )  # fmt: skip
 
 
-@router.post(
+def _lacks(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
+    if (reason := lacks_generation(info, tokenizer)) is not None:
+        return reason
+    return (
+        None if Infilling.of(tokenizer) is not None else "its tokenizer has no tokens to fill in the middle of a text"
+    )
+
+
+@router.endpoint(
     "/infill",
     response_model=InfillResponse,
-    responses={200: {"content": examples.EVENT_STREAM}, **ERROR_RESPONSES},
+    examples=_EXAMPLES,
+    events=examples.EVENT_STREAM,
+    lacks=_lacks,
+    refuses=False,  # `shape_of` refuses unsupported fields
     summary="Fill in the middle of a text",
 )
-async def infill(
-    body: Annotated[InfillRequest, Body(openapi_examples=examples.INFILL)], request: Request, service: ServiceDep
-) -> Response:
+async def infill(call: Call[InfillRequest]) -> Response:
     """Return the text between a prefix and a suffix, at once or as a stream."""
-    arrival = time.monotonic()
-    service.check_model(body.model)
-    require(service, "/infill")
+    service, body = call.service, call.body
     infilling = Infilling.need(service, "input_prefix")
     if body.n_predict is not None and body.n_predict != -1:
         if body.n_predict == 0:
@@ -67,7 +124,8 @@ async def infill(
         name = "n" if shape.n > 1 else "best_of"
         raise ApiError(400, f"{name} must be 1: /infill gives one text.", param=name, code="invalid_value")
     shape = replace(shape, params=infilling.ending(shape.params), return_token_ids=True)
-    return await _InfillRun(service, body, shape, arrival, infilling=infilling, unused=unused).respond(request)
+    run = _InfillRun(service, body, shape, call.arrival, infilling=infilling, unused=unused)
+    return await run.respond(call.request)
 
 
 def _names(body: InfillRequest) -> dict[str, str]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Request, Response
+from fastapi import APIRouter, Body, Response
 
 from server.answering.conversation import render_chat
-from server.answering.endpoints import require
+from server.answering.endpoints import lacks_chat
 from server.answering.message_events import MessageRun, in_anthropics_words
 from server.answering.message_input import NAMES, read_chat, read_prompt
 from server.answering.public_names import public_names
@@ -19,8 +18,9 @@ from server.api.message_schemas import CountTokensRequest, MessageError, Message
 from server.api.reading import StrictJsonRoute
 from server.context import Service, ServiceDep
 from server.door.message_errors import MESSAGES_PATH
+from server.routes.task_router import Call, TaskRouter
 
-router = APIRouter(route_class=StrictJsonRoute)
+router = TaskRouter("generating", one_text=True)
 counting = APIRouter(route_class=StrictJsonRoute)
 
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -29,25 +29,27 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-@router.post(
+@router.endpoint(
     MESSAGES_PATH,
     response_model=MessageObject,
-    responses={200: {"content": examples.MESSAGE_STREAM}, **ERRORS},
+    examples=examples.MESSAGES,
+    events=examples.MESSAGE_STREAM,
+    errors=ERRORS,
+    lacks=lacks_chat,
+    refuses=False,  # `read_chat` refuses unsupported fields
     summary="Create a message",
 )
-async def create_message(
-    body: Annotated[MessageRequest, Body(openapi_examples=examples.MESSAGES)], request: Request, service: ServiceDep
-) -> Response:
+async def create_message(call: Call[MessageRequest]) -> Response:
     """Generate the assistant's next message, as in Anthropic's Messages API. The answer comes as a whole or as a
     stream."""
-    return await run_of(body, service, time.monotonic()).respond(request)
+    return await run_of(call.body, call.service, call.arrival).respond(call.request)
 
 
 def run_of(body: MessageRequest, service: Service, arrival: float) -> MessageRun:
     """The run that answers a request. Raises ApiError, InvalidRequestError if the body contains an invalid or
     unsupported field."""
     service.check_model(body.model)
-    require(service, MESSAGES_PATH)
+    service.require(MESSAGES_PATH)
     ignored = Ignored(sees=service.chat_images is not None)
     chat = read_chat(body, ignored)
     with public_names(NAMES):
@@ -62,7 +64,7 @@ async def count_tokens(
 ) -> TokenCount:
     """Count the prompt tokens that /v1/messages would use for these messages."""
     service.check_model(body.model)
-    require(service, MESSAGES_PATH)
+    service.require(MESSAGES_PATH)
     ignored = Ignored(sees=service.chat_images is not None)
     chat = read_prompt(body, ignored)
     response.headers.update(ignored_header(ignored))

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Response
 
 from engine import AdapterInfo, EngineInfo
-from server.answering.endpoints import served_endpoints
 from server.api.message_schemas import MessageError, MessageModel, MessageModelList
 from server.api.schemas import ModelCard, ModelList
 from server.context import Service, ServiceDep
@@ -29,7 +28,6 @@ Version = Annotated[
 def card_of(service: Service, adapter: AdapterInfo | None = None) -> ModelCard:
     """The description of a loaded model, or of one of its adapters."""
     info = service.client.info
-    served = served_endpoints(info, service.tokenizer)
     return ModelCard(
         id=service.model_id if adapter is None else adapter.name,
         created=service.created,
@@ -38,7 +36,7 @@ def card_of(service: Service, adapter: AdapterInfo | None = None) -> ModelCard:
         max_model_len=info.max_model_len,
         max_encoder_len=info.max_encoder_len,
         tasks=list(info.tasks),
-        endpoints=served,
+        endpoints=service.served_endpoints,
         inputs=_inputs(info),
         decoding=info.decoding or None,
         given_up_for_temperature=list(info.given_up_for_temperature) or None,

@@ -6,13 +6,12 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Depends, Request, Response
+from fastapi import Body, Depends, Request, Response
 from pydantic import RootModel
 
 from engine import CHAT_ROOM
 from server.answering.answer import Run
 from server.answering.chat import ChatPieces
-from server.answering.endpoints import require
 from server.answering.ollama_events import NDJSON, Form, Line, OllamaEvents, OllamaRun, failure, whole_of
 from server.answering.ollama_input import NAMES, check_generate, find_model, read_chat, read_options
 from server.answering.pieces import PieceMaker
@@ -35,8 +34,9 @@ from server.api.schemas import CompletionRequest, Usage
 from server.context import Service, get_house, get_service
 from server.errors import ApiError
 from server.routes.completions import CompletionRun
+from server.routes.task_router import TaskRouter
 
-router = APIRouter(route_class=UntypedJsonRoute)
+router = TaskRouter("generating", one_text=True, route_class=UntypedJsonRoute)
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": OllamaError, "description": "Client error."},
@@ -79,7 +79,7 @@ async def chat(
     if service is None:
         return _loaded(body, Form(body.model or "", chat=True))
     model = find_model(service, body.model)
-    require(service, "/v1/chat/completions")
+    service.require("/v1/chat/completions")
     form = Form(body.model or service.model_id, chat=True)
     if body.messages is None or _is_empty(body):
         return _loaded(body, form, service)
@@ -107,7 +107,7 @@ async def generate(
     if service is None:
         return _loaded(body, Form(body.model or "", chat=False))
     model = find_model(service, body.model)
-    require(service, "/v1/completions")
+    service.require("/v1/completions")
     check_generate(body, sees=service.chat_images is not None)
     form = Form(body.model or service.model_id, chat=False)
     if _is_empty(body):

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Request, Response
+from fastapi import Body, Request, Response
 from pydantic_core import to_json
 
 from engine import Pooled, PoolingParams, resolve_pooling
 from engine.pooled import find_prompt
 from engine.pooled.vectors import json_matrix
-from server.answering.endpoints import require
 from server.answering.matrices import MatrixRun
 from server.answering.ollama_input import find_model
 from server.answering.public_names import valid
@@ -29,8 +28,9 @@ from server.api.ollama_schemas import (
 from server.api.reading import UntypedJsonRoute
 from server.context import Service, ServiceDep
 from server.routes.ollama import ERRORS
+from server.routes.task_router import TaskRouter
 
-router = APIRouter(route_class=UntypedJsonRoute)
+router = TaskRouter("pooling", route_class=UntypedJsonRoute)
 
 
 @router.post("/api/embed", response_model=OllamaEmbedAnswer, responses=ERRORS, summary="Ollama's embeddings")
@@ -78,7 +78,7 @@ def _run_of(
     """The run of a request; None if it has no texts. Raises ApiError, InvalidRequestError: something in the body is
     wrong, or not supported."""
     model = find_model(service, body.model)
-    require(service, "/v1/embeddings")
+    service.require("/v1/embeddings")
     body.refuse_unsupported()
     info = service.client.info
     resolve_pooling(params, info, prompt_len=1)

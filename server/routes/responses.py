@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Path, Query, Request, Response
@@ -12,7 +11,7 @@ from pydantic_core import to_json
 from engine import parse_bytes
 from server.answering.background import follow
 from server.answering.conversation import render_chat
-from server.answering.endpoints import require
+from server.answering.endpoints import lacks_chat
 from server.answering.keeping import asked, store_of, tenant_of
 from server.answering.public_names import public_names
 from server.answering.reading import Ignored, fail
@@ -31,8 +30,9 @@ from server.context import HouseDep, Service, ServiceDep
 from server.conversation_store import TooLargeError
 from server.errors import ERROR_RESPONSES, ApiError, shown
 from server.response_store import HistoryError, Kept
+from server.routes.task_router import Call, TaskRouter
 
-router = APIRouter(route_class=StrictJsonRoute)
+router = TaskRouter("generating", one_text=True)
 counting = APIRouter(route_class=StrictJsonRoute)
 stored = APIRouter()
 
@@ -42,18 +42,20 @@ MAX_EVENT = 2**31 - 1  # number of an event
 ResponseId = Annotated[str, Path(max_length=256)]
 
 
-@router.post(
+@router.endpoint(
     _ENDPOINT,
     response_model=ResponseObject,
-    responses={200: {"content": examples.RESPONSE_STREAM}, **ERROR_RESPONSES},
+    examples=examples.RESPONSES,
+    events=examples.RESPONSE_STREAM,
+    lacks=lacks_chat,
+    refuses=False,  # `read_chat` refuses unsupported fields
     summary="Create a response",
 )
-async def create_response(
-    body: Annotated[ResponseRequest, Body(openapi_examples=examples.RESPONSES)], request: Request, service: ServiceDep
-) -> Response:
+async def create_response(call: Call[ResponseRequest]) -> Response:
     """Generate the next items of a conversation, as in OpenAI's Responses API. The answer comes as a whole or as a
     stream of typed events."""
-    return await (await run_of(body, request, service, time.monotonic())).respond(request)
+    run = await run_of(call.body, call.request, call.service, call.arrival)
+    return await run.respond(call.request)
 
 
 async def run_of(body: ResponseRequest, request: Request, service: Service, arrival: float) -> ResponseRun:
@@ -94,7 +96,7 @@ async def _read(
     body: ResponseRequest, request: Request, service: Service, ignored: Ignored
 ) -> tuple[list[Item], ChatCompletionRequest, ResponseTools]:
     service.check_model(body.model)
-    require(service, _ENDPOINT)
+    service.require(_ENDPOINT)
     history: list[Item] = []
     if body.previous_response_id is not None:
         if body.conversation is not None:

@@ -7,39 +7,63 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Request, Response
+from fastapi import Body, Request, Response
 
-from engine import Pooled
-from engine.pooled import longest
-from server.answering.endpoints import begin
+from engine import EngineInfo, Pooled
+from engine.pooled import comparison_of, is_cross_encoder, longest
+from engine.text.processor import Tokenizer
+from server.answering.endpoints import NO_TOKENIZER, kind_of
 from server.answering.pooling import listed
 from server.answering.scoring import ScoringRun, Side
 from server.api import examples
-from server.api.reading import StrictJsonRoute
 from server.api.scoring_schemas import RerankRequest, RerankResponse, ScoreRequest, ScoreResponse
 from server.api.text_embeddings_schemas import EitherRerankRequest
 from server.context import ServiceDep
-from server.errors import ERROR_RESPONSES, ApiError
+from server.errors import ApiError
+from server.routes.task_router import Call, TaskRouter
 from server.routes.text_embeddings import cut_of
 
-router = APIRouter(route_class=StrictJsonRoute)
+router = TaskRouter("pooling")
 
 
-@router.post("/score", include_in_schema=False)
-@router.post("/v1/score", response_model=ScoreResponse, responses=ERROR_RESPONSES, summary="Score pairs of texts")
-async def create_score(
-    body: Annotated[ScoreRequest, Body(openapi_examples=examples.SCORE)], request: Request, service: ServiceDep
-) -> Response:
+def _lacks(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
+    if comparison_of(info) is None and not is_cross_encoder(info):
+        if "classify" in info.tasks:
+            return f"it has {len(info.labels)} classes, but scoring pairs needs a model with one class, or vectors"
+        return f"{kind_of(info)}, but scoring pairs needs a classifier with one class, or vectors"
+    return None if tokenizer is not None else NO_TOKENIZER
+
+
+@router.endpoint(
+    "/v1/score",
+    "/score",
+    response_model=ScoreResponse,
+    examples=examples.SCORE,
+    lacks=_lacks,
+    summary="Score pairs of texts",
+)
+async def create_score(call: Call[ScoreRequest]) -> Response:
     """Score how well texts match: one text against many, or pair by pair. A cross-encoder reads both texts together;
     with other models, the score is the cosine of the two vectors. Also at /score."""
-    arrival = begin(service, body, "/v1/score")
-    (name, firsts), (other, seconds) = body.sides()
-    first = Side(name, firsts, body.max_tokens_per_query)
-    second = Side(other, seconds, body.max_tokens_per_doc)
-    truncate, activates = longest(body.truncate_prompt_tokens, service.client.info), body.activates()
-    return await _ScoreRun(
-        service, body, arrival, first=first, second=second, truncate=truncate, use_activation=activates
-    ).respond(request)
+    (name, firsts), (other, seconds) = call.body.sides()
+    return await _compare(call, _ScoreRun, (name, firsts), (other, seconds))
+
+
+async def _compare(
+    call: Call[ScoreRequest] | Call[RerankRequest],
+    run: type[_ScoreRun | _RerankRun],
+    first: tuple[str, Sequence[str]],
+    second: tuple[str, Sequence[str]],
+) -> Response:
+    """The answer about two sides, each the name of a field and its texts."""
+    body = call.body
+    return await call.respond(
+        run,
+        first=Side(*first, body.max_tokens_per_query),
+        second=Side(*second, body.max_tokens_per_doc),
+        truncate=longest(body.truncate_prompt_tokens, call.service.client.info),
+        use_activation=body.activates(),
+    )
 
 
 @router.post("/rerank", include_in_schema=False)
@@ -52,39 +76,33 @@ async def create_either_rerank(
         if body.documents is None:
             message = "documents or texts is required."
             raise ApiError(400, message, param="documents", code="missing_required_parameter")
-        return await create_rerank(RerankRequest.model_validate(known), request, service)
-    arrival = begin(service, body, "/v1/rerank")
+        asked = RerankRequest.model_validate(known)
+        return await create_rerank(Call.begin(service, asked, request, "/v1/rerank"))
+    call = Call.begin(service, body, request, "/v1/rerank")
     if body.documents is not None:
         message = "documents and texts are two names of the same field. Send only one of them."
         raise ApiError(400, message, param="documents", code="invalid_value")
-    run = _TextsRun(
-        service,
-        body,
-        arrival,
+    return await call.respond(
+        _TextsRun,
         first=Side("query", [body.query], body.max_tokens_per_query),
         second=Side("texts", body.texts, body.max_tokens_per_doc),
         truncate=cut_of(body.truncate, body.truncation_direction, service),
         use_activation=not body.raw_scores,
     )
-    return await run.respond(request)
 
 
-@router.post("/v2/rerank", include_in_schema=False)
-@router.post(
-    "/v1/rerank", response_model=RerankResponse, responses=ERROR_RESPONSES, summary="Rerank documents for a query"
+@router.endpoint(
+    "/v1/rerank",
+    "/v2/rerank",
+    response_model=RerankResponse,
+    examples=examples.RERANK,
+    lacks=_lacks,
+    summary="Rerank documents for a query",
 )
-async def create_rerank(
-    body: Annotated[RerankRequest, Body(openapi_examples=examples.RERANK)], request: Request, service: ServiceDep
-) -> Response:
+async def create_rerank(call: Call[RerankRequest]) -> Response:
     """Sort documents by how well they match a query, best first. The scores are the same as for /v1/score. Also at
     /rerank and /v2/rerank."""
-    arrival = begin(service, body, "/v1/rerank")
-    first = Side("query", [body.query], body.max_tokens_per_query)
-    second = Side("documents", body.documents, body.max_tokens_per_doc)
-    truncate, activates = longest(body.truncate_prompt_tokens, service.client.info), body.activates()
-    return await _RerankRun(
-        service, body, arrival, first=first, second=second, truncate=truncate, use_activation=activates
-    ).respond(request)
+    return await _compare(call, _RerankRun, ("query", [call.body.query]), ("documents", call.body.documents))
 
 
 @dataclass(slots=True)

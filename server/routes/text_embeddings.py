@@ -15,14 +15,12 @@ from engine import EngineInfo, Pooled, PoolingParams, resolve_pooling
 from engine.pooled import find_prompt, is_cross_encoder, labels_of
 from engine.pooled.vectors import json_matrix
 from server.answering.encoding import compact_input, encode_all, estimate
-from server.answering.endpoints import begin, require
 from server.answering.matrices import MatrixRun
 from server.answering.pooling import PoolingInput, PoolingRun
 from server.answering.scoring import ScoringRun, Side
 from server.api.embedding_schemas import EmbeddingRequest
 from server.api.fields import ignored_header
 from server.api.pooling_schemas import MAX_INPUTS, NumbersBody
-from server.api.reading import StrictJsonRoute
 from server.api.text_embeddings_schemas import (
     EmbedRequest,
     EmbedSparseRequest,
@@ -32,8 +30,9 @@ from server.api.text_embeddings_schemas import (
 )
 from server.context import Service, ServiceDep
 from server.errors import ApiError
+from server.routes.task_router import Call, TaskRouter
 
-router = APIRouter(route_class=StrictJsonRoute)
+router = TaskRouter("pooling")
 facts = APIRouter()
 
 
@@ -63,7 +62,7 @@ async def embed(body: Annotated[EmbedRequest, Body()], request: Request, service
     """A list of vectors."""
     arrival = time.monotonic()
     service.check_model(body.model)
-    require(service, "/v1/embeddings")
+    service.require("/v1/embeddings")
     normalize = body.normalize is not False
     params = PoolingParams(task="embed", normalize=normalize, dimensions=body.dimensions)
     return await _answer(body, params, request, service, arrival)
@@ -167,24 +166,21 @@ class _PredictRun(PoolingRun):
         return json.dumps(found if self.body.inputs[1] else found[0], separators=(",", ":"), allow_nan=False).encode()
 
 
-@router.post("/similarity", include_in_schema=False)
-async def similarity(body: Annotated[SimilarityRequest, Body()], request: Request, service: ServiceDep) -> Response:
+@router.endpoint("/similarity", needs="/v1/score")
+async def similarity(call: Call[SimilarityRequest]) -> Response:
     """Score how similar each sentence is to the first one: a list of the scores of /v1/score."""
-    arrival = begin(service, body, "/v1/score")
+    body = call.body
     how = body.parameters or SimilarityParameters()
     if how.prompt_name is not None:
         message = "parameters.prompt_name is not supported: scores are made with the model's default prompt."
         raise ApiError(400, message, param="parameters", code="unsupported_parameter")
-    run = _SimilarityRun(
-        service,
-        body,
-        arrival,
+    return await call.respond(
+        _SimilarityRun,
         first=Side("inputs", [body.inputs.source_sentence], name="inputs.source_sentence"),
         second=Side("inputs", body.inputs.sentences, name="inputs.sentences"),
-        truncate=cut_of(how.truncate, how.truncation_direction, service),
+        truncate=cut_of(how.truncate, how.truncation_direction, call.service),
         use_activation=None,
     )
-    return await run.respond(request)
 
 
 @dataclass(slots=True)
@@ -199,7 +195,7 @@ class _SimilarityRun(ScoringRun):
 @facts.get("/info", include_in_schema=False)
 async def info(service: ServiceDep) -> dict[str, Any]:
     """Describe the served model."""
-    require(service, "/pooling")
+    service.require("/pooling")
     found = service.client.info
     return {
         "model_id": service.model_id,

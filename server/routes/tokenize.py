@@ -7,26 +7,41 @@ import functools
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Response
+from pydantic import BaseModel, Field
 
 from engine.text.processor import Tokenizer
 from server.admission import estimate_tokens
 from server.answering.conversation import pictures_for
-from server.answering.endpoints import require
 from server.answering.messages import estimate_messages, read_messages
 from server.answering.prompt import MAX_TOKENIZED, Room, check_token_ids, encode_fitting
 from server.answering.rendering import read_rendering
 from server.answering.seq2seq import read_decoder, refuse_chat
 from server.answering.tools import read_tools
 from server.api import examples
+from server.api.base import JsonBody
+from server.api.chat_schemas import Messages
 from server.api.fields import ignored_header, refuse_unsupported
-from server.api.infill_schemas import ApplyTemplateRequest, ApplyTemplateResponse
 from server.api.pooling_schemas import either
 from server.api.reading import StrictJsonRoute
 from server.api.schemas import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from server.api.template_fields import TemplateFields
 from server.context import Service, ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
 
 router = APIRouter(route_class=StrictJsonRoute)
+
+
+class ApplyTemplateRequest(TemplateFields, JsonBody):
+    """Body of POST /apply-template: the fields of /v1/chat/completions that affect the prompt."""
+
+    model: str | None = Field(None, description="Id of the served model, or name of an adapter. Optional.")
+    messages: Messages = Field(description="Messages, as for /v1/chat/completions.")
+
+
+class ApplyTemplateResponse(BaseModel):
+    """Answer of POST /apply-template."""
+
+    prompt: str
 
 
 class _Countable(Room):
@@ -102,7 +117,7 @@ async def apply_template(
 ) -> ApplyTemplateResponse:
     """Render messages with the chat template, as in llama.cpp."""
     service.check_model(body.model)
-    require(service, "/v1/chat/completions")
+    service.require("/v1/chat/completions")
     refuse_unsupported({"chat_template": (body.model_extra or {}).get("chat_template")})
     response.headers.update(ignored_header(body.ignored_fields()))
     messages, tools = read_messages(body.messages), read_tools(body.tools)

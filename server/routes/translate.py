@@ -2,40 +2,88 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Request, Response
-from pydantic import BaseModel
+from fastapi import APIRouter, Response
+from pydantic import BaseModel, Field
 
+from engine import EngineInfo
 from engine.text.processor import Tokenizer
-from server.answering.endpoints import require
+from server.answering.endpoints import NO_TOKENIZER, kind_of
 from server.answering.seq2seq import Decoder, read_decoder
-from server.api import examples
+from server.api.examples import example
+from server.api.fields import Name, at_most
 from server.api.parameters import shape_of
-from server.api.schemas import CompletionChoice, CompletionRequest, Usage
-from server.api.translate_schemas import Language, TranslateRequest, TranslateResponse
+from server.api.schemas import MAX_PROMPTS, CompletionChoice, CompletionRequest, ServedBody, Usage
 from server.api.urlencoded import KIND, PARTS, FormOrJsonRoute
 from server.context import Service, ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError, shown
 from server.routes.completions import CompletionRun
+from server.routes.task_router import Call, TaskRouter
 
 ENDPOINT = "/translate"
 _NAMES = {"prompt": "q", "src_lang": "source", "tgt_lang": "target", "n": "alternatives", "num_beams": "alternatives"}
 
 _SCHEMA = {"schema": {"$ref": "#/components/schemas/TranslateRequest"}}
 _FORM = {"requestBody": {"content": {KIND: _SCHEMA, PARTS: _SCHEMA}}}
+router = TaskRouter("generating", route_class=FormOrJsonRoute)
 
-router = APIRouter(route_class=FormOrJsonRoute)
+
+Texts = Annotated[Annotated[list[str], Field(min_length=1, fail_fast=True)], at_most(MAX_PROMPTS, "texts")]
+
+
+class TranslateRequest(ServedBody):
+    """Body of POST /translate. All fields but q, source and target may be null, which means the default."""
+
+    q: str | Texts = Field(description="One text or several.")
+    source: Name = Field(
+        description="Language of the texts, by its code in GET /languages; auto if the model detects it."
+    )
+    target: Name = Field(description="Language to translate to.")
+    format: Name | None = Field(None, description="text; html is not supported.")
+    alternatives: int | None = Field(None, ge=0, description="Maximum number of alternative translations per text (0).")
+    api_key: Name | None = Field(None, description="Ignored; send API keys in the header Authorization.")
+    model: str | None = Field(None, description="Id of the served model, or name of an adapter. Optional.")
+
+
+class TranslateResponse(BaseModel):
+    """Answer of POST /translate: a text if q is a text, a list if q is a list."""
+
+    translatedText: str | list[str]
+    alternatives: list[str] | list[list[str]] | None = Field(
+        None, description="Alternative translations, best first and without duplicates, if requested."
+    )
+
+
+class Language(BaseModel):
+    """A source language with its target languages."""
+
+    code: str
+    name: str = Field(description="Same as the code, because tokenizers do not contain names.")
+    targets: list[str]
+
+
+_EXAMPLES: dict[str, Any] = {
+    "simple": example("A text", q="The ship is in the harbour.", source="en", target="de"),
+    "several": example(
+        "Several texts, with another translation of each",
+        q=["Good morning.", "It rains."],
+        source="en",
+        target="de",
+        alternatives=1,
+    ),
+}
+
+
 listing = APIRouter()
 
 
 @listing.get("/languages", responses=ERROR_RESPONSES, summary="List languages for translation")
 async def list_languages(service: ServiceDep) -> list[Language]:
     """List the source languages of the model, each with its target languages."""
-    require(service, ENDPOINT)
+    service.require(ENDPOINT)
     languages = _tokenizer(service).languages
     if languages.pair is not None and not languages.ids:
         source, target = languages.pair
@@ -44,22 +92,27 @@ async def list_languages(service: ServiceDep) -> list[Language]:
     return [Language(code=one, name=one, targets=[code for code in codes if code != one]) for one in codes]
 
 
-@router.post(
+def _lacks(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
+    if info.max_encoder_len is None:
+        return f"{kind_of(info)}, and it does not know languages by code"
+    if tokenizer is None:
+        return NO_TOKENIZER
+    known = tokenizer.languages.ids or tokenizer.languages.pair
+    return None if known else "its tokenizer names no languages"
+
+
+@router.endpoint(
     ENDPOINT,
     response_model=TranslateResponse,
-    responses=ERROR_RESPONSES,
+    examples=_EXAMPLES,
+    lacks=_lacks,
     openapi_extra=_FORM,
     summary="Translate texts",
 )
-async def translate(
-    body: Annotated[TranslateRequest, Body(openapi_examples=examples.TRANSLATE)], request: Request, service: ServiceDep
-) -> Response:
+async def translate(call: Call[TranslateRequest]) -> Response:
     """Translate one or several texts in one batch. The number of beams comes from the model's
     generation_config.json."""
-    arrival = time.monotonic()
-    service.check_model(body.model)
-    require(service, ENDPOINT)
-    body.refuse_unsupported()
+    service, body = call.service, call.body
     if body.format not in (None, "", "text"):
         message = (
             f"format must be text, got {shown(body.format)}: markup would be translated like text. Send plain text."
@@ -71,7 +124,8 @@ async def translate(
     shape = shape_of(asked, service)
     if decoder is not None:
         shape = replace(shape, params=decoder.force(shape.params))
-    return await _TranslationRun(service, asked, shape, arrival, decoder=decoder, given=body).respond(request)
+    run = _TranslationRun(service, asked, shape, call.arrival, decoder=decoder, given=body)
+    return await run.respond(call.request)
 
 
 def _tokenizer(service: Service) -> Tokenizer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.contextvars import bind_contextvars
@@ -11,18 +11,6 @@ from server.door.auth import routed_path
 from server.tracing.otlp import Tracing
 from server.tracing.request import RequestTrace
 
-# Exact paths, so that clients cannot invent names of spans.
-TRACED = frozenset(
-    {
-        "/v1/completions", "/completions", "/v1/chat/completions", "/chat/completions", "/v1/responses", "/v1/messages",
-        "/v1/decisions", "/v1/systemone", "/inference/v1/generate", "/infill",
-        "/v1/embeddings", "/embeddings", "/pooling", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank",
-        "/v1/classify", "/classify", "/v1/answer", "/answer", "/v1/entities", "/entities", "/v1/fill-mask",
-        "/fill-mask", "/translate", "/v1/audio/transcriptions", "/v1/audio/translations", "/v2/embed", "/embed",
-        "/embed_sparse", "/embed_all", "/predict", "/similarity", "/api/chat", "/api/generate", "/api/embed",
-        "/api/embeddings",
-    }
-)  # fmt: skip
 _CONTEXT = (b"traceparent", b"tracestate")
 
 
@@ -30,16 +18,20 @@ class TracingMiddleware:
     """Traces requests to the model, and passes all others. `scope["state"]["trace"]` is then the request's trace, and
     its log lines have a trace_id.
 
-    It is behind the authentication, so refused requests can neither fill the collector nor choose trace ids. `tracing`:
-    receives the spans.
+    It is behind the authentication, so refused requests can neither fill the collector nor choose trace ids.
+
+    Args:
+        tracing: receives the spans.
+        paths: exact paths of requests to the model; clients cannot invent names of spans.
     """
 
-    def __init__(self, app: ASGIApp, tracing: Tracing):
+    def __init__(self, app: ASGIApp, tracing: Tracing, paths: Collection[str]):
         self._app = app
         self._tracing = tracing
+        self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or (path := routed_path(scope)) not in TRACED:
+        if scope["type"] != "http" or scope["method"] != "POST" or (path := routed_path(scope)) not in self._paths:
             await self._app(scope, receive, send)
             return
         trace = RequestTrace(self._tracing, path, _context(scope["headers"]), scope["scheme"])

@@ -374,21 +374,6 @@ def test_no_handler_of_what_a_part_can_do_without_takes_its_end(monkeypatch: pyt
     assert run.failures == {"decode X": "PartTimeoutError: late"}
 
 
-def test_each_part_has_a_process_and_what_came_is_merged(tmp_path: Path) -> None:
-    output = tmp_path / "gpu.json"
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--tiny", "--output", str(output)]
-    few = ["--parts", "sampler", "decode", "kernels", "--models", QWEN, "--batches", "2", "--checks", "sampler"]
-    done = subprocess.run([*command, *few], capture_output=True, text=True, timeout=540)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    result = json.loads(output.read_text())
-    assert result["failures"] == {}
-    assert set(result["parts"]) == {"kernels", "sampler", "decode", "start"}
-    assert [row["rows"] for row in result["parts"]["decode"][QWEN]] == [2]
-    assert set(result["seconds"]) == {"kernels", "sampler", f"engine {QWEN}", f"decode {QWEN}"}
-    assert result["machine"]["torch"] == torch.__version__
-    assert done.stdout.count("TB/s, a product of") == 1, "rates are measured once"
-
-
 def test_what_would_be_done_is_told_without_a_gpu() -> None:
     command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--plan", "--models", LLAMA, "--part-timeout", "100"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
@@ -729,17 +714,6 @@ def test_what_is_left_out_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         "  gap: no memory for pages of 32, 256 rows: left out",
         "  mixed: no memory for pages of 32 rows: left out",
     ]
-
-
-def test_an_engine_whose_part_is_one_alone_has_its_pages() -> None:
-    sizes = replace(shapes.TINY, parts=("decode",), batches=(2,), mixed_rows=(), beam_rows=(), gap_batches=())
-    config = shapes.config_of(QWEN, tiny=True)
-    work = shapes.Work.of(config)
-    with shapes.random_engine(config, "cpu", sizes) as engine:
-        assert engine.config.kv_cache_memory == sizes.tokens("decode", 2) * work.kv_bytes
-        (row,) = decode.decode(engine, work, H200, sizes)
-        assert row["rows"] == 2
-        assert engine.stats().num_preemptions == 0
 
 
 def test_what_is_not_as_it_is_meant_is_named() -> None:

@@ -44,14 +44,11 @@ SHAPES = {
     "experts": replace(
         FAMILY_SHAPES["qwen3-moe"], vocab=VOCAB, settings={**FAMILY_SHAPES["qwen3-moe"].settings, "num_experts": 7}
     ),
-    "shared experts": replace(FAMILY_SHAPES["qwen2-moe"], vocab=VOCAB),
-    "corrected experts": replace(FAMILY_SHAPES["glm4-moe"], vocab=VOCAB),
     "sinks": replace(FAMILY_SHAPES["gpt-oss"], vocab=VOCAB),
     "latents": replace(FAMILY_SHAPES["deepseek-v3"], vocab=VOCAB),
     "states": replace(FAMILY_SHAPES["lfm2"], vocab=VOCAB),
     "matrices as states": replace(FAMILY_SHAPES["qwen3.5-moe"], vocab=VOCAB),
     "a scan beside attention": replace(FAMILY_SHAPES["falcon-h1"], vocab=VOCAB),
-    "layers of one sublayer": replace(FAMILY_SHAPES["nemotron-h-moe-odd"], vocab=VOCAB),
     # Half of the jobs reach further than the original length.
     "factors by request": replace(
         FAMILY_SHAPES["phi3-factors-by-request"],
@@ -107,12 +104,11 @@ def test_batched_equals_alone(model: Model) -> None:
         assert len(rows) < 0.5 * 2 * layers * active * tokens, "products are of groups, not of tokens"
 
 
-@pytest.mark.parametrize("budget", [5, 16])
-def test_chunked_equals_whole(budget: int, model: Model) -> None:
-    small = {"max_num_batched_tokens": budget, "max_num_seqs": 5}
+def test_chunked_equals_whole(model: Model) -> None:
+    small = {"max_num_batched_tokens": 5, "max_num_seqs": 5}
     with model.engine(enable_prefix_caching=False, **small) as one, watching(one) as plans:
         assert run(one, [*JOBS, *LONG]) == model.answers
-    assert max(plan.num_tokens for plan in plans) <= budget
+    assert max(plan.num_tokens for plan in plans) <= 5
     assert sum(1 for plan in plans if plan.sampling is None or len(plan.sampling.rows) < plan.num_rows) >= 8
 
 

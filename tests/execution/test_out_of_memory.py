@@ -21,7 +21,7 @@ from support.seq2seq_shapes import SHAPES
 
 from engine import Engine, EngineDeadError, PoolingParams
 from engine.execution import recovery
-from engine.execution.pending import PendingStep
+from engine.execution.pending import LateStep
 from engine.execution.recording import eager
 from engine.scheduling.plan import Int32, StepPlan, StepResult
 
@@ -63,7 +63,7 @@ def shortage(engine: Engine, fault: Fault, when: str = "launched") -> Iterator[l
     def fail() -> None:
         raise torch.OutOfMemoryError(MESSAGE)
 
-    def limited(plan: StepPlan) -> PendingStep:
+    def limited(plan: StepPlan) -> LateStep:
         if not fault(plan):
             return launch(plan)
         raised.append(plan)
@@ -198,7 +198,7 @@ def test_beside_a_request_that_fails_otherwise(engines: Callable[..., Engine]) -
     with shortage(one, above(20)):
         limited = one.runner.launch
 
-        def poisoned(plan: StepPlan) -> PendingStep:
+        def poisoned(plan: StepPlan) -> LateStep:
             if ((plan.positions == 0) & (plan.token_ids == POISON)).any():
                 raise RuntimeError("the poison was computed")
             return limited(plan)

@@ -18,7 +18,7 @@ from test_drafts import Oracle
 
 from engine import MAX_PRIORITY, Engine, EngineConfig, InvalidRequestError, RequestOutput, SamplingParams
 from engine.execution import profiling, recovery
-from engine.execution.pending import PendingStep
+from engine.execution.pending import LateStep
 from engine.inspection import inspect_model
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.plan import StepPlan
@@ -91,7 +91,7 @@ def test_steps_that_fail_after_they_have_written(
     with engine_of(folder) as one:
         launch = one.runner.launch
 
-        def limited(plan: StepPlan) -> PendingStep:
+        def limited(plan: StepPlan) -> LateStep:
             nonlocal failed
             step = launch(plan)
             if plan.num_tokens > tokens or plan.num_rows > rows or (plan.num_tokens > 1 and rng.random() < 0.2):
@@ -166,7 +166,7 @@ def test_a_step_with_drafts_that_fails_is_computed_without_them(folder: Path) ->
         one.scheduler.drafter = Oracle(plain, 3, 3)
         launch, failed = one.runner.launch, []
 
-        def broken(plan: StepPlan) -> PendingStep:
+        def broken(plan: StepPlan) -> LateStep:
             if plan.sampling is not None and plan.sampling.spans is not None and len(failed) < 4:
                 failed.append(plan)
                 raise RuntimeError("made by the test")

@@ -14,8 +14,8 @@ from support.service import PATIENCE
 
 from engine import PoolingParams
 from engine.text.processor import Tokenizer
-from server.answering.endpoints import ENDPOINTS
 from server.app import create_app
+from server.routes.tasks import LACKS
 
 CONVERSATIONS = [
     "/v1/completions", "/v1/chat/completions", "/v1/decisions", "/v1/systemone", "/inference/v1/generate",
@@ -136,7 +136,7 @@ def test_what_is_not_served_is_refused_with_the_reason(kind: str, path: str) -> 
 
 
 def test_every_endpoint_is_asked_for_here() -> None:
-    assert set(BODIES) == set(ENDPOINTS)
+    assert set(BODIES) == set(LACKS)
 
 
 def test_what_needs_texts_needs_a_tokenizer() -> None:

@@ -75,7 +75,7 @@ class Api:
         return self.request("POST", path, json={**MINIMAL[path], **fields})
 
     def raw(self, content: bytes, path: str = COMPLETIONS) -> httpx.Response:
-        return self.request("POST", path, content=content, headers={"Content-Type": "application/json"})
+        return self.request("POST", path, content=content, headers={"Content-Type": "application/json; charset=utf-8"})
 
 
 @cache
@@ -220,6 +220,9 @@ def test_null_is_the_default_for_every_optional_field(path: str) -> None:
         (b'{"prompt": "a"} {}', "not valid JSON"),
         (b'{"prompt": "a\n"}', "not valid JSON"),
         (b"42", "must be a JSON object"),
+        (b"null", "must be a JSON object"),
+        (b'{"prompt": "a", "temperature": NaN}', "not valid JSON"),
+        (b"", "must be a JSON object"),
         (b"\xef\xbb\xbf", "not valid JSON"),
     ],
 )

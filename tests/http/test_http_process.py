@@ -136,16 +136,6 @@ def test_stop_string_ends_the_work(service: Service, http: httpx.Client) -> None
     service.wait_metric('octavo_kv_pages{state="held"}', 0)
 
 
-def test_echoed_logprobs_for_scoring(http: httpx.Client) -> None:
-    body = complete(http, prompt=["ab", "cde"], echo=True, logprobs=1, max_tokens=1, temperature=0)
-    for choice, prompt in zip(body["choices"], ("ab", "cde"), strict=True):
-        logprobs = choice["logprobs"]
-        assert logprobs["tokens"][: len(prompt)] == list(prompt)
-        assert logprobs["token_logprobs"][0] is None
-        assert all(value < 0 for value in logprobs["token_logprobs"][1:])
-        assert len(logprobs["tokens"]) == len(prompt) + 1
-
-
 def test_filters_and_dry(http: httpx.Client) -> None:
     """Breakers are looked up in the engine's process; streamed and whole answers are the same."""
     plain = {"prompt": "again and again and again", "temperature": 0, "max_tokens": 40, "ignore_eos": True}

@@ -17,7 +17,7 @@ import pytest
 
 from engine import LLM, BeamSearchParams, ConfigError, EngineConfig, InvalidRequestError, SamplingParams
 from engine.interface.argument_names import as_arguments, names_arguments
-from engine.interface.llm_arguments import engine_config
+from engine.offline.arguments import engine_config
 from server.config.settings import DEMOS
 from server.workers.templates import Conversation, render
 

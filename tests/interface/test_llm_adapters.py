@@ -17,7 +17,7 @@ from support.peft_folders import adapter_tensors, matrices, merged, write_adapte
 
 from engine import LLM, ConfigError, InvalidRequestError, LoRARequest, SamplingParams
 from engine.errors import AdapterError
-from engine.interface.llm_arguments import engine_config
+from engine.offline.arguments import engine_config
 
 PROMPT = random_prompt(307, 3, 12)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

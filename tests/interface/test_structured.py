@@ -487,13 +487,21 @@ def test_a_vocabulary_needs_no_list_of_its_tokens(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "weights", "warms"),
-    [(49_152, 90 << 20, True), (64_001, 90 << 20, False), (151_936, 560 << 20, False), (151_936, 640 << 20, True)],
+    ("tokens", "weights", "free", "warms"),
+    [
+        (49_152, 90 << 20, 1 << 30, True),
+        (64_001, 90 << 20, 1 << 30, False),
+        (151_936, 560 << 20, 4 << 30, False),
+        (151_936, 640 << 20, 4 << 30, True),
+        (262_144, 240 << 20, 7 << 30, False),
+        (262_144, 240 << 20, 8 << 30, True),
+    ],
 )
-def test_grammars_are_prepared_at_the_start_where_they_take_little_beside_the_weights(
-    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, tokens: int, weights: int, warms: bool
+def test_grammars_are_prepared_at_the_start_where_they_take_little_beside_the_weights_or_the_free_memory(
+    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, tokens: int, weights: int, free: int, warms: bool
 ) -> None:
     one = engines()
+    monkeypatch.setattr("engine.engine.available_memory", lambda: free)
     assert 0 < one.executor.facts.weights < 64_000_000
     assert one.warms_grammars
     monkeypatch.setattr(one, "info", replace(one.info, vocab_size=tokens))

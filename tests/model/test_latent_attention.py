@@ -1,10 +1,8 @@
-"""Attention over latents: what published configs are made of, what pages hold of a token, and what 8 bits change."""
+"""Attention over latents: what pages hold of a token, and what 8 bits change."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +11,6 @@ import transformers
 from support import reference
 from support.driving import Job, add, finish, make_engine
 from support.families import FAMILY_SHAPES, FamilyCheckpoint, make_family_checkpoint
-from support.published import DEEPSEEK_V2_LITE as V2_LITE
-from support.published import DEEPSEEK_V3 as V3
-from support.published import read
 from torch import Tensor
 
 from engine import SamplingParams
@@ -23,56 +18,17 @@ from engine.backends.attention.formats import PageShape, format_named, quantise,
 from engine.execution.kv_cache import page_bytes
 from engine.model.missing import unsupported
 from engine.model.normalisation import Norm
-from engine.model.positions import Rotary, YarnScaling
 from engine.model.spec import (
     Attention,
     Block,
-    Corrected,
-    Experts,
     Gated,
-    GroupLimited,
     Latent,
     ModelSpec,
     Pool,
     Post,
-    Shared,
     Stack,
     Tokens,
 )
-
-YARN = YarnScaling(factor=40.0, fast=32.0, slow=1.0, original_length=4096, attention_factor=1.0)
-
-
-def test_v3_as_published(tmp_path: Path) -> None:
-    stack = read(tmp_path, V3).decoder
-    assert stack is not None
-    (attention,) = {block.attention for block in stack.blocks}
-    assert attention.scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
-    assert attention == Attention(
-        heads=128,
-        kv_heads=1,
-        head_dim=576,
-        scale=attention.scale,
-        position=Rotary(64, 10000.0, interleaved=True, scaling=YARN),
-        latent=Latent(width=512, rotary=64, content=128, values=128, norm=Norm("rms", 1e-6), query_width=1536),
-    )
-    assert [block.ffn for block in stack.blocks[:3]] == [Gated(18432, "silu")] * 3
-    routing = Corrected(groups=8, open_groups=4, least=1e-20, scale=2.5)
-    experts = Experts(Gated(2048, "silu"), count=256, active=8, normalize=True, routing=routing)
-    assert {block.ffn for block in stack.blocks[3:]} == {Shared(experts, Gated(2048, "silu"))}
-
-
-def test_v2_lite_as_published(tmp_path: Path) -> None:
-    stack = read(tmp_path, V2_LITE).decoder
-    assert stack is not None
-    (attention,) = {block.attention for block in stack.blocks}
-    assert attention.latent is not None
-    assert attention.latent.query_width is None
-    assert attention.scale == pytest.approx(192**-0.5 * (0.0707 * math.log(40) + 1) ** 2)
-    # Complex products of float32 in the reference.
-    assert attention.position == Rotary(64, 10000.0, interleaved=True, scaling=YARN, in_float32=True)
-    experts = Experts(Gated(1408, "silu"), count=64, active=6, normalize=False, routing=GroupLimited())
-    assert {block.ffn for block in stack.blocks[1:]} == {Shared(experts, Gated(2816, "silu"))}
 
 
 def test_an_encoder_with_latents_is_refused() -> None:

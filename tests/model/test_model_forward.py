@@ -21,10 +21,10 @@ from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as olm
 
 from engine.backends.attention.base import AttentionMetadata
 from engine.backends.torch.attention import TorchReference
-from engine.backends.torch.executor import Pass, execute
 from engine.errors import ConfigError
 from engine.model import families
 from engine.model.blocks import Sublayer
+from engine.model.executors.reference import Pass, execute
 from engine.model.inputs import Inputs
 from engine.model.layers import DenseFeedForward
 from engine.model.normalisation import Norm

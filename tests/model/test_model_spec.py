@@ -1,23 +1,21 @@
-"""Configs to parts: what each family is made of, and what is refused before any weight is read."""
+"""Configs to parts: heads, spans, and what is refused before any weight is read."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
-from support.published import MODERNBERT_BASE, decoder
+from support.published import decoder
 
 from engine.backends.attention.base import Window
 from engine.errors import UnsupportedModelError
 from engine.interface.outputs import SignalInfo
-from engine.model import checkpoint, families
+from engine.model import families
 from engine.model.missing import unsupported
 from engine.model.normalisation import Norm
-from engine.model.positions import BandScaling, Learned, LinearScaling, RelativeBuckets, Rotary, Slopes
+from engine.model.positions import RelativeBuckets, Rotary, Slopes
 from engine.model.spec import (
     AfterSublayer,
     Classifier,
@@ -30,8 +28,6 @@ from engine.model.spec import (
     PerHead,
     Pool,
     Post,
-    Pre,
-    Sandwich,
     Spectrum,
 )
 
@@ -52,71 +48,6 @@ def make(architecture: str, **values: Any) -> ModelSpec:
     return families.describe(CLASSES[architecture](architectures=[architecture], **values))
 
 
-def test_llama_by_default() -> None:
-    model = make("LlamaForCausalLM")
-    stack = decoder(model)
-    norm = Norm("rms", 1e-6)
-    assert model.encoder is None
-    assert model.head == Lm(tied=False)
-    assert len(stack.blocks) == 32
-    assert len(set(stack.blocks)) == 1
-    assert stack.final_norm == norm
-    block = stack.blocks[0]
-    assert block.placement == Pre(norm, norm)
-    assert block.cross is None
-    assert block.ffn == Gated(11008, "silu")
-    attention = block.attention
-    assert (attention.heads, attention.kv_heads, attention.head_dim) == (32, 32, 128)
-    assert attention.position == Rotary(128, 10_000.0)
-    assert attention.causal
-    assert attention.window is None
-    assert attention.scale == 128**-0.5
-    assert not attention.qkv_bias
-    assert not attention.out_bias
-    assert model.vocab_size == 32000
-    assert model.max_positions is None
-
-
-def test_llama_altered() -> None:
-    model = make(
-        "LlamaForCausalLM",
-        num_key_value_heads=8,
-        head_dim=96,
-        attention_bias=True,
-        mlp_bias=True,
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0},
-        num_hidden_layers=2,
-    )
-    block = decoder(model).blocks[1]
-    assert model.head == Lm(tied=True)
-    assert (block.attention.kv_heads, block.attention.head_dim) == (8, 96)
-    assert block.attention.qkv_bias
-    assert block.attention.out_bias
-    assert isinstance(block.ffn, Gated)
-    assert block.ffn.bias
-    assert block.attention.position == Rotary(96, 5e5, scaling=LinearScaling(4.0))
-
-
-def test_rotary_settings_of_older_configs() -> None:
-    """config.json with rope_theta and rope_scaling of their own, as most published checkpoints have it."""
-    model = make(
-        "LlamaForCausalLM",
-        rope_theta=500_000.0,
-        rope_scaling={
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    )
-    expected = Rotary(128, 500_000.0, scaling=BandScaling(8.0, 1.0, 4.0, 8192))
-    assert decoder(model).blocks[0].attention.position == expected
-    model = make("LlamaForCausalLM", rope_theta=20_000.0, rope_scaling={"type": "linear", "factor": 2.0})
-    assert decoder(model).blocks[0].attention.position == Rotary(128, 20_000.0, scaling=LinearScaling(2.0))
-
-
 def test_other_rotary_scalings_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedModelError, match=r"rope_type 'proportional'.*Implemented: default, linear, dynamic"):
         make("LlamaForCausalLM", rope_parameters={"rope_type": "proportional", "rope_theta": 1e4, "factor": 2.0})
@@ -130,67 +61,6 @@ def test_partial_rotation_is_refused_where_the_family_has_none() -> None:
 def test_unknown_activation_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedModelError, match=r"'laplace'.*Implemented: .*silu"):
         make("LlamaForCausalLM", hidden_act="laplace")
-
-
-def test_gpt2_by_default() -> None:
-    model = make("GPT2LMHeadModel")
-    stack = decoder(model)
-    norm = Norm("layer", 1e-5, bias=True)
-    assert model.head == Lm(tied=True)
-    assert model.max_positions == 1024
-    assert stack.embedding.positions == Learned(1024)
-    assert len(stack.blocks) == 12
-    assert len(set(stack.blocks)) == 1
-    assert stack.final_norm == norm
-    block = stack.blocks[0]
-    assert block.placement == Pre(norm, norm)
-    assert block.ffn == Dense(3072, "gelu_tanh", bias=True)
-    assert block.attention.position is None
-    assert block.attention.qkv_bias
-    assert block.attention.out_bias
-    assert (block.attention.heads, block.attention.kv_heads, block.attention.scale) == (12, 12, 0.125)
-
-
-def test_gpt2_altered() -> None:
-    stack = decoder(make("GPT2LMHeadModel", scale_attn_by_inverse_layer_idx=True, n_inner=100))
-    assert [b.attention.scale for b in stack.blocks[:3]] == [0.125, 0.0625, 0.125 / 3]
-    assert stack.blocks[0].ffn == Dense(100, "gelu_tanh", bias=True)
-    assert decoder(make("GPT2LMHeadModel", scale_attn_weights=False)).blocks[0].attention.scale == 1.0
-    crossing = make("GPT2LMHeadModel", add_cross_attention=True)
-    assert unsupported(crossing) == ["cross-attention without an encoder"]
-
-
-def test_gemma2_by_default() -> None:
-    model = make("Gemma2ForCausalLM")
-    stack = decoder(model)
-    norm = Norm("rms", 1e-6, unit_offset=True)
-    assert model.head == Lm(tied=True, softcap=30.0)
-    assert stack.embedding.scale == 2304**0.5  # type: ignore[union-attr]
-    assert [b.attention.window for b in stack.blocks] == [Window(4095), None] * 13
-    assert {b.placement for b in stack.blocks} == {Sandwich(norm, norm, norm, norm)}
-    attention = stack.blocks[0].attention
-    assert (attention.softcap, attention.scale, attention.heads, attention.kv_heads) == (50.0, 1 / 16, 8, 4)
-    assert stack.blocks[0].ffn == Gated(9216, "gelu_tanh")
-    assert unsupported(model) == []
-
-
-def test_gemma2_altered() -> None:
-    model = make(
-        "Gemma2ForCausalLM",
-        num_hidden_layers=3,
-        layer_types=["full_attention", "full_attention", "sliding_attention"],
-        sliding_window=7,
-        attn_logit_softcapping=None,
-        final_logit_softcapping=None,
-        query_pre_attn_scalar=144,
-    )
-    blocks = decoder(model).blocks
-    assert [b.attention.window for b in blocks] == [None, None, Window(6)]
-    assert blocks[0].attention.softcap is None
-    assert blocks[0].attention.scale == 1 / 12
-    assert model.head == Lm(tied=True)
-    with pytest.raises(UnsupportedModelError, match="use_bidirectional_attention of the config must be false"):
-        make("Gemma2ForCausalLM", use_bidirectional_attention=True)
 
 
 def test_a_decoder_that_sees_both_sides_is_read_as_an_encoder() -> None:
@@ -214,102 +84,6 @@ def test_a_decoder_that_sees_both_sides_is_read_as_an_encoder() -> None:
     assert unsupported(described("Gemma3ForCausalLM")) == ["bidirectional attention in a decoder"]
     with pytest.raises(UnsupportedModelError, match="is_causal to false"):
         described("Gemma3TextModel", is_causal=False)
-
-
-def test_t5_by_default() -> None:
-    model = make("T5ForConditionalGeneration")
-    norm = Norm("rms", 1e-6)
-    assert model.encoder is not None
-    assert model.head == Lm(tied=True, input_scale=512**-0.5)
-    assert model.encoder.shared_bias == RelativeBuckets(32, 128, bidirectional=True)
-    assert decoder(model).shared_bias == RelativeBuckets(32, 128, bidirectional=False)
-    assert len(model.encoder.blocks) == len(decoder(model).blocks) == 6
-    encoder_block, decoder_block = model.encoder.blocks[0], decoder(model).blocks[0]
-    assert encoder_block.placement == Pre(norm, norm)
-    assert encoder_block.cross is None
-    assert decoder_block.placement == Pre(norm, norm, norm)
-    assert decoder_block.cross is not None
-    assert not encoder_block.attention.causal
-    assert decoder_block.attention.causal
-    assert not decoder_block.cross.causal
-    assert encoder_block.attention.scale == 1.0
-    assert encoder_block.attention.position is None
-    assert encoder_block.ffn == Dense(2048, "relu")
-    assert unsupported(model) == []
-
-
-def test_t5_altered() -> None:
-    model = make(
-        "T5ForConditionalGeneration",
-        feed_forward_proj="gated-gelu",
-        tie_word_embeddings=False,
-        d_kv=16,
-        num_decoder_layers=2,
-        relative_attention_num_buckets=8,
-        relative_attention_max_distance=20,
-    )
-    assert decoder(model).blocks[0].ffn == Gated(2048, "gelu_tanh")
-    assert isinstance(model.head, Lm)
-    assert model.head.input_scale == 1.0
-    assert model.encoder is not None
-    assert (len(model.encoder.blocks), len(decoder(model).blocks)) == (6, 2)
-    assert decoder(model).blocks[0].attention.head_dim == 16
-    assert model.encoder.shared_bias == RelativeBuckets(8, 20, bidirectional=True)
-
-
-def test_modernbert_by_default() -> None:
-    model = make("ModernBertForMaskedLM")
-    norm = Norm("layer", 1e-5)
-    assert model.decoder is None
-    assert model.encoder is not None
-    blocks = model.encoder.blocks
-    assert blocks[0].placement == Pre(None, norm)
-    assert {b.placement for b in blocks[1:]} == {Pre(norm, norm)}
-    local = [i for i, b in enumerate(blocks) if b.attention.window == Window(64, 64)]
-    assert local == [i for i in range(22) if i % 3]
-    thetas = [b.attention.position.theta for b in blocks if isinstance(b.attention.position, Rotary)]
-    assert thetas == [10_000.0 if i % 3 else 160_000.0 for i in range(22)]
-    assert not any(b.attention.causal for b in blocks)
-    assert blocks[0].ffn == Gated(1152, "gelu")
-    assert model.encoder.embedding.norm == norm  # type: ignore[union-attr]
-    assert model.head == MaskedLm(tied=True, activation="gelu", norm=norm, dense_bias=False, bias=True)
-    assert unsupported(model) == []
-
-
-def test_modernbert_altered() -> None:
-    assert make("ModernBertModel").head == Pool()
-    model = make(
-        "ModernBertForSequenceClassification",
-        num_labels=5,
-        classifier_pooling="mean",
-        local_attention=32,
-        global_attn_every_n_layers=2,
-        num_hidden_layers=4,
-        local_rope_theta=1.0e3,
-        global_rope_theta=2.0e3,
-        norm_bias=True,
-        attention_bias=True,
-        mlp_bias=True,
-    )
-    assert isinstance(model.head, Classifier)
-    assert (model.head.labels, model.head.pooling) == (5, "mean")
-    assert model.encoder is not None
-    blocks = model.encoder.blocks
-    assert [b.attention.window for b in blocks] == [None, Window(16, 16)] * 2
-    assert [b.attention.position.theta for b in blocks] == [2.0e3, 1.0e3] * 2  # type: ignore[union-attr]
-    assert blocks[1].placement == Pre(*[Norm("layer", 1e-5, bias=True)] * 2)
-    assert blocks[0].attention.qkv_bias
-    assert isinstance(blocks[0].ffn, Gated)
-    assert blocks[0].ffn.bias
-    tokens = make("ModernBertForTokenClassification", num_labels=2, classifier_pooling="mean").head
-    assert isinstance(tokens, Classifier)
-    assert (tokens.labels, tokens.pooling) == (2, None)
-
-
-def test_modernbert_as_published(tmp_path: Path) -> None:
-    """The same parts as the defaults', the numbers of older configs read."""
-    (tmp_path / "config.json").write_text(json.dumps(MODERNBERT_BASE), encoding="utf-8")
-    assert families.build_spec(checkpoint.read_config(tmp_path)) == make("ModernBertForMaskedLM")
 
 
 @pytest.mark.parametrize(
@@ -367,19 +141,6 @@ def test_settings_of_answers_and_windows(config: Any, message: str) -> None:
 
 
 # ---------------------------------------------------------------- classifiers over decoders
-
-
-def test_a_decoder_has_classifiers() -> None:
-    """One rule for all families: of texts by the last token, of each token."""
-    config = transformers.LlamaConfig(architectures=["LlamaForSequenceClassification"], num_labels=4, pad_token_id=9)
-    model = families.build_spec(config)
-    plain = families.build_spec(transformers.LlamaConfig(architectures=["LlamaForCausalLM"]))
-    assert model.head == Classifier(labels=4, pooling="last", bias=False, padding_id=9)
-    assert replace(model, head=plain.head) == plain
-    config = transformers.LlamaConfig(architectures=["LlamaForTokenClassification"], num_labels=4)
-    assert families.build_spec(config).head == Classifier(labels=4, pooling=None)
-    config.token_classification_bias = False
-    assert families.build_spec(config).head == Classifier(labels=4, pooling=None, bias=False)
 
 
 @pytest.mark.parametrize(

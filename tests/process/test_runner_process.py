@@ -37,7 +37,7 @@ from engine.config import EngineConfig
 from engine.errors import AdapterError
 from engine.execution import starting
 from engine.execution.executor import LocalExecutor
-from engine.execution.pending import PendingStep
+from engine.execution.pending import LateStep
 from engine.host.logs import LineFormatter, LogFormat
 from engine.interface.token_sides import SIDES
 from engine.process.runner import AdapterRead, Answer, Failure, ProcessExecutor, _encoder, _serve
@@ -227,7 +227,7 @@ def test_what_fails_there_is_dealt_with_here(
         executor = start(config)
         launch = executor.launch
 
-        def broken(plan: StepPlan) -> PendingStep:
+        def broken(plan: StepPlan) -> LateStep:
             step = launch(plan)
             if ((plan.positions == 0) & (plan.token_ids == 300)).any():
                 raised.append(plan)
@@ -300,9 +300,9 @@ def test_much_to_send_both_ways(engines: Callable[..., Engine], monkeypatch: pyt
     class Heavy:
         facts = one.executor.facts
 
-        def launch(self, plan: StepPlan) -> PendingStep:
+        def launch(self, plan: StepPlan) -> LateStep:
             assert len(plan.token_ids) == 2**21
-            return PendingStep(candidates=answer)
+            return LateStep(candidates=answer)
 
     monkeypatch.setattr(starting, "start", lambda config: Heavy())
     monkeypatch.setattr(subprocess, "Popen", InThread)
@@ -360,7 +360,7 @@ def test_a_runner_that_dies_between_two_parts_is_no_requests_fault(
         executor = start(config)
         launch = executor.launch
 
-        def limited(plan: StepPlan) -> PendingStep:
+        def limited(plan: StepPlan) -> LateStep:
             if plan.num_rows > 1:
                 raise torch.OutOfMemoryError("made by the test")
             return launch(plan)

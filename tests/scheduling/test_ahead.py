@@ -33,13 +33,13 @@ from support.seq2seq import make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES as SEQ2SEQ
 
 from engine import Engine, SamplingParams
-from engine.execution.pending import PendingStep
+from engine.execution.pending import LateStep
 from engine.process import runner as wire
 from engine.scheduling.budget import Costs, StepBudget, StepWork
-from engine.scheduling.in_flight import InFlightStep
+from engine.scheduling.in_flight import Step
 from engine.scheduling.plan import StepPlan
 from engine.scheduling.sequence import SequenceGroup
-from engine.scheduling.step import Step
+from engine.scheduling.step import NextStep
 from engine.stepping import Stepping
 
 MORE = [
@@ -59,7 +59,7 @@ def void_rows(engine: Engine) -> Iterator[list[int]]:
     steps, seen = engine.scheduler.in_flight, []
     end = steps.end
 
-    def spy() -> InFlightStep:
+    def spy() -> Step:
         flight = end()
         seen.append(len(flight.rows) - len(flight.live()))
         return flight
@@ -251,7 +251,7 @@ def test_a_search_goes_on_in_another_process(engines: Callable[..., Engine]) -> 
     expected = answers(engines(), SEARCHES[:4])
     launch = one.runner.launch
 
-    def remote(plan: StepPlan) -> PendingStep:
+    def remote(plan: StepPlan) -> LateStep:
         nonlocal sent
         sent += plan.searches is not None
         order = wire._orders.decode(wire._encoder.encode(wire.Launch(plan)))
@@ -366,7 +366,7 @@ def test_a_step_that_fails_in_flight(late: bool, engines: Callable[..., Engine],
     def error() -> None:
         raise RuntimeError("made by the test")
 
-    def fragile(plan: StepPlan) -> PendingStep:
+    def fragile(plan: StepPlan) -> LateStep:
         nonlocal count, broken
         if ((plan.positions == 0) & (plan.token_ids == poison)).any():
             error()
@@ -386,7 +386,7 @@ def test_a_step_that_fails_in_flight(late: bool, engines: Callable[..., Engine],
     again = 0
     plan_again = one.scheduler.in_flight.plan
 
-    def spy(step: InFlightStep) -> StepPlan:
+    def spy(step: Step) -> StepPlan:
         nonlocal again
         again += not step.is_part
         return plan_again(step)
@@ -474,7 +474,7 @@ def test_ctrl_c_ends_all_that_is_in_flight(engines: Callable[..., Engine]) -> No
     launch = one.runner.launch
     calls = 0
 
-    def interrupted(plan: StepPlan) -> PendingStep:
+    def interrupted(plan: StepPlan) -> LateStep:
         nonlocal calls
         calls += 1
         if calls == 4:
@@ -582,7 +582,7 @@ def test_pages_are_copied_again_behind_a_step_that_failed(how: dict[str, Any]) -
         assert len(sim.scheduler.in_flight) == 1
         sim.runner.broken = sim.scheduler.in_flight.newest
         (launched,) = sim.scheduler.in_flight
-        assert isinstance(launched.answer, PendingStep)
+        assert isinstance(launched.answer, LateStep)
         assert isinstance(launched.answer.candidates, Late)
         launched.answer.candidates.garble = sim.runner.forget
         sim.step()
@@ -603,7 +603,7 @@ def test_a_common_prefix_is_computed_in_turn() -> None:
         for _ in range(3):
             sim.step()
         group = group_of(sim, "r")
-        sim.scheduler._preempt(Step(0), group)
+        sim.scheduler._preempt(NextStep(0), group)
         assert group.fork_point is not None
         before = sim.scheduler.stats.num_steps_ahead
         sim.drain()
@@ -619,7 +619,7 @@ def test_a_request_that_comes_back_is_not_taken_for_its_former_self() -> None:
         while group_of(sim, "r").sequences[0].num_tokens != 9:
             sim.step()
         group = group_of(sim, "r")
-        sim.scheduler._preempt(Step(0), group)
+        sim.scheduler._preempt(NextStep(0), group)
         sim.step()  # eight of its tokens are found, and the ninth is known
         assert group.sequences[0].num_tokens == 9, "what was in flight was for nothing"
         assert (group.sequences[0].num_computed, group.sequences[0].num_in_flight) == (8, 1)
@@ -655,7 +655,7 @@ def test_a_step_s_time_begins_when_the_one_before_is_over(monkeypatch: pytest.Mo
         sim.stepping = Stepping(sim.scheduler, sim.runner, Watched(1.0, Costs()), depth=1)
         launch = sim.runner.launch
 
-        def slow(plan: StepPlan) -> PendingStep:
+        def slow(plan: StepPlan) -> LateStep:
             step = launch(plan)
             clock.now += 1.0  # of the host
             clock.free = due = max(clock.free, clock.now) + 10.0  # of the device

@@ -38,7 +38,7 @@ from engine.scheduling.philox import uniforms
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.row import Row
 from engine.scheduling.sequence import IntBuffer, Sequence, SequenceGroup, worst_case_pages
-from engine.scheduling.step import Step
+from engine.scheduling.step import NextStep
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 
@@ -363,13 +363,13 @@ class TestBackground:
             sim.compare()
 
     def test_a_short_step_is_no_larger_than_a_whole_one(self) -> None:
-        step = Step(0)  # decoding rows have taken all tokens
+        step = NextStep(0)  # decoding rows have taken all tokens
         step.begin_prompts()
         step.shorten(1)
         assert not step.is_open
 
     def test_a_short_step_has_a_token_for_each_row_of_the_first_request(self) -> None:
-        step = Step(17)
+        step = NextStep(17)
         step.begin_prompts()
         step.shorten(2)
         assert step.budget == 2

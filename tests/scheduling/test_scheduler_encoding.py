@@ -16,7 +16,7 @@ from engine.scheduling.limits import SchedulerConfig
 from engine.scheduling.needs import SequenceNeeds
 from engine.scheduling.plan import StepPlan
 from engine.scheduling.sequence import SequenceGroup, worst_case_pages
-from engine.scheduling.step import Step
+from engine.scheduling.step import NextStep
 
 KINDS: list[dict[str, Any]] = [{}, {"n": 3, "temperature": 1.0, "seed": 4}, {"num_beams": 3, "n": 2}]
 
@@ -76,7 +76,7 @@ def memory_of(sim: Simulator, name: str) -> EncoderInput:
 
 
 def preempt(sim: Simulator, name: str) -> None:
-    sim.scheduler._preempt(Step(sim.config.max_num_batched_tokens), group_of(sim, name))
+    sim.scheduler._preempt(NextStep(sim.config.max_num_batched_tokens), group_of(sim, name))
     sim.check()
 
 
@@ -274,7 +274,7 @@ class TestGone:
         with simulator() as sim:
             for name in ("a", "b"):
                 add(sim, name)
-            step, scheduler = Step(32), sim.scheduler
+            step, scheduler = NextStep(32), sim.scheduler
             step.begin_prompts()
             scheduler._admit(step)
             (run,) = step.encoder_runs.values()
@@ -561,7 +561,7 @@ class TestTime:
             taken: list[float] = []
             plan_prompts = sim.scheduler._plan_prompts
 
-            def remember(step: Step, chunked: list[SequenceGroup]) -> None:
+            def remember(step: NextStep, chunked: list[SequenceGroup]) -> None:
                 plan_prompts(step, chunked)
                 taken.append(step.limit.work - step.left)
 

@@ -13,7 +13,7 @@ from engine.errors import InvalidRequestError
 from engine.scheduling.limits import SchedulerConfig
 from engine.scheduling.needs import SequenceNeeds
 from engine.scheduling.sequence import SequenceGroup, worst_case_pages
-from engine.scheduling.step import Step
+from engine.scheduling.step import NextStep
 
 simulator = partial(small, window=8, budget=16)
 
@@ -35,9 +35,9 @@ def group_of(sim: Simulator, request_id: str) -> SequenceGroup:
     return next(group for group in sim.scheduler.groups() if group.request.request_id == request_id)
 
 
-def step_of(sim: Simulator) -> Step:
+def step_of(sim: Simulator) -> NextStep:
     """A step in which nothing is planned yet."""
-    return Step(sim.config.max_num_batched_tokens)
+    return NextStep(sim.config.max_num_batched_tokens)
 
 
 def evict_all(sim: Simulator) -> None:

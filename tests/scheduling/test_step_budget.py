@@ -20,7 +20,7 @@ from support.jobs import CHECKPOINT
 from engine.execution import starting
 from engine.scheduling.budget import Costs, StepBudget, StepLimit, StepWork
 from engine.scheduling.plan import StepPlan
-from engine.scheduling.step import Step
+from engine.scheduling.step import NextStep
 
 LIMIT = 0.25
 costs = st.builds(
@@ -202,7 +202,7 @@ def test_a_floor_holds_however_slow_steps_are() -> None:
         budget.observe(StepWork(20, 20), 100 * LIMIT)
     limit = budget.limit()
     assert limit.work < 64.0 <= limit.least
-    step = Step(2048, limit)
+    step = NextStep(2048, limit)
     step.begin_prompts()
     assert step.left == 64.0
     assert step.budget >= 64

@@ -12,9 +12,9 @@ from unittest import mock
 import numpy as np
 from paged_simulator import Simulator
 
-from engine.execution.pending import PendingStep
+from engine.execution.pending import LateStep
 from engine.interface.outputs import RequestDelta
-from engine.scheduling.in_flight import InFlightStep
+from engine.scheduling.in_flight import Step
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.row import Row
 from engine.scheduling.sequence import SequenceGroup
@@ -61,10 +61,10 @@ class AheadRunner:
         self.sim = simulator
         self.sampled = np.zeros(0, dtype=np.int32)
         self.last: StepResult | None = None  # what was sampled last
-        self.chosen: dict[InFlightStep, StepPlan] = {}  # steps in flight, with the beams that were chosen here
+        self.chosen: dict[Step, StepPlan] = {}  # steps in flight, with the beams that were chosen here
         self.strikes: list[bool] = []  # whether the next launches break with their answers, or at once
         self.waits = False  # for a step with copies
-        self.broken: InFlightStep | None = None  # what is launched while that is in flight computes garbage
+        self.broken: Step | None = None  # what is launched while that is in flight computes garbage
         self.guilty = ""  # last digits of the requests that break alone, too
         self.written: set[int] = set()
         self.violations: list[Exception] = []
@@ -78,7 +78,7 @@ class AheadRunner:
     def release(self) -> None:
         """Nothing is kept."""
 
-    def launch(self, plan: StepPlan) -> PendingStep:
+    def launch(self, plan: StepPlan) -> LateStep:
         try:
             return self._launch(plan)
         except Broken:
@@ -87,7 +87,7 @@ class AheadRunner:
             self.violations.append(error)
             raise
 
-    def _launch(self, plan: StepPlan) -> PendingStep:
+    def _launch(self, plan: StepPlan) -> LateStep:
         sim = self.sim
         (step,) = [step for step in sim.scheduler.in_flight if step.plan is plan]
         if step.is_part:
@@ -121,7 +121,7 @@ class AheadRunner:
         result = made.made
         if plan.sampling is not None:
             self.sampled, self.last = result.tokens[:, 0], result
-        return PendingStep(candidates=made, prompt_logprobs=result.prompt_logprobs)
+        return LateStep(candidates=made, prompt_logprobs=result.prompt_logprobs)
 
     def _search(self, plan: StepPlan, rows: list[Row]) -> tuple[StepPlan, list[Row]]:
         """The plan with the beams that go on, found by plain loops, and what its rows compute."""
@@ -198,7 +198,7 @@ class AheadRunner:
         self.sim.tokens[plan.copies[:, 1]] = -7
         self.sim._garble(plan, set())
 
-    def _launch_part(self, plan: StepPlan, rows: list[Row]) -> PendingStep:
+    def _launch_part(self, plan: StepPlan, rows: list[Row]) -> LateStep:
         assert not len(plan.copies)
         self.sim.ahead["parts"] += 1
         if any(row.group.request.request_id[-1] in self.guilty for row in rows):
@@ -208,7 +208,7 @@ class AheadRunner:
         if plan.sampling is not None:
             self.sampled, self.last = result.tokens[:, 0], result
         self.written.update([] if plan.encoder is None else plan.encoder.slots.tolist())
-        return PendingStep(candidates=result)
+        return LateStep(candidates=result)
 
 
 class AheadSimulator(Simulator):
@@ -241,7 +241,7 @@ class AheadSimulator(Simulator):
             self.ahead["rows for nothing"] += sum(row.is_void for row in step.rows)
             return step
 
-        def planned_again(step: InFlightStep) -> StepPlan:
+        def planned_again(step: Step) -> StepPlan:
             plan = plan_again(step)
             self.ahead["planned again"] += not step.is_part
             assert plan.sources is None

@@ -21,7 +21,7 @@ from engine import (
     UnsupportedModelError,
 )
 from engine.scheduling.plan import StepPlan
-from engine.scheduling.step import Step
+from engine.scheduling.step import NextStep
 
 Tokens = list[list[int]]
 
@@ -137,7 +137,7 @@ def preempt_all(engine: Engine) -> int:
     scheduler = engine.scheduler
     running = list(scheduler._running)
     for group in reversed(running):
-        scheduler._preempt(Step(0), group)
+        scheduler._preempt(NextStep(0), group)
     return len(running)
 
 

@@ -9,8 +9,8 @@ from unittest import mock
 
 from torch import nn
 
-from engine.backends.native.executor import NativeExecutor
-from engine.backends.torch.executor import TorchExecutor
+from engine.model.executors.native import NativeExecutor
+from engine.model.executors.reference import TorchExecutor
 from engine.model.heads import NO_TABLES, Head
 from engine.model.stack import TransformerStack
 from engine.model.transformer import Transformer

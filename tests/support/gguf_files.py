@@ -69,10 +69,27 @@ def write_file(path: Path, kind: Kind, *, formats: Sequence[str] = ("Q8_0",), to
         formats: of matrices, in turn; what has other rows than blocks is float16 or float32.
         tokenizer: more metadata, by whole names.
     """
+    model = build_reference(kind.shape)
+    held = write_numbers(path, kind, model.config, model.state_dict(), formats=formats, tokenizer=tokenizer)
+    missing = model.load_state_dict(_unstacked(held, model.state_dict()), strict=False)
+    assert set(missing.missing_keys) <= {"lm_head.weight"}
+    assert not missing.unexpected_keys
+    model.tie_weights()
+    return model
+
+
+def write_numbers(
+    path: Path,
+    kind: Kind,
+    config: Any,
+    state: Mapping[str, Tensor],
+    *,
+    formats: Sequence[str],
+    tokenizer: Mapping[str, Any],
+) -> dict[str, Tensor]:
+    """A file of this kind with the tensors of a model of transformers; gives the numbers that the file holds."""
     import gguf
 
-    model = build_reference(kind.shape)
-    config = model.config
     config.allow_global_per_layer_attribute_access = True  # where layers differ
     writer = gguf.GGUFWriter(str(path), kind.name)
     settings = {"num_hidden_layers": writer.add_block_count, "max_position_embeddings": writer.add_context_length,
@@ -91,7 +108,7 @@ def write_file(path: Path, kind: Kind, *, formats: Sequence[str] = ("Q8_0",), to
         next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == kind.name), config.num_hidden_layers
     )
     held: dict[str, Tensor] = {}
-    stored = _stacked(model.state_dict())
+    stored = _stacked(state)
     for number, (name, tensor) in enumerate(stored.items()):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -113,11 +130,7 @@ def write_file(path: Path, kind: Kind, *, formats: Sequence[str] = ("Q8_0",), to
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    missing = model.load_state_dict(_unstacked(held, model.state_dict()), strict=False)
-    assert set(missing.missing_keys) <= {"lm_head.weight"}
-    assert not missing.unexpected_keys
-    model.tie_weights()
-    return model
+    return held
 
 
 def put(writer: Any, name: str, value: Any) -> None:

@@ -22,7 +22,7 @@ IMAGES: dict[str, Any] = {
 }  # fmt: skip
 TEXTS: dict[str, Any] = {
     "vocab_size": VOCAB, "d_model": 24, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 40,
-    "max_position_embeddings": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": EOS,
+    "max_position_embeddings": 70, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": EOS,
     "decoder_start_token_id": EOS,
 }  # fmt: skip
 

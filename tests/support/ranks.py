@@ -15,7 +15,7 @@ from engine.backends.native.ranks import Ranks, shared_memory
 from engine.errors import RankError
 from engine.execution.executor import LocalExecutor, LocalReading
 from engine.execution.page_content import Content
-from engine.execution.pending import PendingStep
+from engine.execution.pending import LateStep
 from engine.execution.starting import start
 from engine.interface.adapters import AdapterInfo
 from engine.scheduling.plan import Int32, StepPlan
@@ -58,8 +58,8 @@ class ThreadRanks:
             raise error
         return [future.result() for future in futures]
 
-    def launch(self, plan: StepPlan) -> PendingStep:
-        step: PendingStep = self._all(lambda rank: self.executors[rank].launch(plan))[0]
+    def launch(self, plan: StepPlan) -> LateStep:
+        step: LateStep = self._all(lambda rank: self.executors[rank].launch(plan))[0]
         return step
 
     def copy_pages(self, copies: Int32) -> None:

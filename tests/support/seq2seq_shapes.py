@@ -84,12 +84,6 @@ SHAPES = {
         eos=(7, 40),
         seeds=(0, 0, 0, 0, 3),
     ),
-    "t5-gated-tied-deep-decoder": Seq2SeqShape(
-        "T5ForConditionalGeneration",
-        T5 | {"feed_forward_proj": "gated-silu", "num_layers": 1, "tie_word_embeddings": False},
-        cached=False,
-        seeds=(0, 0, 0, 0, 9),
-    ),
     "t5-own-head-scaled": Seq2SeqShape(
         "T5ForConditionalGeneration", T5 | {"num_heads": 3}, own_head=True, eos_gain=2.4, seeds=(0, 1, 0, 0, 0)
     ),
@@ -104,13 +98,6 @@ SHAPES = {
     ),
     "longt5": Seq2SeqShape("LongT5ForConditionalGeneration", LONG_T5, seeds=(0, 1, 2, 0, 0)),
     "longt5-sums": Seq2SeqShape("LongT5ForConditionalGeneration", LONG_T5 | SUMS, seeds=(0, 2, 0, 0, 0)),
-    "longt5-sums-gated-unscaled": Seq2SeqShape(
-        "LongT5ForConditionalGeneration",
-        LONG_T5 | SUMS | GATED | {"local_radius": 120, "global_block_size": 4, "tie_word_embeddings": False},
-        eos=(7, 40),
-        eos_gain=1.4,
-        seeds=(1, 1, 1, 0, 0),
-    ),
     "bigbird-pegasus": Seq2SeqShape(
         "BigBirdPegasusForConditionalGeneration", BIG_BIRD, eos_gain=3.2, seeds=(0, 0, 0, 0, 0)
     ),

@@ -25,13 +25,12 @@ def _norm(name: str, size: int, block: int, rows: int, warps: int, *, absent: tu
     )
 
 
-def _activation(name: str, function: str, width: int, gated: bool, absent: tuple[str, ...]) -> Variant:
-    pointers = ("x", "bias", "out")
+def _activation(name: str, function: str, width: int, gated: bool) -> Variant:
     return Variant(
         name=name,
         kernel=activate_kernel,
-        signature={p: "*bf16" for p in pointers if p not in absent} | {"x_stride": "i32"},
-        constants=dict.fromkeys(absent, None) | {"WIDTH": width, "FUNCTION": function, "GATED": gated, "BLOCK": 1024},
+        signature={"x": "*bf16", "out": "*bf16", "x_stride": "i32"},
+        constants={"WIDTH": width, "FUNCTION": function, "GATED": gated, "BLOCK": 1024},
         multiples=("x_stride",) if width % 16 == 0 else (),
     )
 
@@ -42,8 +41,8 @@ VARIANTS = [
     _norm("sandwich", 1152, 2048, 1, 8, absent=("z", "after_bias", "bias"), AFTER=3, KIND=3),
     _norm("layer norm of two sums", 193, 256, 4, 4, absent=("after_weight", "after_bias"), KIND=4),
     _norm("widest", 32768, 32768, 1, 32, absent=_SIMPLE),
-    _activation("gate", "silu", 14336, True, ("bias",)),
-    _activation("gate, odd", "gelu_tanh", 193, True, ()),
-    _activation("erf", "gelu", 3072, False, ("bias",)),
-    _activation("tanh", "tanh", 100, False, ("bias",)),
+    _activation("gate", "silu", 14336, True),
+    _activation("gate, odd", "gelu_tanh", 193, True),
+    _activation("erf", "gelu", 3072, False),
+    _activation("tanh", "tanh", 100, False),
 ]

@@ -14,49 +14,27 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = {
     "engine.errors": 0,
+    "engine.audio": 1,
     "engine.config": 1,
     "engine.configs": 1,
-    "engine.audio": 1,
     "engine.host": 1,
     "engine.interface": 1,
-    "engine.scheduling": 2,
     "engine.backends": 2,
+    "engine.scheduling": 2,
+    "engine.text": 2,
+    "engine.images": 3,
     "engine.model": 3,
-    "engine.backends.torch.executor": 3,
-    "engine.backends.native.executor": 3,
-    "engine.backends.triton.executor": 3,
-    "engine.backends.triton.one_row": 3,
-    "engine.backends.triton.operations": 3,
-    "engine.interface.generation": 3,
-    "engine.interface.inputs": 4,
-    "engine.text.languages": 4,
-    "engine.execution": 4,
-    "engine.backends.torch.sampling": 4,
     "engine.disk": 4,
-    "engine.stepping": 5,
-    "engine.process.runner": 5,
-    "engine.process.kv_events": 5,
+    "engine.execution": 4,
+    "engine.pooled": 4,
     "engine.engine": 5,
-    "engine.images": 5,
-    "engine.images.crop_settings": 3,
-    "engine.images.model_facts": 3,
-    "engine.images.settings": 3,
-    "engine.text": 5,
-    "engine.pooled": 6,
-    "engine.text.processor": 6,
-    "engine.interface.llm": 7,
-    "engine.interface.llm_adapters": 7,
-    "engine.interface.llm_arguments": 7,
-    "engine.interface.llm_beams": 7,
-    "engine.interface.llm_chat": 7,
-    "engine.interface.llm_pooling": 7,
-    "engine.interface.llm_prompts": 7,
-    "engine.interface.llm_speech": 7,
-    "engine.inspection": 7,
-    "engine.process": 7,
-    "engine": 8,
-    "server": 9,
-    "cli": 10,
+    "engine.inspection": 5,
+    "engine.process": 5,
+    "engine.stepping": 5,
+    "engine.offline": 6,
+    "engine": 7,
+    "server": 8,
+    "cli": 9,
 }
 PACKAGES = ("engine", "server", "cli")
 
@@ -344,7 +322,7 @@ def test_the_engine_needs_no_package_of_the_server() -> None:
     code = f"""
 import sys
 sys.modules.update(dict.fromkeys({absent!r}))  # each fails to be imported from now on
-import engine.interface.llm
+import engine.offline.llm
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr

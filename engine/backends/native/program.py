@@ -23,6 +23,7 @@ from engine.backends.native.loading import kernels
 from engine.backends.native.ranks import Ranks
 from engine.backends.native.rotary import LONGEST_HEAD, PAGES
 from engine.backends.native.structures import structure
+from engine.backends.rows import Rows
 
 _RUN = kernels("program", "ppi")
 _NORM, _PRODUCT, _ROTATE, _ATTEND, _ACTIVATE, _ADD, _CLIP = range(7)
@@ -88,19 +89,6 @@ _Scan = structure(
     "int begin heads head_dim groups size norm_first | double eps",
 )
 _Convolve = structure("ConvolveWhat", "Place x out | pointer weight bias memory | int width taps gated")
-
-
-class Rows(NamedTuple):
-    """Part of a buffer: `width` features per token, from `offset` on, in rows of `stride`."""
-
-    buffer: int
-    offset: int
-    width: int
-    stride: int
-
-    def part(self, offset: int, width: int) -> Rows:
-        """Some of the features."""
-        return Rows(self.buffer, self.offset + offset, width, self.stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +240,7 @@ class Program:
             weight, bias, barrier=barrier,
         )  # fmt: skip
 
-    def product(self, packed: Packed, x: Rows, y: Rows, *, barrier: bool = True) -> None:
+    def product(self, packed: Packed, x: Rows, y: Rows) -> None:
         """y = x @ weight.T + bias."""
         if (x.width, y.width) != (packed.inputs, packed.outputs):
             raise ValueError(f"rows of {x.width} and {y.width} do not go with {packed.inputs} to {packed.outputs}")
@@ -264,7 +252,7 @@ class Program:
                 bias=None if packed.bias is None else packed.bias.data_ptr(), kind=_KINDS[packed.kind],
                 tile_rows=packed.tile_rows, outputs=packed.outputs, inputs=packed.inputs,
             ),
-            packed, barrier=barrier,
+            packed,
         )  # fmt: skip
 
     def shrink(self, table: AdapterTable, x: Rows) -> Rows:

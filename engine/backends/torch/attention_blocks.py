@@ -6,17 +6,18 @@ Each row is divided by its own length, so its result does not depend on what els
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.backends.attention.base import AttentionMetadata, DistanceBias, Window
+from engine.backends.torch.attention_row import Heads, by_head
+from engine.backends.torch.attention_row import attend as attend_row
 
 # Queries at a time, if the window is narrower than that.
 _PART = 64
 
 
 def attend(
-    heads: tuple[Tensor, Tensor, Tensor],
+    heads: Heads,
     of_blocks: tuple[Tensor, Tensor],
     metadata: AttentionMetadata,
     size: int,
@@ -41,18 +42,13 @@ def attend(
     for length in metadata.query_lens:
         count = length // size
         row, own = slice(start, start + length), slice(first, first + count)
-        queries, keys, values = (_by_head(x[row]) for x in heads)
+        queries, keys, values = (by_head(x[row]) for x in heads)
         found = _attend_row(
-            queries, (keys, values), tuple(_by_head(x[own]) for x in of_blocks), size, window, scale, bias, block_bias
+            queries, (keys, values), tuple(by_head(x[own]) for x in of_blocks), size, window, scale, bias, block_bias
         )
         out[row] = found.transpose(0, 1)
         start, first = start + length, first + count
     return out
-
-
-def _by_head(x: Tensor) -> Tensor:
-    """float32 [heads, T, head_dim] of x [T, heads, head_dim]."""
-    return x.float().transpose(0, 1).contiguous()
 
 
 def _attend_row(
@@ -80,11 +76,8 @@ def _attend_row(
         if count:
             own = (places[begin:end] // size).clamp_(max=count - 1)
             scores = torch.cat((_of(block_bias, blocks - own[:, None]), scores), 2)
-        keys, values = (
-            torch.cat((block, token[:, low:high]), 1)[None] for block, token in zip(of_blocks, near, strict=True)
-        )
-        part = queries[None, :, begin:end]
-        found[:, begin:end] = F.scaled_dot_product_attention(part, keys, values, attn_mask=scores[None], scale=scale)[0]
+        keys, values = (torch.cat((block, token[:, low:high]), 1) for block, token in zip(of_blocks, near, strict=True))
+        found[:, begin:end] = attend_row(queries[:, begin:end], keys, values, scale, scores[None])
     return found
 
 

@@ -8,18 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.backends.attention.base import AttentionMetadata, Window
+from engine.backends.torch.attention_row import Heads, by_head
+from engine.backends.torch.attention_row import attend as attend_row
 
 # Queries at a time, if the window is narrower than that.
 _PART = 64
 
 
 def attend(
-    heads: tuple[Tensor, Tensor, Tensor],
-    of_global: tuple[Tensor, Tensor, Tensor],
+    heads: Heads,
+    of_global: Heads,
     metadata: AttentionMetadata,
     global_tokens: Sequence[range],
     window: Window,
@@ -41,12 +42,11 @@ def attend(
         start += length
         if not length:
             continue
-        queries, keys, values = (x[row].float().transpose(0, 1).contiguous() for x in heads)
+        queries, keys, values = (by_head(x[row]) for x in heads)
         out[row] = _attend_near(queries, keys, values, len(places), window, scale).transpose(0, 1)
         if len(places):
-            own = of_global[0][row][: len(places)].float().transpose(0, 1).contiguous()
-            seen, given = (x[row].float().transpose(0, 1).contiguous()[None] for x in of_global[1:])
-            found = F.scaled_dot_product_attention(own[None], seen, given, scale=scale)[0]
+            seen, given = (by_head(x[row]) for x in of_global[1:])
+            found = attend_row(by_head(of_global[0][row][: len(places)]), seen, given, scale)
             out[row][: len(places)] = found.transpose(0, 1).to(out.dtype)
     return out
 
@@ -65,7 +65,6 @@ def _attend_near(queries: Tensor, keys: Tensor, values: Tensor, count: int, wind
         distances = places[low:high] - places[begin:end, None]
         near = (distances >= -window.left) & (distances <= window.right)
         seen = torch.cat((near.new_ones(end - begin, count), near), 1)
-        part, mask = queries[:, begin:end], seen[None, None]
-        ours, theirs = (torch.cat((x[:, :count], x[:, low:high]), 1)[None] for x in (keys, values))
-        found[:, begin:end] = F.scaled_dot_product_attention(part[None], ours, theirs, attn_mask=mask, scale=scale)[0]
+        ours, theirs = (torch.cat((x[:, :count], x[:, low:high]), 1) for x in (keys, values))
+        found[:, begin:end] = attend_row(queries[:, begin:end], ours, theirs, scale, seen[None, None])
     return found

@@ -8,14 +8,15 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.backends.attention.base import AttentionMetadata
+from engine.backends.torch.attention_row import Heads, by_head
+from engine.backends.torch.attention_row import attend as attend_row
 
 
 def attend(
-    heads: tuple[Tensor, Tensor, Tensor],
+    heads: Heads,
     metadata: AttentionMetadata,
     scale: float,
     *,
@@ -41,20 +42,13 @@ def attend(
         start += length
         if not length:
             continue
-        queries, keys, values = (x[row].float().transpose(0, 1).contiguous() for x in heads)
+        queries, keys, values = (by_head(x[row]) for x in heads)
         if length <= whole:
-            found = _attend(queries, keys, values, scale)
+            found = attend_row(queries, keys, values, scale)
         else:
             found = _attend_sparsely(queries, keys, values, scale, size, first_counts)
         out[row] = found.transpose(0, 1)
     return out
-
-
-def _attend(queries: Tensor, keys: Tensor, values: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
-    """[heads, queries, head_dim] of queries, keys and values [heads, tokens, head_dim] each. `bias`: added to the
-    scores, [keys]."""
-    mask = None if bias is None else bias.expand(1, 1, queries.shape[1], -1)
-    return F.scaled_dot_product_attention(queries[None], keys[None], values[None], attn_mask=mask, scale=scale)[0]
 
 
 def _attend_sparsely(
@@ -67,12 +61,13 @@ def _attend_sparsely(
     for begin in range(0, length, size):
         own = slice(begin, min(begin + size, length))
         if begin in (0, last):
-            found[:, own] = _attend(queries[:, own], keys, values, scale)
+            found[:, own] = attend_row(queries[:, own], keys, values, scale)
             continue
         # The first and the last block may be among the neighbours, and then count once for that.
         near = slice(max(begin - size, size), min(begin + 2 * size, last))
         seen, given = (torch.cat((x[:, :size], x[:, near], x[:, last:]), 1) for x in (keys, values))
         bias = seen.new_zeros(seen.shape[1])
         bias[:size] = math.log(first_counts)
-        found[:, own] = _attend(queries[:, own], seen, given, scale, bias)
+        mask = bias.expand(1, 1, own.stop - own.start, -1)
+        found[:, own] = attend_row(queries[:, own], seen, given, scale, mask)
     return found

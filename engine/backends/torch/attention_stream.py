@@ -6,12 +6,11 @@ Each row is divided into blocks by its own length, so its result does not depend
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.backends.attention.base import AttentionMetadata
-
-Heads = tuple[Tensor, Tensor, Tensor]
+from engine.backends.torch.attention_row import Heads, by_head
+from engine.backends.torch.attention_row import attend as attend_row
 
 
 def attend(
@@ -36,23 +35,13 @@ def attend(
     for number, length in enumerate(lengths):
         row, own = slice(start, start + length), slice(number * count, (number + 1) * count)
         start += length
-        queries, keys, values = (_by_head(x[row]) for x in tokens)
-        beside, others, given = (_by_head(x[own]) for x in vectors)
-        seen = _attend(beside, torch.cat((others, keys), 1), torch.cat((given, values), 1), scale)
+        queries, keys, values = (by_head(x[row]) for x in tokens)
+        beside, others, given = (by_head(x[own]) for x in vectors)
+        seen = attend_row(beside, torch.cat((others, keys), 1), torch.cat((given, values), 1), scale)
         of_vectors[own] = seen.transpose(0, 1).to(of_vectors.dtype)
         for begin in range(-shift, length, size):
             part = slice(max(begin, 0), min(begin + size, length))
             near, of_near = torch.cat((others, keys[:, part]), 1), torch.cat((given, values[:, part]), 1)
-            attended = _attend(queries[:, part], near, of_near, scale)
+            attended = attend_row(queries[:, part], near, of_near, scale)
             found[row][part] = attended.transpose(0, 1).to(found.dtype)
     return found, of_vectors
-
-
-def _by_head(x: Tensor) -> Tensor:
-    """float32 [heads, T, head_dim] of x [T, heads, head_dim]."""
-    return x.float().transpose(0, 1).contiguous()
-
-
-def _attend(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """[heads, queries, head_dim]."""
-    return F.scaled_dot_product_attention(queries[None], keys[None], values[None], scale=scale)[0]

@@ -55,7 +55,7 @@ def activated(x, FUNCTION: tl.constexpr):
 
 @triton.jit
 def activate_kernel(
-    x, bias, out, x_stride, WIDTH: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr
+    x, out, x_stride, WIDTH: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Program (r, c): BLOCK numbers of row r of out [T, WIDTH]; rows of x are x_stride apart."""
     row = tl.program_id(0).to(tl.int64)
@@ -63,33 +63,26 @@ def activate_kernel(
     mask = at < WIDTH
     source = x + row * x_stride + at
     FORMAT: tl.constexpr = x.dtype.element_ty
-    first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    if bias is not None:
-        first += tl.load(bias + at, mask=mask, other=0.0).to(tl.float32)
-        first = first.to(FORMAT).to(tl.float32)
-    result = activated(first, FUNCTION).to(FORMAT)
+    result = activated(tl.load(source, mask=mask, other=0.0).to(tl.float32), FUNCTION).to(FORMAT)
     if GATED:
         second = tl.load(source + WIDTH, mask=mask, other=0.0).to(tl.float32)
-        if bias is not None:
-            second += tl.load(bias + WIDTH + at, mask=mask, other=0.0).to(tl.float32)
-            second = second.to(FORMAT).to(tl.float32)
         result = (result.to(tl.float32) * second).to(FORMAT)
     tl.store(out + row * WIDTH + at, result, mask=mask)
 
 
-def activate(x: Tensor, function: str, bias: Tensor | None = None) -> Tensor:
-    """function(x + bias) of rows x [T, width], which may have gaps between them; bias [width]. Raises ValueError if the
-    function does not exist, or x does not consist of rows."""
-    return _launch(x, function, bias, False)
+def activate(x: Tensor, function: str) -> Tensor:
+    """function(x) of rows x [T, width], which may have gaps between them. Raises ValueError if the function does not
+    exist, or x does not consist of rows."""
+    return _launch(x, function, False)
 
 
-def gate(x: Tensor, function: str, bias: Tensor | None = None) -> Tensor:
-    """function(a) * b of rows x + bias = [a | b] of [T, 2 * width] to [T, width]. Raises ValueError if the function
-    does not exist, or a row has an odd width."""
-    return _launch(x, function, bias, True)
+def gate(x: Tensor, function: str) -> Tensor:
+    """function(a) * b of rows x = [a | b] of [T, 2 * width] to [T, width]. Raises ValueError if the function does not
+    exist, or a row has an odd width."""
+    return _launch(x, function, True)
 
 
-def _launch(x: Tensor, function: str, bias: Tensor | None, gated: bool) -> Tensor:
+def _launch(x: Tensor, function: str, gated: bool) -> Tensor:
     if function not in FUNCTIONS:
         raise ValueError(f"there is no activation {function!r}, only {', '.join(FUNCTIONS)}")
     if x.dim() != 2 or x.stride(1) != 1:
@@ -97,12 +90,10 @@ def _launch(x: Tensor, function: str, bias: Tensor | None, gated: bool) -> Tenso
     rows, width = x.shape
     if gated and width % 2:
         raise ValueError(f"a gated row must have an even width, got {width}")
-    if bias is not None and (bias.shape != (width,) or not bias.is_contiguous()):
-        raise ValueError(f"a bias of {list(bias.shape)} is not added to rows of {width}")
     width >>= gated
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     if rows and width:
         activate_kernel[(rows, triton.cdiv(width, _BLOCK))](
-            x, bias, out, x.stride(0), WIDTH=width, FUNCTION=function, GATED=gated, BLOCK=_BLOCK, num_warps=_WARPS
+            x, out, x.stride(0), WIDTH=width, FUNCTION=function, GATED=gated, BLOCK=_BLOCK, num_warps=_WARPS
         )
     return out

@@ -1,11 +1,4 @@
-"""Attention of rows with few queries: the decoding kernel, which is memory-bound.
-
-A row's keys are divided into chunks (`attention_plan.span`), each of which has its own maximum, sum and result. Chunks
-are merged in order. Each program has an equal share of all chunks (`attention_plan.plan_decode`). A program with all
-chunks of a row and head merges them in registers and writes the result. If the chunks are spread over programs, each
-writes partial results, and the one that finishes last merges them. Merging in a second kernel would cost a launch and a
-wait for the slowest program in each layer. A small batch should feel that: an estimated 2 microseconds in each of 28
-layers would be 6% of a step of one millisecond. The result does not depend on which program merges.
+"""Attention of rows with few queries: the decoding kernel, which is memory-bound (see docs/kernels.md).
 
 Up to 16 pairs of query and head are the rows of a product (more if more heads share keys): the minimum that tensor
 cores multiply. Single queries leave most rows empty, which should cost little, because the kernel waits for memory. A

@@ -1,14 +1,7 @@
-"""Divides attention's work among programs, on the device, once per step for all layers.
+"""Divides attention's work among programs, on the device, once per step for all layers (see docs/kernels.md).
 
 Nothing is uploaded, and a captured graph plans again at each replay from the current lengths. Limits known on the host
 bound the grids: a graph is made for the longest possible context, and a program without work still takes time.
-
-Decoding is memory-bound, so its cost model counts bytes: all programs that a GPU runs at once begin together, each
-should read the same number of keys, and the step's attention takes as long as the program that reads most. That number
-follows from batch and context together: all keys of all rows and heads, end to end, are divided into as many shares as
-there are programs. So all programs run in one wave, however many rows there are and however long they are. With whole
-rows per program, 34 rows and 8 heads on 264 programs would be 272 pieces of work and take two waves, and rows of 16,000
-tokens among short ones would delay the step.
 
 A program pays for each row and head that it begins: an estimated 2 microseconds of waiting for addresses, as long as 64
 keys of 128 features take. Work that is spread over several programs costs writing and merging: an eighth of a split

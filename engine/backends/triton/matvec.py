@@ -1,28 +1,19 @@
-"""Products of matrices with a single row on a GPU, combined with the operations before and after them.
-
-A step that decodes one row reads each weight once and computes little: its time is that of reading, and of the gaps
-between kernels, which in a small model take longer than the reading. So a product includes the norm before it, and the
-bias, the activation, the gate and the addition to the residual stream after it.
+"""Products of matrices with a single row on a GPU, combined with the operations before and after them (docs/kernels.md,
+"Layers on a GPU").
 
 To keep some 5 TB/s busy, each of a GPU's 132 or so multiprocessors must have 40 KB or more in flight. A program
 processes several rows of the matrix, and a thread loads 16 bytes at once. From a small matrix, a program loads all of
 its 16 or 32 KB before it waits for anything, even before the norm is computed; two or three programs share a
 multiprocessor. From a large one, it loads tile after tile: the first is also loaded before it waits for anything, and
-two more are loading to shared memory while one is summed up. By the compiler's report, registers then allow three or
-four programs. The input row comes from the cache: each program normalises it again, which is cheaper than a kernel, and
-in return has many rows of the matrix (`tiling`).
-
-On GPUs that support it (`engine.backends.triton.overlap`), a product may begin before the previous kernel ends. Its
-programs take the places that others have left and load weights, which are never written; they wait for that kernel
-before they read or write anything else.
+two more are loading to shared memory while one is summed up. The input row comes from the cache: each program
+normalises it again, which is cheaper than a kernel, and in return has many rows of the matrix (`tiling`).
 
 8-bit and 4-bit weights (`engine.backends.triton.few_bits`) are widened to float32 where they are summed up, and not
 rounded again. A tile of them has twice the weights of a 16-bit tile, because a thread must read at least 4 bytes of
 scales for these to be loaded to shared memory as well.
 
 The order of a sum depends only on the matrix's shape; there are no atomic additions. Numbers are rounded at the same
-points as in the modules: after the norm, the product with its bias, the activation, the gate, and each sum. Results in
-float32 are only rounded after the norm.
+points as in the modules. Results in float32 are only rounded after the norm.
 """
 
 from __future__ import annotations

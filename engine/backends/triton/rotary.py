@@ -1,16 +1,11 @@
 """The work between the projection of queries, keys and values and attention on a GPU, in one launch: norms of heads,
-rotary positions (arXiv:2104.09864), and the writing of keys and values to their pages.
+rotary positions (arXiv:2104.09864), and the writing of keys and values to their pages (docs/kernels.md, "Layers on a
+GPU").
 
-As separate kernels, this would be up to six, each of which reads and writes the results of the previous one; here each
-number is read once and written once. A program processes one token and about 1024 numbers of its queries, keys or
-values: one token of a large model has some six programs, which wait for memory in parallel, and a few hundred tokens
-fill a GPU. Numbers that are rotated together are in two tiles of the same shape, so that a thread has both and rotates
-them in place.
-
-A token's slot is computed here from its position and its row's block table if each row has one token; otherwise it
-comes from slots (`engine.backends.triton.pages`), which one launch computes for all layers. Data for block 0, which
-belongs to no sequence, or for slots outside the pages is not written, so padding, whose tables are zeros, leaves no
-trace.
+A program processes one token and about 1024 numbers of its queries, keys or values: one token of a large model has some
+six programs, which wait for memory in parallel, and a few hundred tokens fill a GPU. Numbers that are rotated together
+are in two tiles of the same shape, so that a thread has both and rotates them in place. A token's slot is computed here
+if each row has one token.
 """
 
 from __future__ import annotations

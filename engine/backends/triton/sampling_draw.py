@@ -1,17 +1,10 @@
 """Samples from rows that `summarize` has walked over: temperature, top-k, top-p, min-p, inverse CDF in vocabulary
 order.
 
-There are three ways; each row uses the shortest exact one:
-
-- Nothing is filtered: the splits' weights determine the split of the draw, and only that split is read again.
-- Filters keep only some of a row's few largest logits (256, or `top_k` up to 512): these are collected from about as
-  many chunks, and the draw is made among them. Models that are sure nearly always give such rows.
-- Otherwise (`wide`): each pass over the row narrows the interval of the threshold to a quarter, from the walk's bounds
-  down to as few logits as can be collected; a last pass computes weights for each split. A program processes a whole
-  row: 256 rows of 128k, which are 134 MB, keep all of a large GPU busy (estimated 31 us a pass by its bandwidth, some
-  40 us by the instructions), but a single row only one multiprocessor. Programs of rows without work end at once.
-
-Sums are float64 in one fixed order, so results do not depend on other rows or on chance.
+There are three ways; each row uses the shortest exact one (see docs/kernels.md). In the last one (`wide`), a program
+processes a whole row: 256 rows of 128k, which are 134 MB, keep all of a large GPU busy (estimated 31 us a pass by its
+bandwidth, some 40 us by the instructions), but a single row only one multiprocessor. Programs of rows without work end
+at once.
 """
 
 from __future__ import annotations

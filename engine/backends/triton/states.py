@@ -2,7 +2,7 @@
 
 A program takes one row of a step and walks through its tokens, one after the other, with its part of the state in
 registers. So a token's bits depend only on its row's tokens, not on how they are divided into steps or on other rows.
-Results are rounded at the same points as by torch's operations (`engine.backends.torch.executor`).
+Results are rounded at the same points as by torch's operations (`engine.model.executors.reference`).
 """
 
 from __future__ import annotations

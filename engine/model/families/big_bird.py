@@ -74,8 +74,8 @@ def _weights(model: ModelSpec) -> WeightTable:
     if not isinstance(model.head, AnswerSpan):
         return table
     answers = (
-        *linear("head.network.inner.up", "qa_classifier.intermediate.dense", True, 0),
-        *linear("head.network.inner.down", "qa_classifier.output.dense", True, 1),
+        *linear("head.network.inner.up", "qa_classifier.intermediate.dense", True),
+        *linear("head.network.inner.down", "qa_classifier.output.dense", True),
         *norm("head.network.outer", "qa_classifier.output.LayerNorm", bias=True),
         *token_weights("qa_classifier.qa_outputs"),
     )

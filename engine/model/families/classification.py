@@ -98,7 +98,7 @@ def with_head(table: WeightTable, head: Head) -> WeightTable:
     others = [] if table.head is None else [table.head.removesuffix(".weight")]
     if isinstance(head, Classifier):
         # Older classes have another name for it; a parameter with two entries uses the one that is stored.
-        forms = [entry for name in _NAMES for entry in linear("head.output", name, head.bias, 0)]
+        forms = [entry for name in _NAMES for entry in linear("head.output", name, head.bias)]
         table = replace(table, entries=(*table.entries, *forms))
     else:
         others += _NAMES

@@ -48,12 +48,12 @@ def weights(model: ModelSpec) -> WeightTable:
 
 
 def _text_head(head: Embedder) -> list[Entry]:
-    return [Entry("head.output.weight", ("text_projection.weight",), shard_axis=0)] if head.features else []
+    return [Entry("head.output.weight", ("text_projection.weight",))] if head.features else []
 
 
 def _image_head(head: Embedder, target: str) -> list[Entry]:
     stored = ("visual_projection.weight",)
-    return [Entry(f"{target}head.output.weight", stored, shard_axis=0)] if head.features else []
+    return [Entry(f"{target}head.output.weight", stored)] if head.features else []
 
 
 FAMILY = Family(

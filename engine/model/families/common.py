@@ -322,7 +322,7 @@ def qkv(target: str, sources: tuple[str, str, str], part: Attention, form: Trans
     lengths = (part.heads * part.head_dim, part.kv_heads * part.head_dim, part.kv_heads * part.head_dim)
     how = form or Joined(lengths)
     kinds = ("weight", "bias") if part.qkv_bias else ("weight",)
-    return [Entry(f"{target}.{k}", tuple(f"{s}.{k}" for s in sources), how, shard_axis=0) for k in kinds]
+    return [Entry(f"{target}.{k}", tuple(f"{s}.{k}" for s in sources), how) for k in kinds]
 
 
 def cross(target: str, names: tuple[str, str, str, str], part: Attention) -> list[Entry]:
@@ -331,9 +331,9 @@ def cross(target: str, names: tuple[str, str, str, str], part: Attention) -> lis
     length = part.kv_heads * part.head_dim
     kinds = ("weight", "bias") if part.qkv_bias else ("weight",)
     return [
-        *linear(f"{target}.queries", queries, part.qkv_bias, 0),
-        *(Entry(f"{target}.kv.{k}", (f"{keys}.{k}", f"{values}.{k}"), Joined((length, length)), 0) for k in kinds),
-        *linear(f"{target}.out", out, part.out_bias, 1),
+        *linear(f"{target}.queries", queries, part.qkv_bias),
+        *(Entry(f"{target}.kv.{k}", (f"{keys}.{k}", f"{values}.{k}"), Joined((length, length))) for k in kinds),
+        *linear(f"{target}.out", out, part.out_bias),
     ]
 
 
@@ -343,24 +343,18 @@ def token_tables(model: ModelSpec, shared: str, encoder: str, decoder: str) -> l
     if not model.shared_tokens:
         stacks = {"encoder": encoder, "decoder": decoder}
         return [
-            Entry(f"{name}.embedding.tokens", (source,), shard_axis=0)
-            for name, own in stacks.items()
-            for source in (own, shared)
+            Entry(f"{name}.embedding.tokens", (source,)) for name, own in stacks.items() for source in (own, shared)
         ]
-    return [Entry("decoder.embedding.tokens", (source,), shard_axis=0) for source in (shared, decoder, encoder)]
+    return [Entry("decoder.embedding.tokens", (source,)) for source in (shared, decoder, encoder)]
 
 
-def linear(
-    target: str, source: str, bias: bool, shard_axis: int | None, transform: Transform | None = None
-) -> list[Entry]:
-    """A matrix and its bias; the bias is divided only if the outputs are. `transform`: the transform of the matrix, and
-    of the bias unless the matrix is only transposed."""
+def linear(target: str, source: str, bias: bool, transform: Transform | None = None) -> list[Entry]:
+    """A matrix and its bias. `transform`: the transform of the matrix, and of the bias unless the matrix is only
+    transposed."""
     how = transform or Same()
-    entries = [Entry(f"{target}.weight", (f"{source}.weight",), how, shard_axis=shard_axis)]
+    entries = [Entry(f"{target}.weight", (f"{source}.weight",), how)]
     if bias:
-        of_bias = Same() if isinstance(how, Transposed) else how
-        axis = 0 if shard_axis == 0 else None
-        entries.append(Entry(f"{target}.bias", (f"{source}.bias",), of_bias, shard_axis=axis))
+        entries.append(Entry(f"{target}.bias", (f"{source}.bias",), Same() if isinstance(how, Transposed) else how))
     return entries
 
 
@@ -381,11 +375,8 @@ def gated(target: str, source: str, part: Gated, names: tuple[str, str, str] = P
     form = Joined((part.width, part.width))
     kinds = ("weight", "bias") if part.bias else ("weight",)
     return [
-        *(
-            Entry(f"{target}.gate_up.{k}", (f"{source}.{gate}.{k}", f"{source}.{up}.{k}"), form, shard_axis=0)
-            for k in kinds
-        ),
-        *linear(f"{target}.down", f"{source}.{down}", part.bias, shard_axis=1),
+        *(Entry(f"{target}.gate_up.{k}", (f"{source}.{gate}.{k}", f"{source}.{up}.{k}"), form) for k in kinds),
+        *linear(f"{target}.down", f"{source}.{down}", part.bias),
     ]
 
 
@@ -399,8 +390,8 @@ def experts(target: str, source: str, part: Experts, names: tuple[str, str, str]
     downs = tuple(f"{source}.{i}.{down}.weight" for i in each)
     return [
         Entry(f"{target}.router.weight", (f"{router}.weight",)),
-        Entry(f"{target}.up.weight", pairs, Stacked(Joined(lengths), part.count), shard_axis=1),
-        Entry(f"{target}.down.weight", downs, Stacked(Same(), part.count), shard_axis=2),
+        Entry(f"{target}.up.weight", pairs, Stacked(Joined(lengths), part.count)),
+        Entry(f"{target}.down.weight", downs, Stacked(Same(), part.count)),
     ]
 
 
@@ -408,22 +399,22 @@ def fused_experts(target: str, source: str, router: str) -> list[Entry]:
     """The same experts, stored as one tensor for all gate and up projections and one for all down projections."""
     return [
         Entry(f"{target}.router.weight", (f"{router}.weight",)),
-        Entry(f"{target}.up.weight", (f"{source}.gate_up_proj",), shard_axis=1),
-        Entry(f"{target}.down.weight", (f"{source}.down_proj",), shard_axis=2),
+        Entry(f"{target}.up.weight", (f"{source}.gate_up_proj",)),
+        Entry(f"{target}.down.weight", (f"{source}.down_proj",)),
     ]
 
 
 def output_table(model: ModelSpec, source: str) -> Entry:
     """The output matrix with that name; a tied one may be stored under it instead of the token table."""
     tied = isinstance(model.head, Lm) and model.head.tied
-    return Entry("decoder.embedding.tokens" if tied else "head.weight", (f"{source}.weight",), shard_axis=0)
+    return Entry("decoder.embedding.tokens" if tied else "head.weight", (f"{source}.weight",))
 
 
 def head(model: ModelSpec, source: str) -> list[Entry]:
     """The output matrix, unless it is the embedding's table, and its bias, if it has one."""
     if not isinstance(model.head, Lm):
         return []
-    entries = linear("head", source, model.head.bias, shard_axis=0)
+    entries = linear("head", source, model.head.bias)
     return entries[1:] if model.head.tied else entries
 
 
@@ -433,8 +424,8 @@ def dense(
     """The two matrices of a plain feed-forward network under `source`, stored according to `matrix`."""
     up, down = names
     return [
-        *linear(f"{target}.up", f"{source}.{up}", part.bias, 0, matrix),
-        *linear(f"{target}.down", f"{source}.{down}", part.bias, 1, matrix),
+        *linear(f"{target}.up", f"{source}.{up}", part.bias, matrix),
+        *linear(f"{target}.down", f"{source}.{down}", part.bias, matrix),
     ]
 
 

@@ -60,9 +60,9 @@ def _attention_weights(target: str, source: str, part: Attention) -> list[Entry]
         ),
         Entry(f"{target}.spans.mix.weight", (f"{separable}.pointwise.weight",), Taps(1)),
         Entry(f"{target}.spans.mix.bias", (f"{separable}.bias",), Reshaped(((width, 1),))),
-        *linear(f"{target}.spans.scores", f"{stored}.conv_kernel_layer", True, 0),
-        *linear(f"{target}.spans.values", f"{stored}.conv_out_layer", True, 0),
-        *linear(f"{target}.out", f"{source}.attention.output.dense", True, 1),
+        *linear(f"{target}.spans.scores", f"{stored}.conv_kernel_layer", True),
+        *linear(f"{target}.spans.values", f"{stored}.conv_out_layer", True),
+        *linear(f"{target}.out", f"{source}.attention.output.dense", True),
     ]
 
 
@@ -70,9 +70,9 @@ def _network_weights(target: str, source: str, part: FeedForward) -> list[Entry]
     assert isinstance(part, Dense)
     grouped = Groups(part.groups) if part.groups > 1 else Same()
     return [
-        Entry(f"{target}.up.weight", (f"{source}.intermediate.dense.weight",), grouped, 0),
-        Entry(f"{target}.up.bias", (f"{source}.intermediate.dense.bias",), shard_axis=0),
-        Entry(f"{target}.down.weight", (f"{source}.output.dense.weight",), grouped, 1),
+        Entry(f"{target}.up.weight", (f"{source}.intermediate.dense.weight",), grouped),
+        Entry(f"{target}.up.bias", (f"{source}.intermediate.dense.bias",)),
+        Entry(f"{target}.down.weight", (f"{source}.output.dense.weight",), grouped),
         Entry(f"{target}.down.bias", (f"{source}.output.dense.bias",)),
     ]
 

@@ -47,11 +47,11 @@ def weights(model: ModelSpec) -> WeightTable:
         position = block.attention.position
         target, source = f"encoder.blocks.{i}.attention.inner", f"deberta.encoder.layer.{i}.attention.self"
         if isinstance(position, Disentangled) and position.content_to_position:
-            keys = linear(f"{target}.distance_keys", f"{source}.pos_proj", True, 0)
+            keys = linear(f"{target}.distance_keys", f"{source}.pos_proj", True)
             # softmax ignores a number that keys of distances add to all scores of a query.
             entries += [keys[0], Entry(keys[1].target, keys[1].sources, default=0.0)]
         if isinstance(position, Disentangled) and position.position_to_content:
-            entries += linear(f"{target}.distance_queries", f"{source}.pos_q_proj", True, 0)
+            entries += linear(f"{target}.distance_queries", f"{source}.pos_q_proj", True)
     return table(model, LAYER, entries)
 
 
@@ -61,9 +61,9 @@ def _attention_weights(target: str, layer: str, part: Attention) -> list[Entry]:
     stored = Interleaved(part.heads, 1, part.head_dim)
     biases = (f"{source}.q_bias", f"{source}.v_bias")
     return [
-        Entry(f"{target}.qkv.weight", (f"{source}.in_proj.weight",), stored, shard_axis=0),
-        Entry(f"{target}.qkv.bias", biases, Sparse((width, width, width), stored=(0, 2)), shard_axis=0),
-        *linear(f"{target}.out", f"{layer}.attention.output.dense", True, 1),
+        Entry(f"{target}.qkv.weight", (f"{source}.in_proj.weight",), stored),
+        Entry(f"{target}.qkv.bias", biases, Sparse((width, width, width), stored=(0, 2))),
+        *linear(f"{target}.out", f"{layer}.attention.output.dense", True),
     ]
 
 

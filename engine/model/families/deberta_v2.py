@@ -161,7 +161,7 @@ def table(model: ModelSpec, layer: LayerNames, more: list[Entry]) -> WeightTable
     newer = isinstance(model.head, MaskedLm) and model.head.width is not None
     heads = replace(HEADS, masked=NEWER, masked_bias=None) if newer else HEADS
     if model.trunk.embedding.projection is not None:
-        more = [*more, *linear("encoder.embedding.projection", "deberta.embeddings.embed_proj", False, 0)]
+        more = [*more, *linear("encoder.embedding.projection", "deberta.embeddings.embed_proj", False)]
     names = EncoderNames(stem="deberta", layer=layer, heads=heads, unread=(), renamed=())
     found = encoder_table(model, names, tuple(more))
     # The newer head has no matrix that may be stored beside the token table.
@@ -189,9 +189,9 @@ def _own_weights(model: ModelSpec) -> list[Entry]:
         if isinstance(position, Disentangled) and not position.shared:
             target, source = f"{layer_target(i, block)}.attention.inner", f"deberta.encoder.layer.{i}.attention.self"
             if position.content_to_position:
-                entries += linear(f"{target}.distance_keys", f"{source}.pos_key_proj", True, 0)
+                entries += linear(f"{target}.distance_keys", f"{source}.pos_key_proj", True)
             if position.position_to_content:
-                entries += linear(f"{target}.distance_queries", f"{source}.pos_query_proj", True, 0)
+                entries += linear(f"{target}.distance_queries", f"{source}.pos_query_proj", True)
     return entries
 
 

@@ -226,8 +226,8 @@ def _xielu_weights(target: str, source: str, part: FeedForward) -> list[Entry]:
         assert isinstance(part, Dense)
         return dense(target, source, part, UP_DOWN)
     return [
-        *linear(f"{target}.up", f"{source}.mlp.up_proj", part.bias, 0),
-        *linear(f"{target}.down", f"{source}.mlp.down_proj", part.bias, 1),
+        *linear(f"{target}.up", f"{source}.mlp.up_proj", part.bias),
+        *linear(f"{target}.down", f"{source}.mlp.down_proj", part.bias),
         Entry(f"{target}.positive", (f"{source}.mlp.act_fn.alpha_p",)),
         Entry(f"{target}.negative", (f"{source}.mlp.act_fn.alpha_n",)),
         # These are only constants.

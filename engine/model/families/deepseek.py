@@ -145,17 +145,17 @@ def _latent_weights(target: str, layer: str, part: Attention) -> list[Entry]:
     entries: list[Entry] = []
     if latent.query_width is not None:
         queries = "q_b_proj"
-        entries += linear(f"{target}.query_latent", f"{source}.q_a_proj", part.qkv_bias, None)
+        entries += linear(f"{target}.query_latent", f"{source}.q_a_proj", part.qkv_bias)
         entries += norm(f"{target}.query_norm", f"{source}.q_a_layernorm", bias=False)
     rows, expanding = latent.content + latent.values, (f"{source}.kv_b_proj.weight",)
     return [
         *entries,
-        *linear(f"{target}.queries", f"{source}.{queries}", False, 0),
-        *linear(f"{target}.latent", f"{source}.kv_a_proj_with_mqa", part.qkv_bias, None),
+        *linear(f"{target}.queries", f"{source}.{queries}", False),
+        *linear(f"{target}.latent", f"{source}.kv_a_proj_with_mqa", part.qkv_bias),
         *norm(f"{target}.latent_norm", f"{source}.kv_a_layernorm", bias=False),
-        Entry(f"{target}.keys.weight", expanding, OfHeads(rows, 0, axis=2), shard_axis=0),
-        Entry(f"{target}.values.weight", expanding, OfHeads(rows, latent.content), shard_axis=0),
-        *linear(f"{target}.out", f"{source}.o_proj", part.out_bias, 1),
+        Entry(f"{target}.keys.weight", expanding, OfHeads(rows, 0, axis=2)),
+        Entry(f"{target}.values.weight", expanding, OfHeads(rows, latent.content)),
+        *linear(f"{target}.out", f"{source}.o_proj", part.out_bias),
     ]
 
 

@@ -173,7 +173,7 @@ def encoder_table(model: ModelSpec, names: EncoderNames, more: tuple[Entry, ...]
     assert isinstance(stack.embedding, Tokens)
     entries = embedding_weights(model, stem, names.embedding_norm)
     if stack.embedding.expansion is not None:
-        entries += linear("encoder.embedding.expansion", f"{stem}.{names.expansion}", True, 0)
+        entries += linear("encoder.embedding.expansion", f"{stem}.{names.expansion}", True)
     for i, block in enumerate(stack.blocks):
         layer = f"{names.layers}.{i}" if isinstance(names.layers, str) else names.layers(i)
         entries += layer_weights(layer_target(i, block), f"{stem}.{layer}", block, names.layer)

@@ -164,7 +164,7 @@ def weights(model: ModelSpec, output: str = "lm_head") -> WeightTable:
     entries = [*token_tables(model, "model.shared.weight", *COPIES), output_table(model, output)]
     if model.head.bias:
         # Models that were never resized may lack their bias of zeros.
-        entries.append(Entry("head.bias", ("final_logits_bias",), Row(), shard_axis=0, default=0.0))
+        entries.append(Entry("head.bias", ("final_logits_bias",), Row(), default=0.0))
     for side, stack in (("encoder", model.encoder), ("decoder", model.decoder)):
         entries += stack_weights(side, stack, replace(FAIRSEQ, stem=f"model.{side}"))
     return WeightTable(

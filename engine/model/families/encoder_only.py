@@ -202,8 +202,7 @@ def embedding_weights(model: ModelSpec, source: str, layer_norm: str = "embeddin
     if embedding.tasks:
         tables["tasks"] = "task_type_embeddings"
     entries = [
-        Entry(f"encoder.embedding.{ours}", (f"{source}.embeddings.{theirs}.weight",), shard_axis=0)
-        for ours, theirs in tables.items()
+        Entry(f"encoder.embedding.{ours}", (f"{source}.embeddings.{theirs}.weight",)) for ours, theirs in tables.items()
     ]
     if embedding.boxes:
         entries += [
@@ -232,7 +231,7 @@ def masked_lm_weights(
     """
     biases = [f"{output}.bias"] if bias is None else [f"{output}.bias", bias]
     return [
-        *linear("head.dense", dense, True, 0),
+        *linear("head.dense", dense, True),
         *norm("head.norm", layer_norm, bias=True),
         *vocabulary_weights(head, output, biases),
     ]
@@ -241,19 +240,19 @@ def masked_lm_weights(
 def vocabulary_weights(head: MaskedLm, output: str, biases: Sequence[str]) -> list[Entry]:
     """The last matrix of a masked-language-model head, and its bias under any of these names."""
     return [
-        *(Entry("head.output.bias", (name,), shard_axis=0) for name in biases),
-        Entry("encoder.embedding.tokens" if head.tied else "head.output.weight", (f"{output}.weight",), shard_axis=0),
+        *(Entry("head.output.bias", (name,)) for name in biases),
+        Entry("encoder.embedding.tokens" if head.tied else "head.output.weight", (f"{output}.weight",)),
     ]
 
 
 def first_token_weights(dense: str, output: str) -> list[Entry]:
     """Two layers over the first token under these names."""
-    return [*linear("head.dense", dense, True, 0), *linear("head.output", output, True, 0)]
+    return [*linear("head.dense", dense, True), *linear("head.output", output, True)]
 
 
 def token_weights(source: str) -> list[Entry]:
     """One matrix over each token under this name."""
-    return linear("head.output", source, True, 0)
+    return linear("head.output", source, True)
 
 
 def answer_weights() -> list[Entry]:

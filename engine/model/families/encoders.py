@@ -204,7 +204,7 @@ MPNET = EncoderNames(
 
 
 def _mpnet_weights(model: ModelSpec) -> WeightTable:
-    bias = Entry("encoder.shared_bias.weight", ("mpnet.encoder.relative_attention_bias.weight",), shard_axis=1)
+    bias = Entry("encoder.shared_bias.weight", ("mpnet.encoder.relative_attention_bias.weight",))
     return encoder_table(model, MPNET, (bias,))
 
 

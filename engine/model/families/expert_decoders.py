@@ -126,9 +126,9 @@ def granite_shared(target: str, source: str, part: object) -> list[Entry]:
     assert isinstance(part, Gated)
     stored = f"{source}.shared_mlp"
     return [
-        *linear(f"{target}.gate_up", f"{stored}.input_linear", False, 0),
+        *linear(f"{target}.gate_up", f"{stored}.input_linear", False),
         *gated(target, stored, part)[:1],
-        *linear(f"{target}.down", f"{stored}.output_linear", False, 1),
+        *linear(f"{target}.down", f"{stored}.output_linear", False),
     ]
 
 
@@ -143,8 +143,8 @@ def granite_weights(target: str, source: str, part: FeedForward) -> list[Entry]:
     stored = f"{source}.block_sparse_moe"
     return [
         Entry(f"{target}.router.weight", (f"{stored}.router.layer.weight",)),
-        Entry(f"{target}.up.weight", (f"{stored}.input_linear.weight",), shard_axis=1),
-        Entry(f"{target}.down.weight", (f"{stored}.output_linear.weight",), shard_axis=2),
+        Entry(f"{target}.up.weight", (f"{stored}.input_linear.weight",)),
+        Entry(f"{target}.down.weight", (f"{stored}.output_linear.weight",)),
         *fused_experts(target, f"{stored}.experts", f"{stored}.router"),
         *experts(target, f"{stored}.experts", part, ("w1", "w3", "w2"), f"{stored}.router"),  # of GGUF files
     ]
@@ -294,15 +294,12 @@ def _gpt_oss(c: Any) -> Experts:
 def _gpt_oss_weights(target: str, source: str, _part: FeedForward) -> list[Entry]:
     stored = f"{source}.mlp.experts"
     # Gates and their counterparts alternate; blocks of MXFP4 contain rows of outputs, plain matrices rows of inputs.
-    forms: list[tuple[str, str, Transform, int]] = [
-        ("up", "gate_up_proj", Alternating(), 1),
-        ("down", "down_proj", Same(), 2),
-    ]
-    entries = linear(f"{target}.router", f"{source}.mlp.router", True, None)
-    for ours, theirs, how, axis in forms:
+    forms: list[tuple[str, str, Transform]] = [("up", "gate_up_proj", Alternating()), ("down", "down_proj", Same())]
+    entries = linear(f"{target}.router", f"{source}.mlp.router", True)
+    for ours, theirs, how in forms:
         entries += [
-            Entry(f"{target}.{ours}.weight", (f"{stored}.{theirs}",), Turned(how), shard_axis=axis),
-            Entry(f"{target}.{ours}.weight", (f"{stored}.{theirs}_blocks",), how, shard_axis=axis),
+            Entry(f"{target}.{ours}.weight", (f"{stored}.{theirs}",), Turned(how)),
+            Entry(f"{target}.{ours}.weight", (f"{stored}.{theirs}_blocks",), how),
             Entry(f"{target}.{ours}.bias", (f"{stored}.{theirs}_bias",), how),
         ]
     return entries
@@ -360,8 +357,8 @@ def _dbrx_weights(target: str, source: str, _part: FeedForward) -> list[Entry]:
     mlp = f"{source}.ffn.experts.mlp"
     return [
         Entry(f"{target}.router.weight", (f"{source}.ffn.router.layer.weight",)),
-        Entry(f"{target}.up.weight", (f"{mlp}.w1", f"{mlp}.v1"), Flattened(parts=2), shard_axis=1),
-        Entry(f"{target}.down.weight", (f"{mlp}.w2",), Flattened(Turned()), shard_axis=2),
+        Entry(f"{target}.up.weight", (f"{mlp}.w1", f"{mlp}.v1"), Flattened(parts=2)),
+        Entry(f"{target}.down.weight", (f"{mlp}.w2",), Flattened(Turned())),
     ]
 
 

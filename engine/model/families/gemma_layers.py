@@ -191,10 +191,10 @@ _PLAIN = DecoderNames(norms=SANDWICH, attention=lambda target, source, part: _at
 
 def _attention_weights(target: str, source: str, part: Attention) -> list[Entry]:
     stored = f"{source}.self_attn"
-    out = linear(f"{target}.out", f"{stored}.o_proj", part.out_bias, 1)
+    out = linear(f"{target}.out", f"{stored}.o_proj", part.out_bias)
     if part.reads is not None:
         return [
-            *linear(f"{target}.queries", f"{stored}.q_proj", part.qkv_bias, 0),
+            *linear(f"{target}.queries", f"{stored}.q_proj", part.qkv_bias),
             *norm(f"{target}.qk_norm.queries", f"{stored}.q_norm", bias=False),
             *out,
         ]
@@ -226,7 +226,7 @@ def _network_weights(hidden_size: int) -> Callable[[str, str, FeedForward], list
         return [
             *gated(f"{target}.always", f"{source}.mlp", part.always),
             *fused_experts(f"{target}.routed", stored, f"{router}.proj"),
-            Entry(f"{target}.routed.up.weight", fused, Stacked(Same(), part.routed.count), shard_axis=1),
+            Entry(f"{target}.routed.up.weight", fused, Stacked(Same(), part.routed.count)),
             *experts(f"{target}.routed", stored, part.routed, PROJECTIONS, f"{router}.proj"),
             Entry(f"{target}.routed.factors", (f"{router}.per_expert_scale",)),
             Entry(f"{target}.judged.weight", (f"{router}.scale",), Affine(hidden_size**-0.5)),
@@ -250,22 +250,22 @@ def _weights(model: ModelSpec) -> WeightTable:
     if stack.layer_vectors is not None:
         entries += [
             Entry("decoder.layer_vectors.table", ("model.embed_tokens_per_layer.weight",)),
-            *linear("decoder.layer_vectors.projection", "model.per_layer_model_projection", False, None),
+            *linear("decoder.layer_vectors.projection", "model.per_layer_model_projection", False),
             *norm("decoder.layer_vectors.norm", "model.per_layer_projection_norm", bias=False),
         ]
     if stack.versions is not None:
         for i in range(stack.versions.count - 1):
-            entries += linear(f"decoder.versions.enter.{i}", f"model.altup_projections.{i}", False, None)
-            entries += linear(f"decoder.versions.leave.{i}", f"model.altup_unembed_projections.{i}", False, None)
+            entries += linear(f"decoder.versions.enter.{i}", f"model.altup_projections.{i}", False)
+            entries += linear(f"decoder.versions.leave.{i}", f"model.altup_unembed_projections.{i}", False)
     for i, block in enumerate(stack.blocks):
         target, source = f"decoder.blocks.{i}", f"model.layers.{i}"
         if block.input is not None:
-            entries += linear(f"{target}.input.gate", f"{source}.per_layer_input_gate", False, None)
-            entries += linear(f"{target}.input.projection", f"{source}.per_layer_projection", False, None)
+            entries += linear(f"{target}.input.gate", f"{source}.per_layer_input_gate", False)
+            entries += linear(f"{target}.input.projection", f"{source}.per_layer_projection", False)
             entries += norm(f"{target}.input.norm", f"{source}.post_per_layer_input_norm", bias=False)
         if block.low_rank is not None:
-            entries += linear(f"{target}.low_rank.left", f"{source}.laurel.linear_left", False, None)
-            entries += linear(f"{target}.low_rank.right", f"{source}.laurel.linear_right", False, None)
+            entries += linear(f"{target}.low_rank.left", f"{source}.laurel.linear_left", False)
+            entries += linear(f"{target}.low_rank.right", f"{source}.laurel.linear_right", False)
             entries += norm(f"{target}.low_rank.norm", f"{source}.laurel.post_laurel_norm", bias=False)
         if block.factor:
             entries.append(Entry(f"{target}.factor", (f"{source}.layer_scalar",), default=1.0))

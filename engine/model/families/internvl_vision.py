@@ -76,8 +76,8 @@ def internvl_entries(vision: Vision) -> list[Entry]:
         Entry(f"{ours}.embedding.first", (f"{tower}.embeddings.cls_token",), Reshaped(((1, 1, embedding.width),))),
         Entry(f"{ours}.embedding.positions", (f"{tower}.embeddings.position_embeddings",), Row()),
         *norm_weights("vision.projector.norm", f"{source}.layer_norm", vision.projector.norm),
-        *linear("vision.projector.first", f"{source}.linear_1", True, 0),
-        *linear("vision.projector.second", f"{source}.linear_2", True, 1),
+        *linear("vision.projector.first", f"{source}.linear_1", True),
+        *linear("vision.projector.second", f"{source}.linear_2", True),
     ]
     for i, block in enumerate(stack.blocks):
         target, layer = f"{ours}.blocks.{i}", f"{tower}.encoder.layer.{i}"

@@ -44,9 +44,9 @@ def _stack(config: Any) -> Stack:
 def _network_weights(target: str, source: str, _part: FeedForward) -> list[Entry]:
     return [
         # The activated part comes first, as in our own matrix.
-        Entry(f"{target}.gate_up.weight", (f"{source}.mlp.gated_layers.weight",), shard_axis=0),
-        Entry(f"{target}.gate_up.bias", (f"{source}.mlp.gated_layers.bias",), shard_axis=0, default=0.0),
-        *linear(f"{target}.down", f"{source}.mlp.wo", True, 1),
+        Entry(f"{target}.gate_up.weight", (f"{source}.mlp.gated_layers.weight",)),
+        Entry(f"{target}.gate_up.bias", (f"{source}.mlp.gated_layers.bias",), default=0.0),
+        *linear(f"{target}.down", f"{source}.mlp.wo", True),
     ]
 
 

@@ -78,9 +78,9 @@ def _convolution_weights(target: str, layer: str, part: StateLayer) -> list[Entr
     source = f"{layer}.conv"
     form = Reshaped(((part.width, 1, part.kernel),))
     entries = [
-        *linear(f"{target}.enter", f"{source}.in_proj", part.bias, 0),
+        *linear(f"{target}.enter", f"{source}.in_proj", part.bias),
         Entry(f"{target}.convolution.weight", (f"{source}.conv.weight",), form),
-        *linear(f"{target}.out", f"{source}.out_proj", part.bias, 1),
+        *linear(f"{target}.out", f"{source}.out_proj", part.bias),
     ]
     return entries + [Entry(f"{target}.convolution.bias", (f"{source}.conv.bias",))] * part.bias
 

@@ -87,8 +87,8 @@ def _network_weights(target: str, source: str, part: FeedForward) -> list[Entry]
             return [
                 *gated(f"{target}.always", f"{stored}.shared_expert", always),
                 Entry(f"{target}.routed.router.weight", (f"{stored}.router.weight",)),
-                Entry(f"{target}.routed.up.weight", (f"{stored}.experts.gate_up_proj",), Turned(), shard_axis=1),
-                Entry(f"{target}.routed.down.weight", (f"{stored}.experts.down_proj",), Turned(), shard_axis=2),
+                Entry(f"{target}.routed.up.weight", (f"{stored}.experts.gate_up_proj",), Turned()),
+                Entry(f"{target}.routed.down.weight", (f"{stored}.experts.down_proj",), Turned()),
             ]
         case Gated():
             return gated(target, stored, part)

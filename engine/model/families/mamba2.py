@@ -88,7 +88,7 @@ def _attended(c: Any, part: Attention) -> list[Attention]:
 
 def _scan_weights(target: str, layer: str, part: StateLayer, name: str = "mamba") -> list[Entry]:
     assert isinstance(part, SelectiveScan)
-    source, entries = f"{layer}.{name}", linear(f"{target}.enter", f"{layer}.{name}.in_proj", part.bias, 0)
+    source, entries = f"{layer}.{name}", linear(f"{target}.enter", f"{layer}.{name}.in_proj", part.bias)
     kernels = Reshaped(((part.convolved, 1, part.kernel),))
     entries.append(Entry(f"{target}.convolution.weight", (f"{source}.conv1d.weight",), kernels))
     if part.kernel_bias:
@@ -97,7 +97,7 @@ def _scan_weights(target: str, layer: str, part: StateLayer, name: str = "mamba"
     entries += [Entry(f"{target}.{ours}", (f"{source}.{theirs}",)) for ours, theirs in names.items()]
     if part.eps is not None:
         entries.append(Entry(f"{target}.norm", (f"{source}.norm.weight",)))
-    return entries + linear(f"{target}.out", f"{source}.out_proj", part.out_bias, 1)
+    return entries + linear(f"{target}.out", f"{source}.out_proj", part.out_bias)
 
 
 # ---------------------------------------------------------------- Granite 4
@@ -238,11 +238,11 @@ def _nemotron_network_weights(target: str, source: str, part: FeedForward) -> li
 def _expert_weights(target: str, source: str, part: Experts, names: Sequence[str]) -> list[Entry]:
     """The matrices of all experts, one by one or in one tensor."""
     entries: list[Entry] = []
-    for ours, theirs, axis in zip(("up", "down"), names, (1, 2), strict=True):
+    for ours, theirs in zip(("up", "down"), names, strict=True):
         each = tuple(f"{source}.{number}.{theirs}.weight" for number in range(part.count))
         entries += [
-            Entry(f"{target}.{ours}.weight", each, Stacked(Same(), part.count), shard_axis=axis),
-            Entry(f"{target}.{ours}.weight", (f"{source}.{theirs}",), shard_axis=axis),
+            Entry(f"{target}.{ours}.weight", each, Stacked(Same(), part.count)),
+            Entry(f"{target}.{ours}.weight", (f"{source}.{theirs}",)),
         ]
     return entries
 

@@ -88,8 +88,8 @@ def weights(model: ModelSpec) -> WeightTable:
         # The part for the next token comes first.
         name, how = "mobilebert.embeddings.embedding_transformation", Reversed(around.taps)
         entries += [
-            Entry("encoder.embedding.neighbours.weight", (f"{name}.weight",), how, shard_axis=0),
-            Entry("encoder.embedding.neighbours.bias", (f"{name}.bias",), shard_axis=0),
+            Entry("encoder.embedding.neighbours.weight", (f"{name}.weight",), how),
+            Entry("encoder.embedding.neighbours.bias", (f"{name}.bias",)),
         ]
     for i, block in enumerate(model.trunk.blocks):
         entries += _layer(f"encoder.blocks.{i}", f"mobilebert.encoder.layer.{i}", block)
@@ -97,9 +97,9 @@ def weights(model: ModelSpec) -> WeightTable:
     more = head_weights(model.head, heads)
     match model.head:
         case MaskedLm(beyond=beyond) if beyond:
-            more.append(Entry("head.beyond.weight", ("cls.predictions.dense.weight",), Transposed(), shard_axis=0))
+            more.append(Entry("head.beyond.weight", ("cls.predictions.dense.weight",), Transposed()))
         case Classifier(pooling="cls", activation=None):
-            more = linear("head.output", "classifier", True, 0)
+            more = linear("head.output", "classifier", True)
     return WeightTable(
         tuple(entries + more),
         prefix="mobilebert.",
@@ -118,10 +118,10 @@ def _layer(target: str, source: str, block: Block) -> list[Entry]:
     part = block.bottleneck
     assert part is not None
 
-    def normed(ours: str, of: str, theirs: str, shard_axis: int | None = 0) -> list[Entry]:
+    def normed(ours: str, of: str, theirs: str) -> list[Entry]:
         """A matrix and the norm after it, which are stored side by side."""
         return [
-            *linear(f"{target}.{ours}", f"{source}.{theirs}.dense", True, shard_axis),
+            *linear(f"{target}.{ours}", f"{source}.{theirs}.dense", True),
             *norm(f"{target}.{of}", f"{source}.{theirs}.LayerNorm", bias=True),
         ]
 
@@ -132,20 +132,20 @@ def _layer(target: str, source: str, block: Block) -> list[Entry]:
         size = block.attention.heads * block.attention.head_dim
         entries += [
             *(
-                Entry(f"{inner}.qkv.{kind}", (f"{own}.query.{kind}", f"{own}.key.{kind}"), Joined((size, size)), 0)
+                Entry(f"{inner}.qkv.{kind}", (f"{own}.query.{kind}", f"{own}.key.{kind}"), Joined((size, size)))
                 for kind in ("weight", "bias")
             ),
-            *linear(f"{inner}.values", f"{own}.value", True, 0),
+            *linear(f"{inner}.values", f"{own}.value", True),
         ]
     else:
         entries += qkv(f"{inner}.qkv", (f"{own}.query", f"{own}.key", f"{own}.value"), block.attention)
-    entries += normed("attention.inner.out", "attention.outer", "attention.output", 1)
+    entries += normed("attention.inner.out", "attention.outer", "attention.output")
     for i in range(part.networks):
         network = f"{target}.networks.{i}"
         stored = f"{source}.ffn.{i}." if i < part.networks - 1 else f"{source}."
         entries += [
-            *linear(f"{network}.inner.up", f"{stored}intermediate.dense", True, 0),
-            *linear(f"{network}.inner.down", f"{stored}output.dense", True, 1),
+            *linear(f"{network}.inner.up", f"{stored}intermediate.dense", True),
+            *linear(f"{network}.inner.down", f"{stored}output.dense", True),
             *norm(f"{network}.outer", f"{stored}output.LayerNorm", bias=True),
         ]
     return entries + normed("exit", "exit_norm", "output.bottleneck")

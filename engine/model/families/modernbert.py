@@ -103,16 +103,16 @@ def weights(model: ModelSpec) -> WeightTable:
     head, ignored = model.head, []
     match head:
         case MaskedLm(dense_bias=dense_bias) | Classifier(dense_bias=dense_bias) | AnswerSpan(dense_bias=dense_bias):
-            entries += linear("head.dense", "head.dense", dense_bias, 0)
+            entries += linear("head.dense", "head.dense", dense_bias)
             entries += norm_weights("head.norm", "head.norm", model.trunk.final_norm)
         case _:
             ignored = [r"(head|decoder|classifier)\..*"]
     match head:
         case MaskedLm(tied=tied, bias=bias):
-            output = linear("head.output", "decoder", bias, 0)
+            output = linear("head.output", "decoder", bias)
             entries += output[1:] if tied else output
         case Classifier() | AnswerSpan():
-            entries += linear("head.output", "classifier", True, 0)
+            entries += linear("head.output", "classifier", True)
     return WeightTable(tuple(entries), prefix="model.", ignored=tuple(ignored), head="decoder.weight")
 
 

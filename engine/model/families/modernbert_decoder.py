@@ -37,9 +37,9 @@ def weights(model: ModelSpec) -> WeightTable:
     ignored = []
     match model.head:
         case Lm(layer=HeadLayer(bias=dense_bias), tied=tied, bias=bias):
-            entries += linear("head.dense", "lm_head.dense", dense_bias, 0)
+            entries += linear("head.dense", "lm_head.dense", dense_bias)
             entries += norm_weights("head.norm", "lm_head.norm", model.trunk.final_norm)
-            output = linear("head.output", "decoder", bias, 0)
+            output = linear("head.output", "decoder", bias)
             entries += output[1:] if tied else output
         case _:
             ignored = [r"lm_head\..*", r"decoder\.(weight|bias)"]

@@ -173,7 +173,7 @@ def stack_weights(side: str, stack: Stack, names: StackNames) -> list[Entry]:
     embedding, stem, entries = stack.embedding, names.stem, list[Entry]()
     assert isinstance(embedding, Tokens)
     if names.tokens:
-        entries.append(Entry(f"{side}.embedding.tokens", (f"{stem}.{names.tokens}.weight",), shard_axis=0))
+        entries.append(Entry(f"{side}.embedding.tokens", (f"{stem}.{names.tokens}.weight",)))
     if embedding.positions is not None:
         fixed = fixed_vectors(embedding.positions)
         entries.append(Entry(f"{side}.embedding.positions", (f"{stem}.{names.positions}",), default=fixed))
@@ -212,14 +212,14 @@ def layer_weights(target: str, source: str, block: Block, names: LayerNames) -> 
         entries += names.attention(inner, source, part)
     elif isinstance(names.qkv, str):
         how = names.matrix if names.qkv_form is None else names.qkv_form(part)
-        entries += linear(f"{inner}.qkv", f"{source}.{names.qkv}", part.qkv_bias, 0, how)
+        entries += linear(f"{inner}.qkv", f"{source}.{names.qkv}", part.qkv_bias, how)
     else:
         queries, keys, values = (f"{source}.{name}" for name in names.qkv)
         entries += qkv(f"{inner}.qkv", (queries, keys, values), part, names.qkv_form and names.qkv_form(part))
     if names.attention is None:
-        entries += linear(f"{inner}.out", f"{source}.{names.out}", part.out_bias, 1, names.matrix)
+        entries += linear(f"{inner}.out", f"{source}.{names.out}", part.out_bias, names.matrix)
     if part.gate is not None:
-        entries += linear(f"{inner}.gate", f"{source}.{names.gate}", False, 0)
+        entries += linear(f"{inner}.gate", f"{source}.{names.gate}", False)
     if names.qk_norm:
         entries += qk_norm_weights(f"{inner}.qk_norm", f"{source}.{names.qk_norm}", part)
     if part.sinks is not None:
@@ -271,7 +271,7 @@ def qk_norm_weights(target: str, names: str, part: Attention) -> list[Entry]:
                 stored = tuple(f"{name(head=i)}.weight" for i in range(heads if apart else 1))
                 shape = (part.head_dim,) if apart else (heads, part.head_dim)
                 form = Reshaped((shape,) * len(stored))
-                entries.append(Entry(f"{target}.{ours}.weight", stored, form, shard_axis=0))
+                entries.append(Entry(f"{target}.{ours}.weight", stored, form))
             case own:
                 entries += norm_weights(f"{target}.{ours}", name(), own.norm)
     return entries
@@ -292,8 +292,8 @@ def network_weights(target: str, source: str, part: FeedForward, names: LayerNam
             return gated(target, source, part, (gate, up, down))
         case Gated(), (gate_up, down):
             return [
-                *linear(f"{target}.gate_up", f"{source}.{gate_up}", part.bias, 0),
-                *linear(f"{target}.down", f"{source}.{down}", part.bias, 1),
+                *linear(f"{target}.gate_up", f"{source}.{gate_up}", part.bias),
+                *linear(f"{target}.down", f"{source}.{down}", part.bias),
             ]
         case Dense(), (up, down):
             return dense(target, source, part, (up, down), names.matrix)
@@ -303,7 +303,7 @@ def network_weights(target: str, source: str, part: FeedForward, names: LayerNam
 def _always(target: str, source: str, part: Dense | Gated | Opened, names: LayerNames) -> list[Entry]:
     stored = f"{source}.{names.experts.always}"
     if isinstance(part, Opened):
-        opening = linear(f"{target}.always.opening", f"{source}.{names.experts.opening}", False, None)
+        opening = linear(f"{target}.always.opening", f"{source}.{names.experts.opening}", False)
         return opening + gated(f"{target}.always.inner", stored, part.inner)
     assert isinstance(part, Gated)
     return gated(f"{target}.always", stored, part)

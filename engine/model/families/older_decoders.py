@@ -128,7 +128,6 @@ def _gptj_weights(model: ModelSpec) -> WeightTable:
             f"decoder.blocks.{i}.attention.inner.qkv",
             f"transformer.h.{i}.attn.qkv_proj",
             False,
-            0,
             Interleaved(CORES, 1, block.attention.heads * block.attention.head_dim // CORES, order=(0, 2, 1)),
         )
     ]
@@ -270,8 +269,8 @@ def _opt_weights(model: ModelSpec) -> WeightTable:
     table = decoder_table(model, OPT)
     if model.trunk.projection is None:
         return table
-    mapped = linear("decoder.embedding.projection", "model.decoder.project_in", False, 0)
-    mapped += linear("decoder.projection", "model.decoder.project_out", False, None)
+    mapped = linear("decoder.embedding.projection", "model.decoder.project_in", False)
+    mapped += linear("decoder.projection", "model.decoder.project_out", False)
     return replace(table, entries=(*table.entries, *mapped))
 
 

@@ -61,9 +61,9 @@ def _delta_weights(target: str, layer: str, part: StateLayer) -> list[Entry]:
     apart = tuple(f"{source}.{name}_conv1d.weight" for name in "qkv")
     return [
         Entry(f"{target}.convolution.weight", apart, Reshaped(kernels)),
-        Entry(f"{target}.enter.weight", entered, Joined((keys, keys, heads * part.value_dim)), shard_axis=0),
-        *linear(f"{target}.opening", f"{source}.g_proj", False, 0),
-        Entry(f"{target}.rates.weight", rates, Joined((heads, heads)), shard_axis=0),
+        Entry(f"{target}.enter.weight", entered, Joined((keys, keys, heads * part.value_dim))),
+        *linear(f"{target}.opening", f"{source}.g_proj", False),
+        Entry(f"{target}.rates.weight", rates, Joined((heads, heads))),
         *rest_of_delta(target, source, part, norm="o_norm", out="o_proj"),
     ]
 

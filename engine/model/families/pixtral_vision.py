@@ -80,7 +80,7 @@ def mistral3_entries(vision: Vision) -> list[Entry]:
         *norm_weights(f"{ours}.embedding.norm", f"{tower}.ln_pre", embedding.norm),
         *layers_weights(stack, f"{tower}.transformer.layers", _LAYER, target=ours),
         *norm_weights(f"{ours}.final_norm", f"{source}.norm", stack.final_norm),
-        *linear("vision.projector.merged", f"{source}.patch_merger.merging_layer", False, 0, Unfolded(projector.merge)),
-        *linear("vision.projector.first", f"{source}.linear_1", projector.bias, 0),
-        *linear("vision.projector.second", f"{source}.linear_2", projector.bias, 1),
+        *linear("vision.projector.merged", f"{source}.patch_merger.merging_layer", False, Unfolded(projector.merge)),
+        *linear("vision.projector.first", f"{source}.linear_1", projector.bias),
+        *linear("vision.projector.second", f"{source}.linear_2", projector.bias),
     ]

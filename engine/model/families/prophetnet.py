@@ -120,7 +120,7 @@ def _stack(side: str, stack: Stack) -> list[Entry]:
         if block.attention.query_bias:
             scores = f"{side}.blocks.{i}.attention.inner.distance_scores"
             source = f"prophetnet.{side}.layers.{i}.self_attn.relative_pos_embeddings"
-            entries += linear(scores, source, True, None)
+            entries += linear(scores, source, True)
     return entries
 
 

@@ -115,9 +115,9 @@ def _attention_weights(target: str, layer: str, part: Attention) -> list[Entry]:
     joined = Joined((part.heads * part.head_dim, keys, keys), (queries, Same(), Same()))
     names = tuple(f"{source}.{name}_proj.weight" for name in "qkv")
     return [
-        Entry(f"{target}.qkv.weight", names, joined, shard_axis=0),
-        Entry(f"{target}.gate.weight", names[:1], gates, shard_axis=0),
-        *linear(f"{target}.out", f"{source}.o_proj", False, 1),
+        Entry(f"{target}.qkv.weight", names, joined),
+        Entry(f"{target}.gate.weight", names[:1], gates),
+        *linear(f"{target}.out", f"{source}.o_proj", False),
     ]
 
 
@@ -126,9 +126,9 @@ def _delta_weights(target: str, layer: str, part: StateLayer) -> list[Entry]:
     source, heads = f"{layer}.linear_attn", part.value_heads
     rates = tuple(f"{source}.in_proj_{name}.weight" for name in "ba")
     return [
-        *linear(f"{target}.enter", f"{source}.in_proj_qkv", False, 0),
-        *linear(f"{target}.opening", f"{source}.in_proj_z", False, 0),
-        Entry(f"{target}.rates.weight", rates, Joined((heads, heads)), shard_axis=0),
+        *linear(f"{target}.enter", f"{source}.in_proj_qkv", False),
+        *linear(f"{target}.opening", f"{source}.in_proj_z", False),
+        Entry(f"{target}.rates.weight", rates, Joined((heads, heads))),
         *rest_of_delta(target, source, part),
     ]
 
@@ -146,8 +146,8 @@ def _next_delta_weights(target: str, layer: str, part: StateLayer) -> list[Entry
         Entry(f"{target}.enter.weight", made * 3, Joined((heads * keys, heads * keys, heads * values), places[:3])),
         Entry(f"{target}.opening.weight", made, places[3]),
         # As in GGUF files.
-        *linear(f"{target}.enter", f"{source}.in_proj_qkv", False, 0),
-        *linear(f"{target}.opening", f"{source}.in_proj_z", False, 0),
+        *linear(f"{target}.enter", f"{source}.in_proj_qkv", False),
+        *linear(f"{target}.opening", f"{source}.in_proj_z", False),
         Entry(f"{target}.rates.weight", rates * 2, Joined((part.value_heads,) * 2, halves)),
         *rest_of_delta(target, source, part),
     ]
@@ -164,7 +164,7 @@ def rest_of_delta(target: str, source: str, part: DeltaRule, norm: str = "norm",
         Entry(f"{target}.decay", (f"{source}.A_log",)),
         Entry(f"{target}.offset", (f"{source}.dt_bias",)),
         Entry(f"{target}.norm", (f"{source}.{norm}.weight",)),
-        *linear(f"{target}.out", f"{source}.{out}", False, 1),
+        *linear(f"{target}.out", f"{source}.{out}", False),
     ]
 
 

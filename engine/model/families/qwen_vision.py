@@ -160,7 +160,7 @@ def square_entries(vision: Vision) -> list[Entry]:
         *(
             entry
             for target, source in mergers.items()
-            for place, name, matrix in zip((0, 1), ("first", "second"), matrices, strict=True)
-            for entry in linear(f"{target}.{name}", f"{source}.{matrix}", True, place)
+            for name, matrix in zip(("first", "second"), matrices, strict=True)
+            for entry in linear(f"{target}.{name}", f"{source}.{matrix}", True)
         ),
     ]

@@ -64,9 +64,9 @@ def _heads(stem: str, masked: tuple[str, str, str], bias: str, first: tuple[str,
 def _gte_network(target: str, source: str, _part: FeedForward) -> list[Entry]:
     up_gate = f"{source}.mlp.up_gate_proj"
     return [
-        Entry(f"{target}.gate_up.weight", (f"{up_gate}.weight",), Swapped(), shard_axis=0),
-        Entry(f"{target}.gate_up.bias", (f"{up_gate}.bias",), Swapped(), shard_axis=0, default=0.0),
-        *linear(f"{target}.down", f"{source}.mlp.down_proj", True, 1),
+        Entry(f"{target}.gate_up.weight", (f"{up_gate}.weight",), Swapped()),
+        Entry(f"{target}.gate_up.bias", (f"{up_gate}.bias",), Swapped(), default=0.0),
+        *linear(f"{target}.down", f"{source}.mlp.down_proj", True),
     ]
 
 

@@ -267,9 +267,9 @@ def _projector_entries(part: Projector | Shuffled | Pooled) -> list[Entry]:
         ]
     if isinstance(part, Shuffled):
         source = "multi_modal_projector.linear" if part.bias else "connector.modality_projection.proj"
-        return linear("vision.projector.second", source, part.bias, 0)
+        return linear("vision.projector.second", source, part.bias)
     source = "multi_modal_projector.linear_"
     return [
-        *linear("vision.projector.first", f"{source}1", part.bias, 0),
-        *linear("vision.projector.second", f"{source}2", part.bias, 1),
+        *linear("vision.projector.first", f"{source}1", part.bias),
+        *linear("vision.projector.second", f"{source}2", part.bias),
     ]

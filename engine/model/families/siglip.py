@@ -51,7 +51,7 @@ def weights(model: ModelSpec) -> WeightTable:
 
 
 def _text_head(_head: Embedder) -> list[Entry]:
-    return linear("head.output", "text_model.head", True, 0)
+    return linear("head.output", "text_model.head", True)
 
 
 def _image_head(width: int, _head: Embedder, target: str) -> list[Entry]:
@@ -60,10 +60,10 @@ def _image_head(width: int, _head: Embedder, target: str) -> list[Entry]:
         Entry(f"{probe}.query", (f"{head}.probe",), Reshaped(((1, 1, width),))),
         Entry(f"{probe}.qkv.weight", (f"{head}.attention.in_proj_weight",)),
         Entry(f"{probe}.qkv.bias", (f"{head}.attention.in_proj_bias",)),
-        *linear(f"{probe}.out", f"{head}.attention.out_proj", True, 1),
+        *linear(f"{probe}.out", f"{head}.attention.out_proj", True),
         *norm(f"{probe}.norm", f"{head}.layernorm", bias=True),
-        *linear(f"{probe}.up", f"{head}.mlp.fc1", True, 0),
-        *linear(f"{probe}.down", f"{head}.mlp.fc2", True, 1),
+        *linear(f"{probe}.up", f"{head}.mlp.fc1", True),
+        *linear(f"{probe}.down", f"{head}.mlp.fc2", True),
     ]
 
 

@@ -52,13 +52,13 @@ def weights(model: ModelSpec) -> WeightTable:
 def _network(target: str, source: str, part: FeedForward) -> list[Entry]:
     source = f"{source}.mlp"
     if isinstance(part, Dense):
-        return [*linear(f"{target}.up", f"{source}.wi", False, 0), *linear(f"{target}.down", f"{source}.wo", False, 1)]
+        return [*linear(f"{target}.up", f"{source}.wi", False), *linear(f"{target}.down", f"{source}.wo", False)]
     assert isinstance(part, Experts)
     each = [f"{source}.experts.expert_{i}" for i in range(part.count)]
     return [
-        *linear(f"{target}.router", f"{source}.router.classifier", part.router_bias, None),
-        Entry(f"{target}.up.weight", tuple(f"{one}.wi.weight" for one in each), Stacked(Same(), part.count), 1),
-        Entry(f"{target}.down.weight", tuple(f"{one}.wo.weight" for one in each), Stacked(Same(), part.count), 2),
+        *linear(f"{target}.router", f"{source}.router.classifier", part.router_bias),
+        Entry(f"{target}.up.weight", tuple(f"{one}.wi.weight" for one in each), Stacked(Same(), part.count)),
+        Entry(f"{target}.down.weight", tuple(f"{one}.wo.weight" for one in each), Stacked(Same(), part.count)),
     ]
 
 

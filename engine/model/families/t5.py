@@ -146,7 +146,7 @@ def stack_weights(
 
 
 def _bias(target: str, source: str) -> Entry:
-    return Entry(f"{target}.weight", (f"{source}.layer.0.SelfAttention.relative_attention_bias.weight",), shard_axis=1)
+    return Entry(f"{target}.weight", (f"{source}.layer.0.SelfAttention.relative_attention_bias.weight",))
 
 
 def _own_biases(config: Any) -> ModelSpec:
@@ -171,7 +171,7 @@ def _encoder_weights(model: ModelSpec) -> WeightTable:
     names = (shared, own) if model.shared_tokens else (own,)
     return WeightTable(
         (
-            *(Entry("encoder.embedding.tokens", (name,), shard_axis=0) for name in names),
+            *(Entry("encoder.embedding.tokens", (name,)) for name in names),
             *stack_weights("encoder", model.encoder),
         ),
         # A checkpoint that was trained with a decoder may still contain it.

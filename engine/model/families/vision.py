@@ -65,8 +65,8 @@ def pre_norm_encoder(config: Any, embedding: Tokens | Patches, *, qkv_bias: bool
 def kernel(target: str, source: str, part: Patches, *, timed: bool = False) -> list[Entry]:
     """The matrix of patches, stored as a convolution's kernel and bias; `timed`: the kernel has an axis of frames."""
     stored = (part.width, part.channels, *((part.frames,) if timed else ()), *part.patch)
-    entries = [Entry(f"{target}.weight", (f"{source}.weight",), Reshaped((stored,)), shard_axis=0)]
-    return entries + ([Entry(f"{target}.bias", (f"{source}.bias",), shard_axis=0)] if part.bias else [])
+    entries = [Entry(f"{target}.weight", (f"{source}.weight",), Reshaped((stored,)))]
+    return entries + ([Entry(f"{target}.bias", (f"{source}.bias",))] if part.bias else [])
 
 
 LAYER = LayerNames(
@@ -90,7 +90,7 @@ def _text_entries(model: ModelSpec) -> list[Entry]:
     """An encoder of texts beside an encoder of images, without its head."""
     source = "text_model"
     return [
-        Entry("encoder.embedding.tokens", (f"{source}.embeddings.token_embedding.weight",), shard_axis=0),
+        Entry("encoder.embedding.tokens", (f"{source}.embeddings.token_embedding.weight",)),
         Entry("encoder.embedding.positions", (f"{source}.embeddings.position_embedding.weight",)),
         *layers_weights(model.trunk, f"{source}.encoder.layers"),
         *norm("encoder.final_norm", f"{source}.final_layer_norm", bias=True),

@@ -95,7 +95,7 @@ def _pyramid_weights(part: Pyramid) -> list[Entry]:
     for number, stage in enumerate(part.stages):
         target, source = f"{ours}.stages.{number}", f"encoder.encoder.layers.{number}"
         if number + 1 < len(part.stages):
-            entries += linear(f"{target}.reduction", f"{source}.downsample.reduction", False, None)
+            entries += linear(f"{target}.reduction", f"{source}.downsample.reduction", False)
             entries += norm(f"{target}.norm", f"{source}.downsample.norm", bias=True)
         for layer in range(stage.layers):
             entries += _layer_weights(f"{target}.blocks.{layer}", f"{source}.blocks.{layer}", stage, part.qkv_bias)
@@ -108,11 +108,11 @@ def _layer_weights(target: str, source: str, stage: PyramidStage, qkv_bias: bool
     return [
         *norm(f"{target}.before", f"{source}.layernorm_before", bias=True),
         *(Entry(f"{target}.qkv.{kind}", tuple(f"{attention}.{name}.{kind}" for name in _QKV), fused) for kind in kinds),
-        *linear(f"{target}.out", f"{source}.attention.output.dense", True, None),
+        *linear(f"{target}.out", f"{source}.attention.output.dense", True),
         Entry(f"{target}.distances", (f"{attention}.relative_position_bias_table",)),
         *norm(f"{target}.after", f"{source}.layernorm_after", bias=True),
-        *linear(f"{target}.up", f"{source}.intermediate.dense", True, None),
-        *linear(f"{target}.down", f"{source}.output.dense", True, None),
+        *linear(f"{target}.up", f"{source}.intermediate.dense", True),
+        *linear(f"{target}.down", f"{source}.output.dense", True),
     ]
 
 
@@ -135,7 +135,7 @@ def weights(model: ModelSpec) -> WeightTable:
     output = "decoder.lm_head" if ends else "decoder.output_projection"
     entries = [
         *(_pyramid_weights(seen) if isinstance(seen, Pyramid) else tower_weights(model.encoder, "encoder")),
-        Entry("decoder.embedding.tokens", (f"{stem}.embed_tokens.weight",), shard_axis=0),
+        Entry("decoder.embedding.tokens", (f"{stem}.embed_tokens.weight",)),
         output_table(model, output),
         *stack_weights("decoder", model.decoder, replace(FAIRSEQ, stem=stem)),
     ]

@@ -77,8 +77,8 @@ def weights(model: ModelSpec) -> WeightTable:
 def _head_weights(head: Head) -> list[Entry]:
     match head:
         case Classifier(pooling=FirstStates()):
-            teacher = linear("head.members.1.output", "distillation_classifier", True, 0)
-            return [*linear("head.members.0.output", "cls_classifier", True, 0), *teacher]
+            teacher = linear("head.members.1.output", "distillation_classifier", True)
+            return [*linear("head.members.0.output", "cls_classifier", True), *teacher]
         case Classifier():
             return token_weights("classifier")
         case _:

@@ -70,7 +70,7 @@ def weights(model: ModelSpec) -> WeightTable:
     sound = model.encoder.embedding
     assert isinstance(sound, Spectrum)
     entries = [
-        Entry("decoder.embedding.tokens", ("model.decoder.embed_tokens.weight",), shard_axis=0),
+        Entry("decoder.embedding.tokens", ("model.decoder.embed_tokens.weight",)),
         *head(model, "proj_out"),
     ]
     for name, source in (("first", "conv1"), ("second", "conv2")):

@@ -85,8 +85,8 @@ def _classifier(config: Any) -> Classifier:
 
 def weights(model: ModelSpec) -> WeightTable:
     entries = [
-        Entry("encoder.embedding.tokens", ("transformer.embeddings.weight",), shard_axis=0),
-        Entry("encoder.embedding.positions", ("transformer.position_embeddings.weight",), shard_axis=0),
+        Entry("encoder.embedding.tokens", ("transformer.embeddings.weight",)),
+        Entry("encoder.embedding.positions", ("transformer.position_embeddings.weight",)),
         *norm("encoder.embedding.norm", "transformer.layer_norm_emb", bias=True),
     ]
     for i, block in enumerate(model.trunk.blocks):
@@ -97,7 +97,7 @@ def weights(model: ModelSpec) -> WeightTable:
         case Classifier(pooling=None):
             entries += token_weights("classifier")
         case Classifier():
-            entries += linear("head.output", "sequence_summary.summary", True, 0)
+            entries += linear("head.output", "sequence_summary.summary", True)
         case AnswerSpan():
             entries += answer_weights()
         case _:

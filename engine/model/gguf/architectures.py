@@ -17,10 +17,12 @@ from engine.model.gguf.arrangements import AboveOne, Arrangement, AsStored, Inte
 from engine.model.gguf.container import Gguf, TensorInfo
 from engine.model.gguf.hybrids import ATTENTION, HEAD_NORMS, PROJECTIONS
 from engine.model.gguf.metadata import Metadata
-from engine.model.gguf.rope import FACTORS, LONG_FACTORS, SHORT_FACTORS, rope_parameters
+from engine.model.gguf.rope import FACTORS, LONG_FACTORS, SHORT_FACTORS, axes_of, rope_parameters
 from engine.model.gguf.tensors import mapped, read_numbers, read_tensor
 
 Config = dict[str, Any]
+PROJECTORS = "clip"
+"""The architecture of image projectors (`engine.model.gguf.projectors`)."""
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+(?:\.\w+)*)\.(weight|bias|scale)")
 _BARE = re.compile(r"blk\.(\d+)\.(\w+)")  # as of factors of states
 
@@ -47,17 +49,25 @@ class Architecture:
 @dataclass(frozen=True, slots=True)
 class Placed:
     """A tensor under transformers' name. `expert`: the index of one of several experts or heads that are stored
-    together; None for the whole tensor."""
+    together; None for the whole tensor. `others`: tensors whose rows follow, where the file stores it in parts."""
 
     name: str
     info: TensorInfo
     arrangement: Arrangement
     expert: int | None = None
+    others: tuple[TensorInfo, ...] = ()
+
+    @property
+    def infos(self) -> tuple[TensorInfo, ...]:
+        """The tensors of the file that hold it."""
+        return (self.info, *self.others)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The tensor's shape in transformers."""
-        return self.arrangement.shape(self.info.shape if self.expert is None else self.info.shape[1:])
+        if self.expert is not None:
+            return self.arrangement.shape(self.info.shape[1:])
+        return self.arrangement.shape((sum(info.shape[0] for info in self.infos), *self.info.shape[1:]))
 
 
 def describe(file: Gguf) -> tuple[Architecture, Config]:
@@ -69,6 +79,10 @@ def describe(file: Gguf) -> tuple[Architecture, Config]:
     if "imatrix" in (kind, metadata.architecture):
         raise UnsupportedModelError(
             f"{file.path} is an importance matrix (imatrix), not a model. Choose the file of the model."
+        )
+    if kind == "mmproj" or metadata.architecture == PROJECTORS:
+        raise UnsupportedModelError(
+            f"{file.path} is an image projector, which serves beside a model: octavo serve MODEL --mmproj {file.path}."
         )
     if kind != "model":
         raise UnsupportedModelError(f"{file.path} is not a model: its general.type is {ascii(kind)[:80]}.")
@@ -239,6 +253,20 @@ def _mixtral(metadata: Metadata) -> Config:
 def _qwen2(metadata: Metadata) -> Config:
     config = _plain(metadata, "qwen2", "Qwen2ForCausalLM")
     return _whole_rotation(metadata, config | {"use_sliding_window": False})
+
+
+def _qwen2_vl(metadata: Metadata) -> Config:
+    """Qwen2-VL and 2.5-VL: for texts, the axes of positions are equal."""
+    config = _qwen2(metadata)
+    config["rope_parameters"] |= axes_of(metadata)
+    return config
+
+
+def _qwen3_vl(metadata: Metadata) -> Config:
+    metadata.count("n_deepstack_layers", 0)
+    config = _qwen3(metadata)
+    config["rope_parameters"] |= axes_of(metadata)
+    return config
 
 
 def _qwen2_moe(metadata: Metadata) -> Config:
@@ -795,6 +823,8 @@ _ARCHITECTURES: dict[str, Architecture] = {
         _qwen2_moe, PROJECTIONS | _EXPERTS | _SHARED_EXPERT, arranged={"ffn_gate_inp_shexp": lambda config: OneRow()}
     ),
     "qwen3": Architecture(_qwen3, PROJECTIONS | HEAD_NORMS),
+    "qwen2vl": Architecture(_qwen2_vl, PROJECTIONS),
+    "qwen3vl": Architecture(_qwen3_vl, PROJECTIONS | HEAD_NORMS),
     "qwen3moe": Architecture(_qwen3_moe, PROJECTIONS | HEAD_NORMS | _EXPERTS),
     "stablelm": Architecture(
         _stablelm,

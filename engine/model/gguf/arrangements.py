@@ -107,3 +107,28 @@ class Decays(Flat):
 
     def arrange(self, stored: Tensor) -> Tensor:
         return torch.log(-stored.float()).flatten()
+
+
+@dataclass(frozen=True)
+class Frames(Arrangement):
+    """The kernels of two frames, [features, channels, height, width] each, which are stored one after the other; the
+    axis of frames comes third."""
+
+    def shape(self, stored: Shape) -> Shape:
+        return (stored[0] // 2, stored[1], 2, *stored[2:])
+
+    def arrange(self, stored: Tensor) -> Tensor:
+        return stored.unflatten(0, (2, -1)).movedim(0, 2)
+
+
+@dataclass(frozen=True)
+class Dimensions(Arrangement):
+    """A tensor that may be stored without its first dimensions, which have the size 1."""
+
+    count: int
+
+    def shape(self, stored: Shape) -> Shape:
+        return (1,) * (self.count - len(stored)) + stored
+
+    def arrange(self, stored: Tensor) -> Tensor:
+        return stored.view(self.shape(tuple(stored.shape)))

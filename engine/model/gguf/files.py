@@ -9,6 +9,10 @@ from pathlib import Path
 from engine.errors import ModelLoadError
 
 SUFFIX = ".gguf"
+PROJECTOR = "mmproj"
+"""The beginning of the names of image projectors, which lie beside their models."""
+NO_PROJECTOR = "none"
+"""As a setting: a model is served without images."""
 _SHOWN = 5
 _MOST_METADATA = 1 << 28  # bytes; a vocabulary of 262 thousand tokens takes 10 million
 
@@ -19,8 +23,7 @@ PART = re.compile(r"-\d{5}-of-(\d{5})$")
 def single_file(folder: Path) -> Path | None:
     """The GGUF file that is a folder's model; None if the folder contains safetensors or no GGUF file. Raises
     ModelLoadError if there are several, or parts of one."""
-    # Image projectors are stored beside their models.
-    found = sorted(file for file in folder.glob(f"*{SUFFIX}") if not file.name.startswith("mmproj"))
+    found = sorted(file for file in folder.glob(f"*{SUFFIX}") if not file.name.startswith(PROJECTOR))
     if not found or any(folder.glob("*.safetensors*")):
         return None
     if len(found) > 1:
@@ -33,6 +36,25 @@ def single_file(folder: Path) -> Path | None:
             )
         raise ModelLoadError(f"{folder} contains {len(found)} GGUF files ({names}). Choose one, such as {whole[0]}.")
     return found[0]
+
+
+def projectors_beside(model: Path) -> list[Path]:
+    """The image projectors in the folder of a GGUF file."""
+    return sorted(model.parent.glob(f"{PROJECTOR}*{SUFFIX}"))
+
+
+def projector_for(model: Path, given: str | None) -> Path | None:
+    """The image projector of a GGUF file; None for none. `given`: its path, or `NO_PROJECTOR`; None: the only one in
+    the file's folder. Raises ModelLoadError if the path does not exist."""
+    if given == NO_PROJECTOR:
+        return None
+    if given is None:
+        beside = projectors_beside(model)
+        return beside[0] if len(beside) == 1 else None
+    path = Path(given).expanduser()
+    if not path.is_file():
+        raise ModelLoadError(f"The image projector {path} does not exist. Correct --mmproj.")
+    return path
 
 
 def mentions_chat_template(path: Path) -> bool:

@@ -1,4 +1,5 @@
-"""A folder that represents a GGUF file: a config, a tokenizer and a link to the file, laid out like any checkpoint.
+"""A folder that represents a GGUF file, or one with its image projector: configs, a tokenizer and links to the files,
+laid out like any checkpoint.
 
 It is stored in this user's cache, under a name that changes with the file, and made only once, because reading a
 vocabulary without merges takes a second. Finding an existing one does not import torch.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -18,38 +20,69 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.host.folders import cache_folder, make_private, make_spare
+from engine.model.gguf.files import projector_for, projectors_beside
 
 if TYPE_CHECKING:
     from engine.model.gguf.container import Gguf
 
+logger = logging.getLogger("octavo.model")
+
 LINK = "model.gguf"
 """The name of the link to the file."""
+PROJECTOR_LINK = "mmproj.gguf"
+"""The name of the link to the image projector, if there is one."""
 NO_TOKENIZER = "no_tokenizer.txt"
 """The file with the reason if there is no tokenizer."""
-_FORMAT = 5
+NO_IMAGES = "no_images.txt"
+"""The file with the reason if a projector is not used."""
+_FORMAT = 6
 """Changes with the contents of the folder."""
 _UNFINISHED = ".octavo-writing-"
+_SHOWN = 5
 _KEPT_SECONDS = 30 * 24 * 3600
 
 
 def lacks_tokenizer(folder: Path) -> str:
     """The reason why the tokenizer of the GGUF file behind a folder cannot be built, and what to do; "" if it can, or
     if the folder does not represent a GGUF file."""
-    file = folder / NO_TOKENIZER
+    return _reason(folder / NO_TOKENIZER)
+
+
+def _reason(file: Path) -> str:
     return " ".join(file.read_text(encoding="utf-8").split()) if file.is_file() else ""
 
 
-def stand_in(path: Path) -> Path:
+def stand_in(path: Path, mmproj: str | None = None) -> Path:
     """The folder that represents a GGUF file; made if it does not exist. Raises ModelLoadError if the file cannot be
-    read, or the folder cannot be made; UnsupportedModelError if this kind of model is not supported."""
-    whole, name = _identified(path)
+    read, or the folder cannot be made; UnsupportedModelError if this kind of model is not supported.
+
+    Args:
+        mmproj: the file's image projector, or "none". By default, the only one beside the file is used if it fits; if
+            not, the log says why.
+    """
+    projector = projector_for(path, mmproj)
+    folder = _stand_in(path, projector)
+    reason = _reason(folder / NO_IMAGES)
+    if mmproj is not None and reason:
+        raise UnsupportedModelError(reason)
+    beside = projectors_beside(path) if mmproj is None and projector is None else []
+    if beside:
+        names = ", ".join(file.name for file in beside[:_SHOWN])
+        reason = f"{path.parent} contains {len(beside)} image projectors ({names}). Choose one: --mmproj {beside[0]}."
+    if reason:
+        logger.warning("Requests with images are refused: %s", reason)
+    return folder
+
+
+def _stand_in(path: Path, projector: Path | None) -> Path:
+    whole, name = _identified(path, projector)
     problem: OSError | RuntimeError | None = None
     for place in (_usual, _spare):
         try:
             folder = place() / name
             if not folder.is_dir():
                 _tidy(folder.parent)
-                _make(folder, whole)
+                _make(folder, whole, None if projector is None else projector.resolve())
             with contextlib.suppress(OSError):
                 os.utime(folder)
             return folder
@@ -65,21 +98,27 @@ def stand_in(path: Path) -> Path:
     )
 
 
-def made_before(path: Path) -> Path | None:
-    """The folder that represents a GGUF file, if it exists. Raises ModelLoadError if the file cannot be read."""
-    folder = cache_folder("gguf") / _identified(path)[1]
+def made_before(path: Path, mmproj: str | None = None) -> Path | None:
+    """The folder that represents a GGUF file, if it exists; `mmproj`: as in `stand_in`. Raises ModelLoadError if a file
+    cannot be read."""
+    folder = cache_folder("gguf") / _identified(path, projector_for(path, mmproj))[1]
     return folder if folder.is_dir() else None
 
 
-def _identified(path: Path) -> tuple[Path, str]:
-    """The file itself, and the name of the folder that represents it."""
+def _identified(path: Path, projector: Path | None) -> tuple[Path, str]:
+    """The file itself, and the name of the folder that represents it and its projector."""
+    whole, identity = _identity(path)
+    parts = [_FORMAT, *identity, *([] if projector is None else _identity(projector)[1])]
+    return whole, f"{whole.stem[:64]}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]}"
+
+
+def _identity(path: Path) -> tuple[Path, list[Any]]:
     try:
         whole = path.resolve(strict=True)
         status = whole.stat()
     except OSError as error:
         raise ModelLoadError(f"{path} cannot be read ({error.strerror}).") from error
-    identity = [_FORMAT, str(whole), status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-    return whole, f"{whole.stem[:64]}-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]}"
+    return whole, [str(whole), status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
 def _usual() -> Path:
@@ -92,12 +131,12 @@ def _spare() -> Path:
     return make_spare("gguf")
 
 
-def _make(folder: Path, path: Path) -> None:
+def _make(folder: Path, path: Path, projector: Path | None) -> None:
     """Make the folder under a temporary name and rename it, so that no reader sees an incomplete one and two processes
     may make the same."""
     from engine.model.gguf.container import read_gguf  # brings torch
 
-    contents = _contents(read_gguf(path))
+    contents = _contents(read_gguf(path), None if projector is None else read_gguf(projector))
     draft = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=folder.parent))
     try:
         for name, content in contents.items():
@@ -108,6 +147,8 @@ def _make(folder: Path, path: Path) -> None:
             text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
             (draft / name).write_text(text, encoding="utf-8", errors="backslashreplace")
         (draft / LINK).symlink_to(path)
+        if projector is not None and NO_IMAGES not in contents:
+            (draft / PROJECTOR_LINK).symlink_to(projector)
         try:
             draft.rename(folder)
         except OSError:
@@ -117,16 +158,26 @@ def _make(folder: Path, path: Path) -> None:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _contents(file: Gguf) -> dict[str, Any]:
+def _contents(file: Gguf, projector: Gguf | None) -> dict[str, Any]:
     from engine.model.gguf.architectures import describe, sentence_files
+    from engine.model.gguf.projectors import describe_pair
     from engine.model.gguf.sampling import sampling_fields
     from engine.model.gguf.vocabulary import end_ids, special_ids, tokenizer_files
 
     _, config = describe(file)
     roles, ends = special_ids(file), end_ids(file)
     ids = {f"{role}_token_id": roles.get(role) for role in ("bos", "pad")} | {"eos_token_id": ends or None}
+    more: dict[str, Any] = {}
+    if projector is not None:
+        try:
+            more = describe_pair(file, projector)
+            config = more.pop("config.json")
+            config["text_config"] |= ids
+        except (ModelLoadError, UnsupportedModelError) as error:
+            more[NO_IMAGES] = str(error)
     found: dict[str, Any] = {
         "config.json": config | ids | {"dtype": _dtype(file)},
+        **more,
         "generation_config.json": {name: value for name, value in ids.items() if value is not None}
         | sampling_fields(file),
         **sentence_files(file),
@@ -154,5 +205,6 @@ def _tidy(place: Path) -> None:
         with contextlib.suppress(OSError):
             old = now - folder.stat().st_mtime > _KEPT_SECONDS
             left = folder.name.startswith(_UNFINISHED)
-            if old or (not left and not (folder / LINK).exists()):
+            gone = any(link.is_symlink() and not link.exists() for link in map(folder.joinpath, (LINK, PROJECTOR_LINK)))
+            if old or gone or (not left and not (folder / LINK).exists()):
                 shutil.rmtree(folder)

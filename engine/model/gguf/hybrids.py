@@ -8,6 +8,7 @@ from typing import Any
 from engine.errors import UnsupportedModelError
 from engine.model.gguf.arrangements import AboveOne, Arrangement, Decays, Flat, Kernels
 from engine.model.gguf.metadata import Metadata
+from engine.model.gguf.rope import axes_of
 
 Config = dict[str, Any]
 Arranged = dict[str, Callable[[Config], Arrangement]]
@@ -169,7 +170,7 @@ def delta_rule(metadata: Metadata, config: Config) -> Config:
     states = usual
     if metadata.has("attention.recurrent_layers"):
         states = [bool(each) for each in metadata.each("attention.recurrent_layers", blocks)][:layers]
-    metadata.each("rope.dimension_sections", 4, default=0)  # the axes of positions are equal for texts
+    config["rope_parameters"] |= axes_of(metadata)
     heads, value_dim, groups, key_dim, taps = _sizes(metadata)
     config["rope_parameters"]["partial_rotary_factor"] = (
         metadata.count("rope.dimension_count", config["head_dim"]) / config["head_dim"]

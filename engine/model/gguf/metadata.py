@@ -4,6 +4,7 @@ so that no setting is overlooked."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from engine.errors import ModelLoadError, UnsupportedModelError
@@ -15,12 +16,12 @@ _HARMLESS = ("tensor_data_layout", "vocab_size", "rope.scaling.finetuned")
 
 class Metadata:
     """The settings of an architecture, by the name after its prefix; others by their full names. `file`: the file with
-    its tensors, some of which reveal a setting."""
+    its tensors, some of which reveal a setting. `harmless`: further settings that change nothing."""
 
-    def __init__(self, file: Gguf):
+    def __init__(self, file: Gguf, harmless: Iterable[str] = ()):
         self.file = file
         self.architecture = str(file.metadata.get("general.architecture", ""))
-        self._asked = {f"{self.architecture}.{name}" for name in _HARMLESS}
+        self._asked = {f"{self.architecture}.{name}" for name in (*_HARMLESS, *harmless)}
 
     def has(self, name: str) -> bool:
         """Whether the architecture has this setting."""

@@ -25,10 +25,12 @@ MODEL_TYPES: Mapping[str, tuple[str, ...]] = {
     "phi3": ("phi3",),
     "qwen2": ("qwen2",),
     "qwen2moe": ("qwen2_moe",),
+    "qwen2vl": ("qwen2", "qwen2_vl_text", "qwen2_5_vl_text"),
     "qwen3": ("qwen3",),
     "qwen35": ("qwen3_5", "qwen3_5_text"),
     "qwen35moe": ("qwen3_5_moe", "qwen3_5_moe_text"),
     "qwen3moe": ("qwen3_moe",),
+    "qwen3vl": ("qwen3", "qwen3_vl_text"),
     "qwen3next": ("qwen3_next",),
     "stablelm": ("stablelm",),
 }

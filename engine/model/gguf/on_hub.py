@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from engine.errors import ModelLoadError
-from engine.model.gguf.files import PART, SUFFIX
+from engine.model.gguf.files import PART, PROJECTOR, SUFFIX
 
 _NAMED = re.compile(rf"([\w.-]+/[\w.-]+)(?::([\w.-]+)|/([^\\]+{re.escape(SUFFIX)}))")
 _SHOWN = 12
@@ -58,8 +58,7 @@ def _means(wanted: str, name: str) -> bool:
 
 
 def _is_model(name: str) -> bool:
-    """Image projectors are stored beside their models."""
-    return name.endswith(SUFFIX) and not PurePosixPath(name).name.startswith("mmproj")
+    return name.endswith(SUFFIX) and not PurePosixPath(name).name.startswith(PROJECTOR)
 
 
 def _stem(name: str) -> str:

@@ -64,3 +64,10 @@ def rope_parameters(metadata: Metadata) -> dict[str, Any]:
         if metadata.has("rope.scaling.attn_factor"):
             settings["attention_factor"] = metadata.number("rope.scaling.attn_factor")
     return settings
+
+
+def axes_of(metadata: Metadata) -> dict[str, Any]:
+    """How many of a head's frequencies each of three axes of positions turns, as settings of `rope_parameters`; empty
+    if the file does not say."""
+    sections = [int(each) for each in metadata.each("rope.dimension_sections", 4, default=0)][:3]
+    return {"mrope_section": sections} if any(sections) else {}

@@ -13,6 +13,7 @@ from engine.backends.native.gemm import BlockKind, Blocks, Quantised
 from engine.errors import ModelLoadError
 from engine.model.gguf.architectures import Placed, describe, place
 from engine.model.gguf.container import read_gguf
+from engine.model.gguf.projectors import is_projector, place_projector
 from engine.model.gguf.tensors import StoredRows, check_readable, mapped, read_blocks, read_quantised, read_tensor
 from engine.model.quantisation import Quantization
 
@@ -36,13 +37,14 @@ class GgufWeights:
         placed = self._placed[name]
         dtype = dtype if placed.arrangement.keeps_rows else torch.float32
         if placed.expert is None:
-            return placed.arrangement.arrange(read_tensor(self._data, placed.info, dtype=dtype))
+            parts = [read_tensor(self._data, info, dtype=dtype) for info in placed.infos]
+            return placed.arrangement.arrange(parts[0] if len(parts) == 1 else torch.cat(parts))
         part = read_tensor(self._data, placed.info, placed.expert, placed.expert + 1, dtype)
         return placed.arrangement.arrange(part[0])
 
     def few_bits(self, name: str) -> bool:
         """Whether a tensor is quantised."""
-        return self._placed[name].info.format.plain is None
+        return any(info.format.plain is None for info in self._placed[name].infos)
 
     def kind(self, name: str) -> Quantization | None:
         """The kind of ours that a matrix has; None for none."""
@@ -54,11 +56,12 @@ class GgufWeights:
 
     def _is_matrix(self, name: str) -> bool:
         placed = self._placed[name]
-        return len(placed.shape) == 2 and placed.arrangement.keeps_rows
+        return len(placed.shape) == 2 and placed.arrangement.keeps_rows and not placed.others
 
     def has_rows(self, name: str) -> bool:
         """Whether single rows of a matrix can be read."""
-        return self._placed[name].arrangement.by_rows and self._placed[name].expert is None
+        placed = self._placed[name]
+        return placed.arrangement.by_rows and placed.expert is None and not placed.others
 
     def quantised(self, name: str, own: bool = False, start: int = 0, stop: int | None = None) -> Quantised | Blocks:
         """A matrix with a `kind` or an `own_kind`, in that kind; with `has_rows`, its rows [start, stop)."""
@@ -70,7 +73,7 @@ class GgufWeights:
 
     def stored_bytes(self, name: str) -> int:
         """Bytes of a tensor in the file."""
-        return self._placed[name].info.size
+        return sum(info.size for info in self._placed[name].infos)
 
     def stored_rows(self, name: str) -> StoredRows:
         """A quantised matrix with `has_rows`, in the file's format."""
@@ -94,8 +97,9 @@ class GgufSlice:
 
     def get_dtype(self) -> str:
         """The format of the result, under safetensors' name."""
-        plain = self._placed.info.format.plain
-        return "F32" if plain is None else _NAMES[plain]
+        formats = {info.format.plain for info in self._placed.infos}
+        plain = next(iter(formats))
+        return "F32" if plain is None or len(formats) > 1 else _NAMES[plain]
 
     def __getitem__(self, rows: slice) -> Tensor:
         if self._weights.has_rows(self._placed.name):
@@ -116,13 +120,14 @@ def _identity(path: Path) -> Any:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
-@lru_cache(maxsize=2)  # a start opens the weights several times
+@lru_cache(maxsize=4)  # a start opens the weights several times
 def _contents(path: Path, identity: Any) -> tuple[dict[str, Placed], dict[str, int]]:
     """Tensors by name, and bytes by format."""
     file = read_gguf(path, vocabulary=False)
     found: dict[str, Placed] = {}
-    for placed in place(file, *describe(file)):
-        check_readable(path, placed.info)
+    for placed in place_projector(file) if is_projector(file) else place(file, *describe(file)):
+        for info in placed.infos:
+            check_readable(path, info)
         if placed.name in found:
             raise ModelLoadError(
                 f"{path} holds {placed.name} twice: as {found[placed.name].info.name} and as {placed.info.name}."

@@ -17,10 +17,10 @@ from support.gpu import kernels
 from engine import SamplingParams
 from engine.backends.native.memory import Arena
 from engine.backends.triton import adapters
-from engine.backends.triton.executor import TritonExecutor
 from engine.execution.recording import eager
 from engine.model.adapter_slots import AdapterSlots
 from engine.model.adapters import LowRank
+from engine.model.executors.triton import TritonExecutor
 
 pytestmark = pytest.mark.slow
 

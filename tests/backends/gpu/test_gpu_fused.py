@@ -30,7 +30,7 @@ from engine import SamplingParams
 from engine.backends import triton as gpu
 from engine.backends.attention.base import AttentionMetadata, Paged
 from engine.backends.triton import activations, norms, pages, rotary
-from engine.backends.triton.executor import TritonExecutor
+from engine.model.executors.triton import TritonExecutor
 from engine.model.inputs import Inputs
 from engine.model.slots import find_slots
 from engine.model.transformer import Transformer

@@ -23,7 +23,7 @@ from engine.execution.cuda_graphs import graph_sizes
 from engine.execution.kv_cache import page_bytes
 from engine.execution.loading import check_weights_fit
 from engine.execution.memory import CudaMemory, DeviceMemory, device_memory, gib
-from engine.execution.pending import PendingStep
+from engine.execution.pending import LateStep
 from engine.execution.profiling import GRAPH, PARTS, Needs, measure_needs
 from engine.execution.prompt_graphs import token_sizes
 from engine.execution.runner import ModelRunner
@@ -74,7 +74,7 @@ def gpu(memory: MadeUpMemory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         launch = ModelRunner.launch
 
-        def watched(runner: ModelRunner, plan: StepPlan) -> PendingStep:
+        def watched(runner: ModelRunner, plan: StepPlan) -> LateStep:
             memory.run(plan)
             return launch(runner, plan)
 

@@ -18,9 +18,9 @@ from support.poison import poisoned
 from test_gpu_fused import VOCABULARY, by_torch, make_any, near
 
 from engine.backends.triton import activations, matvec, norms, rotary
-from engine.backends.triton.executor import TritonExecutor
-from engine.backends.triton.one_row import MultiplyRow
-from engine.backends.triton.operations import Join
+from engine.model.executors.triton import TritonExecutor
+from engine.model.executors.triton_operations import Join
+from engine.model.executors.triton_row import MultiplyRow
 from engine.model.kernels import FUSED, LIBRARY, RowForm
 from engine.model.transformer import Transformer
 

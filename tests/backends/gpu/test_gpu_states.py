@@ -20,7 +20,7 @@ from engine.backends.attention.base import AttentionMetadata
 from engine.backends.states import States
 from engine.backends.torch.states import apply_delta, convolve, each_row
 from engine.backends.triton import states
-from engine.backends.triton.executor import TritonExecutor
+from engine.model.executors.triton import TritonExecutor
 
 pytestmark = pytest.mark.slow
 

@@ -28,15 +28,15 @@ from torch import Tensor
 from engine import SamplingParams
 from engine.backends.attention.base import AttentionMetadata
 from engine.backends.attention.selection import select
-from engine.backends.native import executor as native_executor
 from engine.backends.native import gemm
 from engine.backends.native import program as programs
 from engine.backends.native.attention import NativeAttention
-from engine.backends.native.executor import NativeExecutor
 from engine.backends.torch.attention import TorchReference
-from engine.backends.torch.executor import TorchExecutor
 from engine.model import checkpoint, families, kernels, packing, spec
 from engine.model.activations import ACTIVATIONS
+from engine.model.executors import native as native_executor
+from engine.model.executors.native import NativeExecutor
+from engine.model.executors.reference import TorchExecutor
 from engine.model.experts import ExpertMatrices, ExpertsFeedForward
 from engine.model.heads import Head
 from engine.model.inputs import Inputs

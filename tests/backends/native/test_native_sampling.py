@@ -18,8 +18,7 @@ from torch import Tensor
 from engine.backends import native
 from engine.backends.native.build import SOURCES
 from engine.backends.native.sampling import LogitRows
-from engine.backends.torch import sampling as sampler_torch
-from engine.execution import sampler
+from engine.execution import sampler, sampler_torch
 from engine.interface.sampling_table import EDIT, TABLE, EditList, Kind, Table, neutral_rows
 from engine.scheduling.plan import PromptLogprobRows, StepResult
 

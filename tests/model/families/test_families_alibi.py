@@ -1,4 +1,4 @@
-"""Falcon, GPT-BigCode, BLOOM and MPT: published configs to parts, ALiBi's slopes and biases, stored names."""
+"""Falcon, GPT-BigCode, BLOOM and MPT: settings that are refused, ALiBi's slopes and biases, stored names."""
 
 from __future__ import annotations
 
@@ -15,12 +15,9 @@ from support.pages import Pages, close, load, scattered_tables
 from support.published import (
     BLOOM_560M,
     FALCON_7B,
-    FALCON_11B,
     FALCON_40B,
     FALCON_RW_1B,
     MPT_7B,
-    MPT_7B_STORYWRITER,
-    SANTACODER,
     STARCODERBASE,
     Read,
 )
@@ -33,75 +30,12 @@ from engine.backends.attention.base import DistanceBias, PositionBias
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model.bias import BiasTable
 from engine.model.families.alibi import slopes
-from engine.model.normalisation import Norm
-from engine.model.positions import DynamicScaling, Learned, LinearScaling, Rotary, RoundedSlopes, Slopes
-from engine.model.spec import Block, Dense, Lm, ModelSpec, NormedResidual, Parallel, Pool, Pre, Tokens
+from engine.model.positions import RoundedSlopes, Slopes
 
 CPU = torch.device("cpu")
-LAYER = Norm("layer", 1e-5, bias=True)
 
 
-def only_block(model: ModelSpec, layers: int) -> Block:
-    """The block that all layers are."""
-    assert model.decoder is not None
-    assert len(model.decoder.blocks) == layers
-    assert len(set(model.decoder.blocks)) == 1
-    return model.decoder.blocks[0]
-
-
-# --- Falcon --------------------------------------------------------------------------------------
-
-
-def test_falcon_7b(read: Read) -> None:
-    model = read(FALCON_7B)
-    block = only_block(model, 32)
-    attention = block.attention
-    assert block.placement == Parallel((LAYER,))
-    assert (attention.heads, attention.kv_heads, attention.head_dim, attention.scale) == (71, 1, 64, 0.125)
-    assert attention.position == Rotary(64, 10_000.0)
-    assert not attention.qkv_bias
-    assert not attention.out_bias
-    assert block.ffn == Dense(4 * 4544, "gelu")
-    assert model.head == Lm(tied=True)
-    assert model.decoder is not None
-    assert model.decoder.embedding == Tokens(vocab_size=65024, width=4544)
-    assert model.decoder.final_norm == LAYER
-
-
-def test_falcon_40b_and_11b_group_their_heads(read: Read) -> None:
-    block = only_block(read(FALCON_40B), 60)
-    assert block.placement == Parallel((LAYER, LAYER))
-    assert (block.attention.heads, block.attention.kv_heads, block.attention.head_dim) == (128, 8, 64)
-    model = read(FALCON_11B)
-    block = only_block(model, 60)
-    assert block.placement == Parallel((LAYER,))
-    assert block.attention.position == Rotary(128, 500042.0)
-    assert block.ffn == Dense(16384, "gelu")
-    assert model.head == Lm(tied=False)
-
-
-def test_falcon_rw_has_alibi_and_sequential_blocks(read: Read) -> None:
-    block = only_block(read(FALCON_RW_1B), 24)
-    attention = block.attention
-    assert block.placement == Pre(LAYER, LAYER)
-    assert (attention.heads, attention.kv_heads, attention.head_dim) == (32, 32, 64)
-    assert attention.position == RoundedSlopes(slopes(32), 0.125)
-    assert attention.qkv_bias
-    assert attention.out_bias
-    assert block.ffn == Dense(8192, "gelu", bias=True)
-
-
-def test_falcon_scales_rotary_positions(read: Read) -> None:
-    for kind, expected in (("linear", LinearScaling(4.0)), ("dynamic", DynamicScaling(4.0, 2048))):
-        model = read(FALCON_7B | {"rope_scaling": {"type": kind, "factor": 4.0}})
-        assert only_block(model, 32).attention.position == Rotary(64, 10_000.0, scaling=expected)
-
-
-def test_falcon_of_older_and_other_settings(read: Read) -> None:
-    older = {name: value for name, value in FALCON_7B.items() if name != "hidden_size"} | {"n_embed": 4544}
-    assert read(older) == read(FALCON_7B)
-    block = only_block(read(FALCON_7B | {"activation": "relu", "ffn_hidden_size": 100}), 32)
-    assert block.ffn == Dense(100, "relu")
+# --- what is refused --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -131,100 +65,6 @@ def test_falcon_of_older_and_other_settings(read: Read) -> None:
 def test_what_no_part_expresses_is_refused_by_name(values: dict[str, Any], message: str, read: Read) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         read(values)
-
-
-# --- the others ------------------------------------------------------------------------------------
-
-
-def test_starcoder(read: Read) -> None:
-    model = read(STARCODERBASE)
-    block = only_block(model, 40)
-    attention = block.attention
-    assert block.placement == Pre(LAYER, LAYER)
-    assert (attention.heads, attention.kv_heads, attention.head_dim) == (48, 1, 128)
-    assert attention.scale == 128**-0.5
-    assert attention.position is None
-    assert attention.qkv_bias
-    assert attention.out_bias
-    assert block.ffn == Dense(24576, "gelu", bias=True)
-    assert model.decoder is not None
-    assert model.decoder.embedding == Tokens(vocab_size=49152, width=6144, positions=Learned(8192))
-    assert model.head == Lm(tied=True)
-    assert model.max_positions == 8192
-
-
-def test_santacoder_and_other_settings_of_gpt_bigcode(read: Read) -> None:
-    assert only_block(read(SANTACODER), 24).ffn == Dense(8192, "gelu_tanh", bias=True)
-    block = only_block(read(SANTACODER | {"multi_query": False, "n_inner": None, "scale_attn_weights": False}), 24)
-    assert block.attention.kv_heads == 16
-    assert block.attention.scale == 1.0
-    assert block.ffn == Dense(8192, "gelu_tanh", bias=True)
-
-
-def test_bloom_560m(read: Read) -> None:
-    model = read(BLOOM_560M)
-    block = only_block(model, 24)
-    attention = block.attention
-    assert block.placement == Pre(LAYER, LAYER)
-    assert (attention.heads, attention.kv_heads, attention.head_dim, attention.scale) == (16, 16, 64, 0.125)
-    assert attention.position == Slopes(slopes(16))
-    assert attention.qkv_bias
-    assert attention.out_bias
-    assert block.ffn == Dense(4096, "gelu_tanh", bias=True)
-    assert model.decoder is not None
-    assert model.decoder.embedding == Tokens(vocab_size=250880, width=1024, norm=LAYER)
-    assert model.head == Lm(tied=True)
-    assert model.context_length == 2048
-    assert read(BLOOM_560M | {"seq_length": 4096, "architectures": ["BloomForCausalLM"]}).context_length == 4096
-    after = only_block(read(BLOOM_560M | {"apply_residual_connection_post_layernorm": True}), 24)
-    assert after.placement == NormedResidual(LAYER, LAYER)
-    assert read(BLOOM_560M | {"slow_but_exact": True}) == model
-    assert read(BLOOM_560M | {"pretraining_tp": 4}) == model
-
-
-def test_mpt_7b(read: Read) -> None:
-    model = read(MPT_7B)
-    block = only_block(model, 32)
-    attention = block.attention
-    plain = Norm("layer", 1e-5)
-    assert block.placement == Pre(plain, plain)
-    assert (attention.heads, attention.kv_heads, attention.head_dim) == (32, 32, 128)
-    assert attention.scale == 128**-0.5
-    assert attention.position == Slopes(slopes(32))
-    assert attention.clip is None
-    assert not attention.qkv_bias
-    assert not attention.out_bias
-    assert block.ffn == Dense(16384, "gelu")
-    assert model.decoder is not None
-    assert model.decoder.final_norm == plain
-    assert model.head == Lm(tied=True)
-    assert model.context_length == 2048
-
-
-def test_mpt_altered(read: Read) -> None:
-    model = read(MPT_7B_STORYWRITER)
-    attention = only_block(model, 32).attention
-    assert attention.clip == 6.0
-    assert attention.position == Slopes(slopes(32))
-    assert model.context_length == 65536
-    attention = only_block(read(MPT_7B | {"attn_config": {"softmax_scale": 0.25, "clip_qkv": 0.0}}), 32).attention
-    assert attention.scale == 0.25
-    assert attention.clip is None
-
-
-@pytest.mark.parametrize(
-    ("values", "architecture"),
-    [
-        (FALCON_7B, "FalconModel"),
-        (STARCODERBASE, "GPTBigCodeModel"),
-        (BLOOM_560M, "BloomModel"),
-        (MPT_7B, "MptModel"),
-    ],
-)
-def test_a_model_without_head_generates_with_a_tied_one(values: dict[str, Any], architecture: str, read: Read) -> None:
-    headless = values | {"architectures": [architecture]}
-    assert read(headless).head == Lm(tied=True)
-    assert read(headless | {"tie_word_embeddings": False}).head == Pool()
 
 
 # --- slopes and biases -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""DeBERTa-v2: what published configs are made of, the forms that checkpoints are stored in, that inputs of a batch do
+"""DeBERTa-v2: the forms that checkpoints are stored in, that inputs of a batch do
 not see each other, and what is refused. Its numbers are compared in test_golden_encoders.py."""
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from engine.model.distances import column_of
 from engine.model.inputs import Inputs
 from engine.model.missing import unsupported
 from engine.model.normalisation import Norm
-from engine.model.positions import Disentangled, DistanceVectors, Learned
-from engine.model.spec import Attention, Classifier, Convolution, Dense, Lm, MaskedLm, ModelSpec, Pool, Tokens
+from engine.model.positions import DistanceVectors
+from engine.model.spec import Convolution, Lm, ModelSpec
 from engine.model.table import Taps
 from engine.model.transformer import Transformer
 
@@ -49,81 +49,6 @@ def published(folder: Path, config: dict[str, Any], **changes: Any) -> ModelSpec
 
 
 # ---------------------------------------------------------------- parts
-
-
-def test_deberta_v3_as_published(tmp_path: Path) -> None:
-    model = published(tmp_path, DEBERTA_V3_BASE)
-    assert model.encoder is not None
-    assert model.encoder.embedding == Tokens(vocab_size=128100, width=768, norm=NORM)
-    assert model.encoder.distances == DistanceVectors(max_distance=512, buckets=256, norm=NORM)
-    (block,) = set(model.encoder.blocks)
-    assert len(model.encoder.blocks) == 12
-    assert block.beside is None
-    assert block.ffn == Dense(3072, "gelu", bias=True)
-    assert block.attention == Attention(
-        heads=12,
-        kv_heads=12,
-        head_dim=64,
-        scale=192**-0.5,
-        position=Disentangled(shared=True),
-        causal=False,
-        qkv_bias=True,
-        out_bias=True,
-    )
-    assert model.head == Pool()
-    assert model.max_positions is None
-
-
-def test_deberta_v2_as_published(tmp_path: Path) -> None:
-    model = published(tmp_path, DEBERTA_V2_XLARGE_MNLI)
-    assert model.encoder is not None
-    first, *others = model.encoder.blocks
-    assert first.beside == Convolution(kernel=3, activation="gelu", norm=NORM)
-    assert set(others) == {replace(first, beside=None)}
-    assert len(others) == 23
-    assert model.head == Classifier(labels=3, pooling="cls", activation="gelu")
-
-
-def test_deberta_altered(tmp_path: Path) -> None:
-    """The settings that the published checkpoints leave alone."""
-    changes = {
-        "architectures": ["DebertaV2ForMaskedLM"],
-        "position_buckets": -1,
-        "max_relative_positions": 100,
-        "norm_rel_ebd": "none",
-        "share_att_key": False,
-        "pos_att_type": ["p2c"],
-        "position_biased_input": True,
-        "type_vocab_size": 2,
-        "embedding_size": 128,
-    }
-    model = published(tmp_path, DEBERTA_V3_BASE, **changes)
-    assert model.encoder is not None
-    assert model.encoder.distances == DistanceVectors(max_distance=100)
-    assert model.encoder.blocks[0].attention.position == Disentangled(content_to_position=False, shared=False)
-    assert model.encoder.blocks[0].attention.scale == 128**-0.5
-    assert model.encoder.embedding == Tokens(
-        vocab_size=128100,
-        width=128,
-        positions=Learned(512),
-        token_types=2,
-        norm=NORM,
-        projection=768,
-        projects_sum=True,
-    )
-    assert model.head == MaskedLm(tied=True, activation="gelu", norm=NORM)
-    newer = published(tmp_path, DEBERTA_V3_BASE, architectures=["DebertaV2ForMaskedLM"], legacy=False)
-    assert newer.head == MaskedLm(tied=True, activation="gelu", norm=NORM, width=768)
-
-
-@pytest.mark.parametrize("changes", [{"pos_att_type": None}, {"pos_att_type": "none"}, {"relative_attention": False}])
-def test_without_terms_there_are_no_distances(changes: dict[str, Any], tmp_path: Path) -> None:
-    model = published(tmp_path, DEBERTA_V3_BASE, **changes)
-    assert model.encoder is not None
-    assert model.encoder.distances is None
-    assert model.encoder.blocks[0].attention.position is None
-    # transformers scales for the terms that the config names, although none is added.
-    assert model.encoder.blocks[0].attention.scale == (192 if "relative_attention" in changes else 64) ** -0.5
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Decoders whose parts are their own: settings that are refused, parts that a config gives, and forms in which weights
+"""Decoders whose parts are their own: settings that are refused, and forms in which weights
 are stored."""
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from support.family_shape import run
 from support.pages import Pages, close, load, scattered_tables
 from torch import Tensor
 
-from engine.backends.attention.base import Window
 from engine.errors import UnsupportedModelError
 from engine.model import families
 from engine.model.place import Place
-from engine.model.positions import Rotary
-from engine.model.spec import AfterRotation, Experts, HeadLayer, Lm, ModelSpec, Pool, Shared, Xielu
+from engine.model.spec import ModelSpec, Xielu
 from engine.model.table import Flattened, Interleaved, Joined, Same, Swapped, Turned
 
 
@@ -87,58 +85,6 @@ def described(model_type: str, architecture: str, **settings: Any) -> ModelSpec:
 def test_refusals(model_type: str, architecture: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         described(model_type, architecture, **settings)
-
-
-def test_gpt_neo_sees_windows_in_turns() -> None:
-    decoder = described("gpt_neo", "GPTNeoForCausalLM").decoder
-    assert decoder is not None
-    assert [block.attention.window for block in decoder.blocks[:3]] == [None, Window(255, 0), None]
-    assert {block.attention.scale for block in decoder.blocks} == {1.0}
-
-
-def test_hunyuan_stretches_its_base_once_and_for_all() -> None:
-    """As the published 7B has it; without an alpha, dynamic is what it is everywhere."""
-    settings = {"rope_type": "dynamic", "rope_theta": 10_000.0, "alpha": 1000.0, "factor": 1.0}
-    model = described("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", head_dim=128, rope_parameters=settings)
-    assert model.decoder is not None
-    attention = model.decoder.blocks[0].attention
-    assert attention.position == Rotary(128, 10_000.0 * 1000.0 ** (128 / 126))
-    assert isinstance(attention.qk_norm, AfterRotation)
-    assert model.rotary_limits == ()
-    plain = described(
-        "hunyuan_v1_dense",
-        "HunYuanDenseV1ForCausalLM",
-        head_dim=128,
-        rope_parameters={"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0},
-    )
-    assert plain.rotary_limits == (2048,)
-
-
-def test_hunyuan_has_as_many_experts_for_a_token_as_a_layer_says() -> None:
-    model = described(
-        "hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", num_hidden_layers=3, num_experts=8, moe_topk=[1, 2, 8]
-    )
-    assert model.decoder is not None
-    parts = [block.ffn for block in model.decoder.blocks]
-    assert [part.routed.active for part in parts if isinstance(part, Shared)] == [1, 2, 8]
-
-
-def test_dbrx_takes_its_base_from_where_it_is_published() -> None:
-    """databricks/dbrx-instruct gives it in attn_config alone."""
-    own = {"clip_qkv": 8, "kv_n_heads": 8, "rope_theta": 500_000}
-    model = described("dbrx", "DbrxForCausalLM", attn_config=own)
-    assert model.decoder is not None
-    block = model.decoder.blocks[0]
-    assert (block.attention.position, block.attention.clip) == (Rotary(128, 500_000), 8)
-    assert isinstance(block.ffn, Experts)
-    assert block.ffn.normalize
-
-
-def test_modernbert_as_a_decoder_without_a_head_makes_vectors() -> None:
-    whole = described("modernbert-decoder", "ModernBertDecoderForCausalLM")
-    assert isinstance(whole.head, Lm)
-    assert isinstance(whole.head.layer, HeadLayer)
-    assert described("modernbert-decoder", "ModernBertDecoderModel").head == Pool()
 
 
 # ---------------------------------------------------------------- forms of weights

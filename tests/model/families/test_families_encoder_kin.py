@@ -1,4 +1,4 @@
-"""Encoders with parts that BERT's lacks: what published configs are made of, weights that layers share, refusals."""
+"""Encoders with parts that BERT's lacks: weights that layers share, refusals."""
 
 from __future__ import annotations
 
@@ -17,32 +17,17 @@ from support.published import (
     JINA_V2_SMALL,
     MOBILEBERT,
     XLM_MLM_EN,
-    encoder,
     read,
-    words,
 )
 
-from engine import EngineConfig
 from engine.backends.attention.base import AttentionMetadata
 from engine.errors import UnsupportedModelError
-from engine.execution.loading import find_max_model_len
-from engine.model import checkpoint
 from engine.model.attention_operations import Attend
 from engine.model.embedding import mask_out
-from engine.model.families.alibi import slopes
-from engine.model.normalisation import Norm
 from engine.model.operations import Multiply
-from engine.model.positions import Learned, Rotary, TwoSidedSlopes
 from engine.model.spec import (
-    Bottleneck,
-    Dense,
-    Gated,
-    MaskedLm,
     MaskedOut,
-    Neighbours,
     Repeated,
-    Spans,
-    SparseBlocks,
     Stack,
     Tokens,
 )
@@ -50,72 +35,7 @@ from engine.model.spec import (
 XLM_CLASSES = XLM_MLM_EN | {"architectures": ["XLMForSequenceClassification"]}
 
 
-# ---------------------------------------------------------------- published configs
-
-
-def test_albert_as_published(tmp_path: Path) -> None:
-    model = read(tmp_path, ALBERT_BASE_V2)
-    stack = encoder(model)
-    assert (len(stack.blocks), stack.repeated, stack.order) == (1, Repeated(length=1, times=12), (0,) * 12)
-    assert (words(model).width, words(model).expansion, stack.hidden_size) == (128, 768, 768)
-    assert stack.blocks[0].ffn == Dense(3072, "gelu_tanh", bias=True)
-    assert model.head == MaskedLm(tied=True, activation="gelu_tanh", norm=Norm("layer", 1e-12, bias=True))
-
-
-def test_esm_as_published(tmp_path: Path) -> None:
-    model = read(tmp_path, ESM2_8M)
-    assert words(model).masked_out == MaskedOut(32, 0.15 * 0.8)
-    assert words(model).positions is None
-    assert encoder(model).blocks[0].attention.position == Rotary(16, 10_000.0, in_float32=True)
-    assert find_max_model_len(EngineConfig(model="x"), checkpoint.read_config(tmp_path), model) == 1026
-
-
-def test_jina_as_published(tmp_path: Path) -> None:
-    """The code that its config names is never run."""
-    model = read(tmp_path, JINA_V2_SMALL)
-    (block,) = set(encoder(model).blocks)
-    assert block.attention.position == TwoSidedSlopes(slopes(8))
-    assert block.ffn == Gated(2048, "gelu", bias=True)
-    assert words(model).positions is None
-    assert find_max_model_len(EngineConfig(model="x"), checkpoint.read_config(tmp_path), model) == 8192
-
-
-def test_mobilebert_as_published(tmp_path: Path) -> None:
-    model = read(tmp_path, MOBILEBERT)
-    affine = Norm("affine", 0.0, bias=True)
-    assert words(model).neighbours == Neighbours(taps=3, width=512)
-    assert encoder(model).blocks[0].bottleneck == Bottleneck(width=128, norm=affine, networks=4, values="whole")
-    assert model.head == MaskedLm(
-        tied=True, activation="relu", norm=Norm("layer", 1e-12, bias=True), width=512, beyond=384
-    )
-
-
-def test_convbert_as_published(tmp_path: Path) -> None:
-    part = encoder(read(tmp_path, CONVBERT_BASE)).blocks[0].attention
-    assert (part.heads, part.head_dim, part.spans) == (6, 64, Spans(9))
-
-
-def test_xlm_as_published(tmp_path: Path) -> None:
-    model = read(tmp_path, XLM_MLM_EN)
-    norm = Norm("layer", 1e-12, bias=True)
-    assert words(model) == Tokens(vocab_size=30145, width=2048, positions=Learned(512), norm=norm)
-    assert encoder(model).blocks[0].ffn == Dense(8192, "gelu", bias=True)
-    assert model.head == MaskedLm(tied=True)
-
-
 # ---------------------------------------------------------------- layers of the same weights
-
-
-def test_big_bird_as_published(tmp_path: Path) -> None:
-    model = read(tmp_path, BIG_BIRD_BASE)
-    assert {block.attention.blocks for block in encoder(model).blocks} == {SparseBlocks(size=64, drawn=3)}
-    assert SparseBlocks(size=64, drawn=3).whole == 704
-    assert (words(model).positions, words(model).token_types, words(model).second_after) == (Learned(4096), 2, None)
-    assert model.head == MaskedLm(tied=True, activation="gelu_tanh", norm=Norm("layer", 1e-12, bias=True))
-    answering = BIG_BIRD_BASE | {"architectures": ["BigBirdForQuestionAnswering"]}
-    assert words(read(tmp_path, answering)).second_after == 66
-    whole = read(tmp_path, BIG_BIRD_BASE | {"attention_type": "original_full"})
-    assert {block.attention.blocks for block in encoder(whole).blocks} == {None}
 
 
 def test_layers_share_one_module(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""BERT and its kin: what published configs are made of, the forms that checkpoints are stored in, what is refused."""
+"""BERT and its kin: the forms that checkpoints are stored in, what is refused."""
 
 from __future__ import annotations
 
@@ -16,104 +16,22 @@ from support.encoder_shape import EncoderCheckpoint, run
 from support.encoders import ENCODER_SHAPES, make_encoder_checkpoint
 from support.pages import CPU, close, load
 from support.published import (
-    ALL_MINILM_L6,
     ALL_MPNET_BASE,
     BERT_BASE,
-    CAMEMBERT_BASE,
     DISTILBERT_BASE,
     ELECTRA_SMALL_DISCRIMINATOR,
-    MS_MARCO_MINILM_L6,
     ROBERTA_BASE,
-    XLM_ROBERTA_BASE,
-    encoder,
     read,
-    words,
 )
 from torch import Tensor
 
-from engine import EngineConfig, TokenInput
+from engine import TokenInput
 from engine.backends.attention.base import AttentionMetadata
 from engine.errors import ModelLoadError, UnsupportedModelError
-from engine.execution.loading import find_max_model_len
-from engine.model import checkpoint, families
+from engine.model import families
 from engine.model.inputs import Inputs
-from engine.model.normalisation import Norm
-from engine.model.positions import Learned, RelativeBuckets
-from engine.model.spec import Attention, Block, Classifier, Dense, MaskedLm, Pool, Post, Tokens
 
 Tensors = dict[str, Tensor]
-
-
-# ---------------------------------------------------------------- published configs
-
-
-def test_bert_as_published(tmp_path: Path) -> None:
-    model = read(tmp_path, BERT_BASE)
-    norm = Norm("layer", 1e-12, bias=True)
-    attention = Attention(heads=12, kv_heads=12, head_dim=64, scale=1 / 8, causal=False, qkv_bias=True, out_bias=True)
-    block = Block(placement=Post(norm, norm), attention=attention, ffn=Dense(3072, "gelu", bias=True))
-    assert words(model) == Tokens(vocab_size=30522, width=768, positions=Learned(512), token_types=2, norm=norm)
-    assert encoder(model).blocks == (block,) * 12
-    assert encoder(model).final_norm is None
-    assert model.head == MaskedLm(tied=True, activation="gelu", norm=norm)
-    assert read(tmp_path, ALL_MINILM_L6).head == Pool()
-    assert read(tmp_path, MS_MARCO_MINILM_L6).head == Classifier(labels=1, pooling="cls", activation="tanh")
-
-
-def test_roberta_as_published(tmp_path: Path) -> None:
-    norm = Norm("layer", 1e-5, bias=True)
-    for config, vocab in ((ROBERTA_BASE, 50265), (XLM_ROBERTA_BASE, 250002), (CAMEMBERT_BASE, 32005)):
-        model = read(tmp_path, config)
-        positions = Learned(514, offset=2, unplaced=1)
-        assert words(model) == Tokens(vocab_size=vocab, width=768, positions=positions, token_types=1, norm=norm)
-        assert model.head == MaskedLm(tied=True, activation="gelu", norm=norm)
-
-
-def test_distilbert_as_published(tmp_path: Path) -> None:
-    model = read(tmp_path, DISTILBERT_BASE)
-    norm = Norm("layer", 1e-12, bias=True)
-    assert words(model) == Tokens(vocab_size=30522, width=768, positions=Learned(512), norm=norm)
-    assert {block.ffn for block in encoder(model).blocks} == {Dense(3072, "gelu", bias=True)}
-    assert len(encoder(model).blocks) == 6
-
-
-def test_electra_as_published(tmp_path: Path) -> None:
-    model = read(tmp_path, ELECTRA_SMALL_DISCRIMINATOR)
-    norm = Norm("layer", 1e-12, bias=True)
-    assert words(model) == Tokens(
-        vocab_size=30522, width=128, positions=Learned(512), token_types=2, norm=norm, expansion=256
-    )
-    assert encoder(model).hidden_size == 256
-    assert model.head == Pool()
-
-
-def test_mpnet_as_published(tmp_path: Path) -> None:
-    model = read(tmp_path, ALL_MPNET_BASE)
-    assert encoder(model).shared_bias == RelativeBuckets(buckets=32, max_distance=128, bidirectional=True)
-    assert words(model).positions == Learned(514, offset=2, unplaced=1)
-    assert words(model).token_types == 0
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        BERT_BASE,
-        ALL_MINILM_L6,
-        MS_MARCO_MINILM_L6,
-        ROBERTA_BASE,
-        XLM_ROBERTA_BASE,
-        CAMEMBERT_BASE,
-        DISTILBERT_BASE,
-        ELECTRA_SMALL_DISCRIMINATOR,
-        ALL_MPNET_BASE,
-    ],
-    ids=lambda config: config["architectures"][0],
-)
-def test_all_of_them_take_512_tokens(config: dict[str, Any], tmp_path: Path) -> None:
-    """Where the padding and what comes before it have rows of the table, max_position_embeddings is 514."""
-    model = read(tmp_path, config)
-    assert model.max_positions == 512
-    assert find_max_model_len(EngineConfig(model="x"), checkpoint.read_config(tmp_path), model) == 512
 
 
 # ---------------------------------------------------------------- forms that checkpoints are stored in

@@ -6,26 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from transformers import BertConfig, CLIPConfig, CLIPTextConfig, DeiTConfig, SiglipConfig, ViTConfig
+from transformers import BertConfig, CLIPTextConfig, DeiTConfig, ViTConfig
 
 from engine.errors import UnsupportedModelError
 from engine.interface.outputs import SignalInfo
 from engine.model.families import build_spec
 from engine.model.missing import unsupported
-from engine.model.spec import AtToken, Classifier, Embedder, FirstStates, ModelSpec, Patches, Pool, Probe
-
-
-def test_vit_by_default() -> None:
-    model = build_spec(ViTConfig(architectures=["ViTForImageClassification"], num_labels=7))
-    assert model.encoder is not None
-    embedding = model.encoder.embedding
-    assert isinstance(embedding, Patches)
-    assert (embedding.image, embedding.patch, embedding.channels, embedding.first) == ((224, 224), (16, 16), 3, 1)
-    assert model.signal == SignalInfo("image", (3, 224, 224), 197)
-    assert model.max_positions == 197
-    assert model.vocab_size == 0
-    assert model.head == Classifier(labels=7, pooling="cls")
-    assert build_spec(ViTConfig(architectures=["ViTModel"])).head == Pool()
+from engine.model.spec import Classifier, FirstStates, ModelSpec, Pool
 
 
 def test_a_teacher_has_a_head_of_its_own() -> None:
@@ -36,28 +23,6 @@ def test_a_teacher_has_a_head_of_its_own() -> None:
     texts = build_spec(BertConfig(architectures=["BertModel"]))
     for other in (replace(texts, head=model.head), replace(model, head=replace(model.head, pooling=FirstStates(3)))):
         assert unsupported(other) == ["FirstStates that stand for no learned vectors"]
-
-
-def test_clip_by_default() -> None:
-    """Two encoders; the first checkpoints name another end of a text than their tokenizers have."""
-    model = build_spec(CLIPConfig(architectures=["CLIPModel"]))
-    assert model.twin is not None
-    assert model.signal == model.twin.signal == SignalInfo("image", (3, 224, 224), 50)
-    assert model.head == Embedder(pooling=AtToken(49407), features=512)
-    assert model.twin.head == Embedder(pooling="cls", features=512)
-    assert model.vocab_size == 49408
-    assert model.max_positions == 77
-    old = build_spec(CLIPTextConfig(architectures=["CLIPTextModelWithProjection"], eos_token_id=2))
-    assert old.head == Embedder(pooling=AtToken(None), features=512)
-
-
-def test_siglip_by_default() -> None:
-    model = build_spec(SiglipConfig(architectures=["SiglipModel"]))
-    assert model.twin is not None
-    assert model.filler == 1
-    assert isinstance(model.twin.head, Embedder)
-    assert isinstance(model.twin.head.pooling, Probe)
-    assert model.twin.signal == SignalInfo("image", (3, 224, 224), 196)
 
 
 @pytest.mark.parametrize(

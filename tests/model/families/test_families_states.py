@@ -1,4 +1,4 @@
-"""Families whose layers carry a state: the parts of their configs, and the settings that are refused."""
+"""Families whose layers carry a state: the settings that are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.model.gguf import architectures
 from engine.model.gguf.blocks import find_format
 from engine.model.gguf.container import Gguf, TensorInfo
 from engine.model.missing import unsupported
-from engine.model.spec import NO_ATTENTION, NO_NETWORK, Dense, ModelSpec, Pre, SelectiveScan, Shared
+from engine.model.spec import ModelSpec
 
 
 def described(name: str, **settings: Any) -> ModelSpec:
@@ -25,37 +25,6 @@ def described(name: str, **settings: Any) -> ModelSpec:
     config = kind(**{**shape.settings, "vocab_size": 99, **settings})
     config.architectures = [shape.architecture]
     return families.describe(config)
-
-
-def test_scans_have_states_for_their_convolution_and_their_matrices() -> None:
-    model = described("bamba")
-    assert model.decoder is not None
-    scan = SelectiveScan(heads=4, head_dim=16, groups=1, size=12, kernel=4, eps=1e-5, kernel_bias=True)
-    assert [block.mixing for block in model.decoder.blocks] == [scan, None, scan, None]
-    assert model.state_sizes == [3 * (64 + 2 * 12) + 64 * 12] * 2
-    assert len(model.decoder.attentions) == 2
-
-
-def test_attention_and_scans_are_in_the_same_layers_of_falcon_h1() -> None:
-    model = described("falcon-h1")
-    assert model.decoder is not None
-    assert len(model.state_sizes) == len(model.decoder.attentions) == len(model.decoder.blocks) == 2
-    factors = {name: numbers for name, numbers, _ in model.decoder.blocks[0].factors}
-    assert factors["attention.qkv.weight"] == pytest.approx((0.8, 0.48, 0.8))
-    assert factors["state.enter.weight"] == pytest.approx((1.08, 0.96, 1.32, 1.44, 0.84))
-
-
-def test_each_layer_of_nemotron_h_is_one_sublayer() -> None:
-    model = described("nemotron-h-moe-odd")
-    assert model.decoder is not None
-    blocks = model.decoder.blocks
-    assert [block.attention == NO_ATTENTION for block in blocks] == [True, True, True, False, True]
-    assert [block.ffn == NO_NETWORK for block in blocks] == [True, False, True, True, False]
-    network = blocks[1].ffn
-    assert isinstance(network, Shared)
-    assert isinstance(network.routed.expert, Dense)
-    assert isinstance(blocks[1].placement, Pre)
-    assert blocks[1].placement.attention is None
 
 
 @pytest.mark.parametrize(

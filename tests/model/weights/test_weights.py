@@ -112,15 +112,12 @@ def test_fused_parameters_hold_the_stored_tensors(folder: Callable[[str], Path])
 
 
 @pytest.mark.parametrize("name", ["llama", "tied", "gpt2"])
-def test_shard_axes_divide_the_parameters(name: str, folder: Callable[[str], Path]) -> None:
+def test_a_table_names_all_parameters(name: str, folder: Callable[[str], Path]) -> None:
     config = checkpoint.read_config(folder(name))
     family, model_spec = families.find(config), families.build_spec(config)
     assert family.weights is not None
     parameters = state(Transformer(model_spec, TorchReference(), 16))
-    entries = family.weights(model_spec).entries
-    assert {e.target for e in entries} == set(parameters)
-    for entry in entries:
-        assert entry.shard_axis is None or entry.shard_axis < parameters[entry.target].dim()
+    assert {entry.target for entry in family.weights(model_spec).entries} == set(parameters)
 
 
 def test_shards_load_like_one_file(folder: Callable[[str], Path]) -> None:

@@ -29,7 +29,7 @@ from server.facts import served_model_id
 ROOT = Path(__file__).resolve().parents[3]
 # A valid value for every setting, unlike its default.
 ENGINE = {
-    "model": "some/model", "tokenizer": "tok", "skip_tokenizer_init": True, "revision": "main", "hf_token": "t",
+    "model": "some/model", "mmproj": "m.gguf", "tokenizer": "tok", "skip_tokenizer_init": True, "revision": "main", "hf_token": "t",
     "dtype": "float16", "quantization": "int8", "quantization_cache": "kept", "share_weights": True,
     "device": "cuda:1", "threads": 2, "max_model_len": 128, "max_num_seqs": 3,
     "max_num_batched_tokens": 99, "max_step_time": 1.25, "async_scheduling": True, "block_size": 8,

@@ -31,7 +31,7 @@ from engine.text.processor import Tokenizer
 from server import routes
 from server.app import create_app
 from server.config.settings import ServerSettings
-from server.tracing.middleware import TRACED
+from server.routes.tasks import PATHS
 from server.tracing.start import start_tracing
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -287,7 +287,7 @@ def test_every_endpoint_of_the_model_is_traced() -> None:
     ]
     routers = [one for module in modules for one in vars(module).values() if isinstance(one, APIRouter)]
     found = {route.path for router in routers for route in router.routes if "POST" in getattr(route, "methods", ())}
-    assert found - WITHOUT_THE_MODEL == TRACED
+    assert found - WITHOUT_THE_MODEL == PATHS
     assert found >= WITHOUT_THE_MODEL
 
 

@@ -25,9 +25,6 @@ SHAPES = {
     "albert-masked-untied": EncoderShape("AlbertForMaskedLM", NARROW | {"tie_word_embeddings": False}, seed=3),
     "albert-pretraining": EncoderShape("AlbertForPreTraining", BASE, seed=4),
     "albert-classes": EncoderShape("AlbertForSequenceClassification", BASE | {"num_labels": 5}, seed=5),
-    "albert-one-class": EncoderShape("AlbertForSequenceClassification", NARROW | {"num_labels": 1}, seed=6),
     "albert-tokens": EncoderShape("AlbertForTokenClassification", BASE | {"num_labels": 5}, seed=7),
-    "albert-tokens-groups": EncoderShape("AlbertForTokenClassification", NARROW | {"num_labels": 3}, seed=8),
     "albert-answers": EncoderShape("AlbertForQuestionAnswering", BASE, seed=9),
-    "albert-answers-groups": EncoderShape("AlbertForQuestionAnswering", NARROW, seed=10),
 }

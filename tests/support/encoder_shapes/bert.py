@@ -32,7 +32,6 @@ SHAPES = {
         "BertForSequenceClassification", NARROW | {"num_labels": 3, "problem_type": "regression"}, seed=8
     ),
     "bert-tokens": EncoderShape("BertForTokenClassification", BASE | {"num_labels": 5}, seed=9),
-    "bert-tokens-narrow": EncoderShape("BertForTokenClassification", NARROW | {"num_labels": 3}, seed=10),
     "ernie": EncoderShape("ErnieModel", BASE, seed=11),
     "ernie-tasks": EncoderShape(
         "ErnieModel", NARROW | {"use_task_id": True, "task_type_vocab_size": 4, "type_vocab_size": 4}, seed=12
@@ -45,5 +44,4 @@ SHAPES = {
     "ernie-tokens": EncoderShape("ErnieForTokenClassification", NARROW | {"num_labels": 3}, seed=16),
     "ernie-answers": EncoderShape("ErnieForQuestionAnswering", NARROW | {"use_task_id": True}, seed=17),
     "bert-answers": EncoderShape("BertForQuestionAnswering", BASE, seed=11),
-    "bert-answers-narrow": EncoderShape("BertForQuestionAnswering", NARROW, seed=12),
 }

@@ -59,9 +59,6 @@ SHAPES = {
     ),
     "big-bird-pretraining": EncoderShape("BigBirdForPreTraining", NARROW, seed=4, prepare=anew),
     "big-bird-classes": EncoderShape(SEQUENCE, BASE | {"num_labels": 5}, seed=5, prepare=anew),
-    "big-bird-one-class": EncoderShape(SEQUENCE, NARROW | {"num_labels": 1}, seed=6, prepare=anew),
     "big-bird-tokens": EncoderShape(TOKENS, NARROW | {"num_labels": 3, "num_random_blocks": 1}, seed=7, prepare=anew),
-    "big-bird-tokens-full": EncoderShape(TOKENS, FULL | {"num_labels": 5}, seed=8),
     "big-bird-answers": EncoderShape(ANSWERS, BASE, seed=9, prepare=asked),
-    "big-bird-answers-narrow": EncoderShape(ANSWERS, NARROW, seed=10, prepare=asked),
 }

@@ -22,7 +22,5 @@ SHAPES = {
     "convbert-masked": EncoderShape("ConvBertForMaskedLM", BASE | {"type_vocab_size": 1}, seed=2),
     "convbert-masked-untied": EncoderShape("ConvBertForMaskedLM", OTHER | {"tie_word_embeddings": False}, seed=3),
     "convbert-classes": EncoderShape("ConvBertForSequenceClassification", BASE | {"num_labels": 5}, seed=4),
-    "convbert-one-class": EncoderShape("ConvBertForSequenceClassification", OTHER | {"num_labels": 1}, seed=5),
     "convbert-tokens": EncoderShape("ConvBertForTokenClassification", BASE | {"num_labels": 5}, seed=6),
-    "convbert-tokens-groups": EncoderShape("ConvBertForTokenClassification", OTHER | {"num_labels": 3}, seed=7),
 }

@@ -40,9 +40,6 @@ SHAPES = {
     "deberta-1-masked-untied": EncoderShape("DebertaForMaskedLM", NARROW | {"tie_word_embeddings": False}, seed=8),
     "deberta-1-masked-newer": EncoderShape("DebertaForMaskedLM", BASE | {"legacy": False}, seed=9),
     "deberta-1-classes": EncoderShape(SEQUENCE, BASE | {"num_labels": 3}, seed=10),
-    "deberta-1-one-class": EncoderShape(SEQUENCE, NARROW | {"num_labels": 1, "pooler_hidden_act": "tanh"}, seed=11),
     "deberta-1-tokens": EncoderShape(TOKENS, BASE | {"num_labels": 5}, seed=12),
-    "deberta-1-tokens-narrow": EncoderShape(TOKENS, NARROW | {"num_labels": 3}, seed=13),
     "deberta-1-answers": EncoderShape(ANSWERS, BASE, seed=14),
-    "deberta-1-answers-narrow": EncoderShape(ANSWERS, NARROW, seed=15),
 }

@@ -63,9 +63,6 @@ SHAPES = {
         "DebertaV2ForMaskedLM", V3 | {"legacy": False, "tie_word_embeddings": False}, seed=16
     ),
     "deberta-classes": EncoderShape(SEQUENCE, V3 | {"num_labels": 3}, seed=17),
-    "deberta-one-class": EncoderShape(SEQUENCE, OWN | {"num_labels": 1, "pooler_hidden_act": "tanh"}, seed=18),
     "deberta-tokens": EncoderShape(TOKENS, V3 | {"num_labels": 7}, seed=19),
-    "deberta-tokens-own": EncoderShape(TOKENS, OWN | {"num_labels": 3}, seed=20),
     "deberta-answers": EncoderShape("DebertaV2ForQuestionAnswering", V3, seed=21),
-    "deberta-answers-narrow": EncoderShape("DebertaV2ForQuestionAnswering", OWN, seed=22),
 }

@@ -27,9 +27,5 @@ SHAPES = {
         seed=5,
     ),
     "distilbert-tokens": EncoderShape("DistilBertForTokenClassification", BASE | {"num_labels": 5}, seed=6),
-    "distilbert-tokens-sinusoidal": EncoderShape(
-        "DistilBertForTokenClassification", NARROW | {"num_labels": 3, "problem_type": "regression"}, seed=7
-    ),
     "distilbert-answers": EncoderShape("DistilBertForQuestionAnswering", BASE, seed=8),
-    "distilbert-answers-narrow": EncoderShape("DistilBertForQuestionAnswering", NARROW, seed=9),
 }

@@ -17,13 +17,6 @@ SHAPES = {
     "electra-masked": EncoderShape("ElectraForMaskedLM", BASE, seed=3),
     "electra-masked-untied": EncoderShape("ElectraForMaskedLM", NARROW | {"tie_word_embeddings": False}, seed=4),
     "electra-classes": EncoderShape("ElectraForSequenceClassification", BASE | {"num_labels": 5}, seed=5),
-    "electra-one-class": EncoderShape("ElectraForSequenceClassification", WIDER | {"num_labels": 1}, seed=6),
     "electra-tokens": EncoderShape("ElectraForTokenClassification", BASE | {"num_labels": 5}, seed=7),
-    "electra-tokens-as-wide": EncoderShape(
-        "ElectraForTokenClassification",
-        NARROW | {"num_labels": 3, "problem_type": "multi_label_classification"},
-        seed=8,
-    ),
     "electra-answers": EncoderShape("ElectraForQuestionAnswering", BASE, seed=9),
-    "electra-answers-narrow": EncoderShape("ElectraForQuestionAnswering", WIDER, seed=10),
 }

@@ -20,7 +20,5 @@ SHAPES = {
     "esm-masked": EncoderShape("EsmForMaskedLM", BASE, vocab=33, seed=3),
     "esm-masked-untied": EncoderShape("EsmForMaskedLM", OTHER | {"tie_word_embeddings": False}, seed=4),
     "esm-classes": EncoderShape("EsmForSequenceClassification", BASE | {"num_labels": 5}, seed=5),
-    "esm-one-class": EncoderShape("EsmForSequenceClassification", MIXED | {"num_labels": 1}, seed=6),
     "esm-tokens": EncoderShape("EsmForTokenClassification", BASE | {"num_labels": 5}, seed=7),
-    "esm-tokens-learned": EncoderShape("EsmForTokenClassification", OTHER | {"num_labels": 3}, seed=8),
 }

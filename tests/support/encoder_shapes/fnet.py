@@ -16,7 +16,5 @@ SHAPES = {
     "fnet-masked-untied": EncoderShape("FNetForMaskedLM", OTHER | {"tie_word_embeddings": False}, seed=3),
     "fnet-pretraining": EncoderShape("FNetForPreTraining", BASE, seed=4),
     "fnet-classes": EncoderShape("FNetForSequenceClassification", BASE | {"num_labels": 5}, seed=5),
-    "fnet-one-class": EncoderShape("FNetForSequenceClassification", OTHER | {"num_labels": 1}, seed=22),
     "fnet-tokens": EncoderShape("FNetForTokenClassification", BASE | {"num_labels": 5}, seed=7),
-    "fnet-tokens-narrow": EncoderShape("FNetForTokenClassification", OTHER | {"num_labels": 3}, seed=8),
 }

@@ -17,7 +17,5 @@ SHAPES = {
     "jina-v2-masked": EncoderShape("JinaBertForMaskedLM", BASE, seed=2),
     "jina-v2-masked-untied": EncoderShape("JinaBertForMaskedLM", OTHER | {"tie_word_embeddings": False}, seed=3),
     "jina-v2-classes": EncoderShape("JinaBertForSequenceClassification", BASE | {"num_labels": 5}, seed=4),
-    "jina-v2-one-class": EncoderShape("JinaBertForSequenceClassification", OTHER | {"num_labels": 1}, seed=5),
     "jina-v2-tokens": EncoderShape("JinaBertForTokenClassification", BASE | {"num_labels": 5}, seed=6),
-    "jina-v2-tokens-six-heads": EncoderShape("JinaBertForTokenClassification", OTHER | {"num_labels": 3}, seed=7),
 }

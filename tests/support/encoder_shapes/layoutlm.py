@@ -30,9 +30,6 @@ SHAPES = {
     "layoutlm-masked": EncoderShape("LayoutLMForMaskedLM", BASE, seed=2),
     "layoutlm-masked-untied": EncoderShape("LayoutLMForMaskedLM", NARROW | {"tie_word_embeddings": False}, seed=3),
     "layoutlm-classes": EncoderShape("LayoutLMForSequenceClassification", BASE | {"num_labels": 5}, seed=4),
-    "layoutlm-classes-narrow": EncoderShape("LayoutLMForSequenceClassification", NARROW | {"num_labels": 3}, seed=5),
     "layoutlm-tokens": EncoderShape("LayoutLMForTokenClassification", BASE | {"num_labels": 5}, seed=6),
-    "layoutlm-tokens-narrow": EncoderShape("LayoutLMForTokenClassification", NARROW | {"num_labels": 3}, seed=7),
     "layoutlm-answers": EncoderShape("LayoutLMForQuestionAnswering", BASE, seed=8),
-    "layoutlm-answers-narrow": EncoderShape("LayoutLMForQuestionAnswering", NARROW, seed=9),
 }

@@ -39,9 +39,6 @@ SHAPES = {
     "longformer-masked": EncoderShape("LongformerForMaskedLM", BASE, seed=2),
     "longformer-masked-untied": EncoderShape("LongformerForMaskedLM", NARROW | {"tie_word_embeddings": False}, seed=3),
     "longformer-classes": EncoderShape(SEQUENCE, BASE | {"num_labels": 5}, seed=4, global_tokens=first),
-    "longformer-one-class": EncoderShape(SEQUENCE, NARROW | {"num_labels": 1}, seed=5, global_tokens=first),
     "longformer-tokens": EncoderShape(TOKENS, NARROW | {"num_labels": 3}, seed=6),
-    "longformer-tokens-wide": EncoderShape(TOKENS, BASE | {"num_labels": 5, "attention_window": 512}, seed=7),
     "longformer-answers": EncoderShape(ANSWERS, BASE, seed=8, global_tokens=question),
-    "longformer-answers-windows": EncoderShape(ANSWERS, NARROW, seed=9, global_tokens=question),
 }

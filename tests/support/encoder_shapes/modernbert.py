@@ -84,9 +84,5 @@ SHAPES = {
         finish=as_published,
     ),
     "modernbert-tokens": EncoderShape("ModernBertForTokenClassification", BASE | {"num_labels": 7}, seed=7),
-    "modernbert-tokens-biased": EncoderShape(
-        "ModernBertForTokenClassification", BIASED | {"num_labels": 3, "classifier_pooling": "mean"}, seed=8
-    ),
     "modernbert-answers": EncoderShape("ModernBertForQuestionAnswering", BASE, seed=9),
-    "modernbert-answers-narrow": EncoderShape("ModernBertForQuestionAnswering", BIASED, seed=10),
 }

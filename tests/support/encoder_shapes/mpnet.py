@@ -21,9 +21,6 @@ SHAPES = {
     "mpnet-masked": EncoderShape("MPNetForMaskedLM", BASE, seed=2),
     "mpnet-masked-untied": EncoderShape("MPNetForMaskedLM", NARROW | {"tie_word_embeddings": False}, seed=3),
     "mpnet-classes": EncoderShape("MPNetForSequenceClassification", BASE | {"num_labels": 5}, seed=4),
-    "mpnet-one-class": EncoderShape("MPNetForSequenceClassification", NARROW | {"num_labels": 1}, seed=5),
     "mpnet-tokens": EncoderShape("MPNetForTokenClassification", BASE | {"num_labels": 5}, seed=6),
-    "mpnet-tokens-narrow": EncoderShape("MPNetForTokenClassification", NARROW | {"num_labels": 3}, seed=7),
     "mpnet-answers": EncoderShape("MPNetForQuestionAnswering", BASE, seed=8),
-    "mpnet-answers-narrow": EncoderShape("MPNetForQuestionAnswering", NARROW, seed=9),
 }

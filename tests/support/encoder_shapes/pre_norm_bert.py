@@ -10,13 +10,13 @@ MEGATRON = {
     "ForMaskedLM": (bert.BASE | {"type_vocab_size": 3}, bert.NARROW | {"tie_word_embeddings": False}),
     "ForPreTraining": (bert.NARROW,),
     "ForSequenceClassification": (bert.BASE | {"num_labels": 5}, bert.NARROW | {"num_labels": 1}),
-    "ForTokenClassification": (bert.BASE | {"num_labels": 5}, bert.NARROW | {"num_labels": 3}),
+    "ForTokenClassification": (bert.BASE | {"num_labels": 5},),
 }
 OTHERS = {
     "Model": (roberta.BASE, roberta.NARROW),
     "ForMaskedLM": (roberta.BASE, roberta.NARROW | {"tie_word_embeddings": False}),
     "ForSequenceClassification": (roberta.BASE | {"num_labels": 5}, roberta.NARROW | {"num_labels": 1}),
-    "ForTokenClassification": (roberta.BASE | {"num_labels": 5}, roberta.NARROW | {"num_labels": 3}),
+    "ForTokenClassification": (roberta.BASE | {"num_labels": 5},),
 }
 
 SHAPES = {

@@ -15,7 +15,5 @@ SHAPES = {
     "rembert-masked": EncoderShape("RemBertForMaskedLM", BASE, seed=2),
     "rembert-masked-narrow": EncoderShape("RemBertForMaskedLM", NARROW | {"tie_word_embeddings": True}, seed=3),
     "rembert-classes": EncoderShape("RemBertForSequenceClassification", BASE | {"num_labels": 5}, seed=4),
-    "rembert-one-class": EncoderShape("RemBertForSequenceClassification", NARROW | {"num_labels": 1}, seed=5),
     "rembert-tokens": EncoderShape("RemBertForTokenClassification", BASE | {"num_labels": 5}, seed=6),
-    "rembert-tokens-narrow": EncoderShape("RemBertForTokenClassification", NARROW | {"num_labels": 3}, seed=7),
 }

@@ -14,7 +14,5 @@ SHAPES = {
     "roformer-masked": EncoderShape("RoFormerForMaskedLM", BASE | {"type_vocab_size": 1}, seed=2),
     "roformer-masked-untied": EncoderShape("RoFormerForMaskedLM", NARROW | {"tie_word_embeddings": False}, seed=3),
     "roformer-classes": EncoderShape("RoFormerForSequenceClassification", BASE | {"num_labels": 5}, seed=4),
-    "roformer-one-class": EncoderShape("RoFormerForSequenceClassification", NARROW | {"num_labels": 1}, seed=5),
     "roformer-tokens": EncoderShape("RoFormerForTokenClassification", BASE | {"num_labels": 5}, seed=6),
-    "roformer-tokens-narrow": EncoderShape("RoFormerForTokenClassification", NARROW | {"num_labels": 3}, seed=7),
 }

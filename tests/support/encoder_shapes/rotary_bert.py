@@ -19,10 +19,8 @@ SHAPES = {
             ("ForSequenceClassification", BASE | {"num_labels": 5}),
             ("ForSequenceClassification", OTHER | {"num_labels": 1}),
             ("ForTokenClassification", BASE | {"num_labels": 5}),
-            ("ForTokenClassification", OTHER | {"num_labels": 3}),
         ]
     )
 } | {
     "jina-answers": EncoderShape("JinaEmbeddingsV3ForQuestionAnswering", BASE, seed=8),
-    "jina-answers-narrow": EncoderShape("JinaEmbeddingsV3ForQuestionAnswering", OTHER, seed=9),
 }

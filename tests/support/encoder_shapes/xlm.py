@@ -35,7 +35,5 @@ SHAPES = {
         "XLMForSequenceClassification", OTHER | {"num_labels": 1, "summary_type": "cls_index"}, seed=7
     ),
     "xlm-tokens": EncoderShape("XLMForTokenClassification", BASE | {"num_labels": 5}, seed=8),
-    "xlm-tokens-sinusoidal": EncoderShape("XLMForTokenClassification", OTHER | {"num_labels": 3}, seed=9),
     "xlm-answers": EncoderShape("XLMForQuestionAnsweringSimple", BASE, seed=10),
-    "xlm-answers-sinusoidal": EncoderShape("XLMForQuestionAnsweringSimple", OTHER, seed=11),
 }

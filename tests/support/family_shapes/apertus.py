@@ -16,5 +16,4 @@ SHAPES = {
         eos=(3, 90),
         prompts=(0, 10, 1, 2),
     ),
-    "apertus-relu2": FamilyShape("ApertusForCausalLM", DECODER | {"hidden_act": "relu2"}, prompts=(0, 1, 2, 3)),
 }

@@ -39,20 +39,4 @@ SHAPES = {
         ALIBI | {"hidden_size": 48, "num_attention_heads": 6, "multi_query": True, "parallel_attn": True},
         prompts=(9, 10, 6, 0),
     ),
-    # Prompts beyond 256 tokens, where bfloat16 rounds positions themselves.
-    "falcon-alibi-long": FamilyShape(
-        "FalconForCausalLM",
-        ALIBI | {"hidden_size": 24, "num_attention_heads": 3},
-        prompts=(4, 9, 0, 1),
-        eos_gain=2.6,
-        shortest=270,
-        max_model_len=352,
-        lengths=(333, 1, 290),
-    ),
-    "falcon-full-heads-rotary": FamilyShape(
-        "FalconForCausalLM",
-        BASE | {"multi_query": False, "parallel_attn": False, "bias": True},
-        eos_gain=2.2,
-        prompts=(0, 13, 1, 2),
-    ),
 }

@@ -14,7 +14,4 @@ SHAPES = {
         eos=(3, 90),
         prompts=(0, 28, 5, 1),
     ),
-    "gpt-bigcode-unscaled": FamilyShape(
-        "GPTBigCodeForCausalLM", BASE | {"scale_attn_weights": False, "n_head": 2}, prompts=(2, 44, 0, 1)
-    ),
 }

@@ -29,23 +29,4 @@ SHAPES = {
         eos_gain=4.0,
         prompts=(7, 11, 1, 0),
     ),
-    "gpt-neox-all-rotated": FamilyShape(
-        "GPTNeoXForCausalLM",
-        BASE | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}},
-        prompts=(0, 1, 6, 2),
-    ),
-    "gpt-neox-half-rotated-yarn": FamilyShape(
-        "GPTNeoXForCausalLM",
-        BASE
-        | {
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 500.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 32,
-                "partial_rotary_factor": 0.5,
-            }
-        },
-        prompts=(0, 1, 6, 2),
-    ),
 }

@@ -5,14 +5,6 @@ from pathlib import Path
 
 from support.family_shape import DECODER, FamilyShape
 
-BANDS = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 48,
-}
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
 # transformers stretches to the longest sequence so far, but not below the length that the model was made for.
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}
@@ -49,21 +41,7 @@ SHAPES = {
         DECODER | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}},
         prompts=(0, 1, 5, 2),
     ),
-    "llama-bands": FamilyShape(
-        "LlamaForCausalLM", DECODER | {"num_key_value_heads": 1, "rope_parameters": BANDS}, prompts=(1, 3, 2, 0)
-    ),
     "llama-yarn": FamilyShape("LlamaForCausalLM", DECODER | {"rope_parameters": YARN}, prompts=(0, 2, 1, 3)),
-    "llama-yarn-own-ramp": FamilyShape(
-        "LlamaForCausalLM",
-        DECODER | {"rope_parameters": YARN | {"beta_fast": 8.0, "beta_slow": 2.0, "attention_factor": 1.3}},
-        prompts=(0, 1, 9, 2),
-    ),
-    "llama-yarn-older-config": FamilyShape(
-        "LlamaForCausalLM",
-        DECODER | {"head_dim": 12, "rope_parameters": YARN | {"truncate": False, "mscale": 1.4, "mscale_all_dim": 0.6}},
-        finish=older,
-        prompts=(33, 48, 1, 2),
-    ),
     "llama-dynamic": FamilyShape(
         "LlamaForCausalLM",
         DECODER | {"max_position_embeddings": 12, "rope_parameters": DYNAMIC},
@@ -77,9 +55,6 @@ SHAPES = {
         max_model_len=128,
         lengths=(128, 73, 14, 71),
         prompts=(0, 1, 2, 3),
-    ),
-    "llama-dynamic-within-its-length": FamilyShape(
-        "LlamaForCausalLM", DECODER | {"rope_parameters": DYNAMIC}, prompts=(0, 1, 2, 3)
     ),
     "llama-longrope": FamilyShape(
         "LlamaForCausalLM",

@@ -21,12 +21,6 @@ SHAPES = {
         eos_gain=1.4,
         prompts=(1, 2, 0, 3),
     ),
-    "opt-gelu-untied": FamilyShape(
-        "OPTForCausalLM",
-        BASE | {"activation_function": "gelu", "tie_word_embeddings": False},
-        seed=1,
-        prompts=(2, 7, 0, 3),
-    ),
     "opt-plain-norms-no-biases-projected": FamilyShape(
         "OPTForCausalLM",
         BASE | {"layer_norm_elementwise_affine": False, "enable_bias": False, "word_embed_proj_dim": 20},

@@ -39,7 +39,6 @@ SHAPES = {
     "phi3-factors-by-request": FamilyShape(
         "Phi3ForCausalLM", extended(72), max_model_len=128, lengths=(37, 1, 96, 72, 73), prompts=(2, 3, 1, 4)
     ),
-    "phi3-short-factors": FamilyShape("Phi3ForCausalLM", extended(96), max_model_len=96, prompts=(1, 2, 0, 3)),
     "phi3-long-factors": FamilyShape(
         "Phi3ForCausalLM", extended(8), shortest=9, lengths=(37, 9, 14), prompts=(0, 1, 10, 2)
     ),

@@ -18,22 +18,4 @@ SHAPES = {
         eos=(3, 90),
         prompts=(0, 3, 1, 2),
     ),
-    "qwen2-alternating-windows-yarn": FamilyShape(
-        "Qwen2ForCausalLM",
-        DECODER
-        | {
-            "num_hidden_layers": 3,
-            "head_dim": 12,
-            "use_sliding_window": True,
-            "sliding_window": 10,
-            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 500.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 32,
-            },
-        },
-        prompts=(3, 4, 1, 0),
-    ),
 }

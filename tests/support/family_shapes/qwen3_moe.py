@@ -20,17 +20,4 @@ SHAPES = {
         BASE | {"mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 8},
         prompts=(3, 5, 0, 2),
     ),
-    "qwen3-moe-plain-weights-every-second-layer-tied": FamilyShape(
-        "Qwen3MoeForCausalLM",
-        BASE
-        | {
-            "norm_topk_prob": False,
-            "decoder_sparse_step": 2,
-            "num_experts_per_tok": 2,
-            "attention_bias": True,
-            "tie_word_embeddings": True,
-        },
-        eos=(3, 90),
-        prompts=(2, 5, 0, 1),
-    ),
 }

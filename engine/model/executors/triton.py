@@ -6,7 +6,7 @@ A typical layer is then: join; product; heads; attention; product; join; product
 
 Numbers are rounded at the same points as by torch's operations, so the two differ only in the last bits of float32.
 torch computes operations without a kernel. A single token has another list with even fewer launches:
-`engine.backends.triton.one_row`.
+`engine.model.executors.triton_row`.
 
 Everything can be recorded as a CUDA graph: nothing waits for the device, sizes follow from the inputs, and tables are
 made once.
@@ -14,22 +14,20 @@ made once.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from engine.backends.native.program import Rows
-from engine.backends.torch.executor import HANDLERS, Biases, Buffers, Calls, Pass, TorchExecutor
+from engine.backends.rows import Rows
 from engine.backends.triton import norms
-from engine.backends.triton import one_row as triton_row
-from engine.backends.triton import operations as triton_operations
 from engine.backends.triton.norms import Norm
-from engine.backends.triton.operations import Join, StoreHeads
 from engine.backends.triton.rotary import LONGEST_HEAD, Angles, HeadNorms
 from engine.model.attention_operations import Attend, PrepareHeads, PrepareLatent
+from engine.model.executors import triton_operations, triton_row
+from engine.model.executors.reference import HANDLERS, Biases, Buffers, Calls, Pass, TorchExecutor
+from engine.model.executors.triton_operations import Join, StoreHeads
 from engine.model.inputs import Inputs
 from engine.model.kernels import GPU_FORMATS
 from engine.model.norms import LayerNorm, RmsNorm
@@ -38,8 +36,6 @@ from engine.model.positions import Rotary
 from engine.model.program import Program
 from engine.model.slots import find_slots
 from engine.model.tables import Tables
-
-logger = logging.getLogger("octavo.model")
 
 
 class TritonExecutor:
@@ -52,6 +48,7 @@ class TritonExecutor:
         self._torch = TorchExecutor(program, tables)
         fusing = _Fusing(program, tables, dtype)
         self.operations: Sequence[Operation] = fusing.operations
+        self.missing = fusing.missing
         self.row_operations = triton_row.row_operations(self.operations, program.stream)
         handlers = HANDLERS | triton_operations.HANDLERS | triton_row.HANDLERS
         self._calls = Calls(self.operations, handlers, program.result)
@@ -92,11 +89,9 @@ class _Fusing:
         self._stream, self._tables, self._dtype = program.stream, tables, dtype
         self._after: dict[Rows, Norm] = {}  # norms of rows that are about to join the stream
         self.operations: list[Operation] = []
-        self._missing: dict[str, None] = {}
+        self.missing: dict[str, None] = {}
         for operation in program.operations:
             self._add(operation)
-        if self._missing:
-            logger.info("torch computes these parts, for which there are no kernels: %s", ", ".join(self._missing))
 
     def _add(self, operation: Operation) -> None:
         match operation:
@@ -131,17 +126,17 @@ class _Fusing:
     def _heads(self, operation: PrepareHeads) -> StoreHeads | None:
         part, angles, heads, whole = operation.part, None, None, None
         if part.head_dim > LONGEST_HEAD or self._dtype not in GPU_FORMATS:
-            self._missing[f"a head of {part.head_dim} features of {self._dtype} has no kernel"] = None
+            self.missing[f"a head of {part.head_dim} features of {self._dtype} has no kernel"] = None
             return None
         if isinstance(part.position, Rotary):
             table = self._tables.rotary[part.position]
             angles = Angles(table.cos, table.sin, part.position.interleaved, part.position.in_float32)
         if operation.qk_norm is not None:
             if operation.qk_norm.after_rotation:
-                self._missing["norms of queries and keys after rotation have no kernel"] = None
+                self.missing["norms of queries and keys after rotation have no kernel"] = None
                 return None
             if operation.qk_norm.values is not None:
-                self._missing["norms of values have no kernel"] = None
+                self.missing["norms of values have no kernel"] = None
                 return None
             queries, keys = self._norm(operation.qk_norm.queries), self._norm(operation.qk_norm.keys)
             if queries is None or keys is None:
@@ -165,7 +160,7 @@ class _Fusing:
             case _:
                 return None
         if module.shape[0] > norms.WIDEST or self._dtype not in GPU_FORMATS:
-            self._missing[f"a norm of {module.shape[0]} features of {self._dtype} has no kernel"] = None
+            self.missing[f"a norm of {module.shape[0]} features of {self._dtype} has no kernel"] = None
             return None
         own = all(part is None or part.dtype == self._dtype for part in (norm.weight, norm.bias))
         return norm if own else None

@@ -19,10 +19,13 @@ from engine.images.placing import ImagePlacer
 from engine.interface.argument_names import names_arguments
 from engine.interface.generation import CHAT_ROOM, chat_max_tokens
 from engine.interface.inputs import decoder_start, decoder_tokens
-from engine.interface.llm_adapters import Lora, LoRARequest
-from engine.interface.llm_arguments import engine_config
-from engine.interface.llm_beams import BeamSearchOutput, BeamSearchParams, sequences_of
-from engine.interface.llm_chat import (
+from engine.interface.outputs import EngineStats, RequestOutput
+from engine.interface.pooling import check_task
+from engine.interface.request import AudioInput, PixelInput, SamplingParams, Seq2SeqInput, TokenInput
+from engine.offline.adapters import Lora, LoRARequest
+from engine.offline.arguments import engine_config
+from engine.offline.beams import BeamSearchOutput, BeamSearchParams, sequences_of
+from engine.offline.chat import (
     Message,
     Tool,
     ToolPrompt,
@@ -31,12 +34,9 @@ from engine.interface.llm_chat import (
     image_prompt,
     read_conversations,
 )
-from engine.interface.llm_pooling import PoolingMethods, hides_progress
-from engine.interface.llm_prompts import AnyInput, Prompt, PromptReader, list_prompts, with_images
-from engine.interface.llm_speech import Transcriber, Transcript, need_speech
-from engine.interface.outputs import EngineStats, RequestOutput
-from engine.interface.pooling import check_task
-from engine.interface.request import AudioInput, PixelInput, SamplingParams, Seq2SeqInput, TokenInput
+from engine.offline.pooling import PoolingMethods, hides_progress
+from engine.offline.prompts import AnyInput, Prompt, PromptReader, list_prompts, with_images
+from engine.offline.speech import Transcriber, Transcript, need_speech
 from engine.pooled import check_sides
 from engine.pooled.sources import need_tokenizer
 from engine.text.chat_templates import read_template

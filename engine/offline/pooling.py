@@ -13,10 +13,10 @@ from tqdm import tqdm
 from engine.engine import Engine
 from engine.errors import InvalidRequestError, RequestFailedError
 from engine.interface.argument_names import names_arguments
-from engine.interface.llm_adapters import AdapterUse, Lora, LoRARequest
 from engine.interface.outputs import Pooled, PoolingMode, Task
 from engine.interface.pooling import DEFAULT_TOP_K, check_task
 from engine.interface.request import EngineInput, PoolingParams, TokenInput
+from engine.offline.adapters import AdapterUse, Lora, LoRARequest
 from engine.pooled import (
     PLAIN,
     SIDES,

@@ -1,6 +1,6 @@
 """The operations for a single token on a GPU, with the fewest launches: the operations around a product are part of it.
 
-They are derived from the operations for any number of tokens (`engine.backends.triton.executor`) in three steps. First,
+They are derived from the operations for any number of tokens (`engine.model.executors.triton`) in three steps. First,
 the last product of a sublayer adds its results to the stream in place: each of its programs adds its own results, which
 no other program reads. Second, an activation becomes part of the product before it. Third, a product normalises the
 stream that it reads. A typical layer is then: product; heads; attention; product; product with its gate; product.
@@ -17,11 +17,11 @@ from itertools import pairwise
 from torch import Tensor
 
 from engine.backends.native.gemm import Quantised
-from engine.backends.native.program import Rows
-from engine.backends.torch.executor import Handler, Pass
+from engine.backends.rows import Rows
 from engine.backends.triton import matvec
 from engine.backends.triton.norms import Norm
-from engine.backends.triton.operations import Join
+from engine.model.executors.reference import Handler, Pass
+from engine.model.executors.triton_operations import Join
 from engine.model.layers import Linear
 from engine.model.operations import Activate, Multiply, Operation, operation
 

@@ -1,16 +1,16 @@
-"""The operations that combine groups of a program's operations on a GPU (`engine.backends.triton.executor`)."""
+"""The operations that combine groups of a program's operations on a GPU (`engine.model.executors.triton`)."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from engine.backends.native.program import Rows
-from engine.backends.torch.executor import HANDLERS as TORCH
-from engine.backends.torch.executor import Handler, Pass
+from engine.backends.rows import Rows
 from engine.backends.triton import adapters, norms, states
 from engine.backends.triton.norms import Norm
 from engine.backends.triton.rotary import Angles, HeadNorms, rotate_and_store
 from engine.model.attention_operations import PrepareHeads
+from engine.model.executors.reference import HANDLERS as TORCH
+from engine.model.executors.reference import Handler, Pass
 from engine.model.operations import AddAdapters, Operation, operation
 from engine.model.state_operations import ApplyDelta, Convolve
 

@@ -7,7 +7,6 @@ calls.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,12 +21,12 @@ from engine.backends.native.adapters import find_runs
 from engine.backends.native.arguments import FORMATS
 from engine.backends.native.attention import NativeAttention, describe_bias
 from engine.backends.native.gemm import Packed
-from engine.backends.native.program import LONGEST_KEY, MOST_EXPERTS, ExpertsRoom, Pages, PageTensors, Rows, StateMemory
+from engine.backends.native.program import LONGEST_KEY, MOST_EXPERTS, ExpertsRoom, Pages, PageTensors, StateMemory
 from engine.backends.native.rotary import LONGEST_HEAD
-from engine.backends.torch import executor as torch_executor
-from engine.backends.torch.executor import Pass, TorchExecutor
+from engine.backends.rows import Rows
 from engine.model import spec
 from engine.model.attention_operations import Attend, PrepareHeads, StoreEncoded
+from engine.model.executors.reference import Pass, TorchExecutor, execute
 from engine.model.experts import ExpertsFeedForward
 from engine.model.inputs import Inputs
 from engine.model.layers import QkNorm
@@ -52,8 +51,6 @@ from engine.model.program import Program
 from engine.model.slots import find_slots
 from engine.model.state_operations import ApplyDelta, ApplyScan, Convolve
 from engine.model.tables import Tables
-
-logger = logging.getLogger("octavo.model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,11 +181,11 @@ class NativeExecutor:
         assert isinstance(first_of_all, Embed | Take)
         self._first = first_of_all
         self._stages: list[tuple[int, int] | Operation] = []
-        missing: dict[str, None] = {}
+        self.missing: dict[str, None] = {}
         for operation in operations:
             reason = unsupported(operation, dtype)
             if reason is not None:
-                missing[reason] = None
+                self.missing[reason] = None
                 self._stages.append(operation)
                 continue
             first = len(self.native)
@@ -197,8 +194,6 @@ class NativeExecutor:
                 first = self._stages.pop()[0]  # type: ignore[index]
             if len(self.native) > first:
                 self._stages.append((first, len(self.native)))
-        if missing:
-            logger.info("torch computes these parts, for which there are no kernels: %s", ", ".join(missing))
 
     def run(self, inputs: Inputs) -> Tensor:
         """Hidden states [Tp, features]. Raises IndexError if a row's pages or a token's slot are outside the cache, or
@@ -241,7 +236,7 @@ class NativeExecutor:
                 if isinstance(stage, tuple):
                     self.native.run(*stage)
                 else:
-                    torch_executor.execute(stage, state)
+                    execute(stage, state)
         finally:
             self.native.end()
         return out
