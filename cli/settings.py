@@ -40,7 +40,7 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class LoadedSettings:
     """All settings with their sources."""
 
     settings: SettingsBase
@@ -94,7 +94,7 @@ class SettingsParser(OneLineParser):
             rest = [word for word in rest if word.startswith("-")]
         return given, rest
 
-    def load(self, given: argparse.Namespace) -> Loaded:
+    def load(self, given: argparse.Namespace) -> LoadedSettings:
         """The settings from these flags, the environment and the file. Raises ConfigError, with one sentence that
         names the wrong flag, variable or key of the file."""
         named = {name: value for name, value in vars(given).items() if name in _FIELDS}
@@ -114,7 +114,7 @@ class SettingsParser(OneLineParser):
         if "demo" in origins and settings.demo:
             origins["model"] = origins["demo"]
         known = {variable(name) for name in _FIELDS}
-        return Loaded(
+        return LoadedSettings(
             settings=settings,
             engine=engine,
             origins={name: origins.get(name, Origin("default")) for name in _FIELDS},
@@ -186,7 +186,7 @@ def settings_parser(command: str, *, json: bool = False) -> SettingsParser:
     return parser
 
 
-def load(parser: SettingsParser, arguments: list[str]) -> tuple[Loaded, Any]:
+def load(parser: SettingsParser, arguments: list[str]) -> tuple[LoadedSettings, Any]:
     """The settings and the other arguments. Wrong values end the process with status 2 and one line."""
     given = parser.parse_args(arguments)
     try:
@@ -195,7 +195,7 @@ def load(parser: SettingsParser, arguments: list[str]) -> tuple[Loaded, Any]:
         parser.error(str(problem))
 
 
-def print_notes(loaded: Loaded) -> None:
+def print_notes(loaded: LoadedSettings) -> None:
     """Print the notes on variables without effect to stderr."""
     for note in loaded.notes:
         print(filled(f"octavo: {note}", sys.stderr), file=sys.stderr)

@@ -35,7 +35,7 @@ from engine.model.abilities import find_abilities
 from engine.model.checkpoint import locate, read_config
 from engine.model.families import architecture, build_spec, stored_scheme, weight_table
 from engine.model.gguf.files import SUFFIX
-from engine.model.gguf.folder import lacks_tokenizer
+from engine.model.gguf.folder import PROJECTOR_LINK, lacks_tokenizer
 from engine.model.parameter_count import check_parameters
 from engine.model.quantisation import Wanted
 from engine.model.quantised_cache import find_folder, kept_files
@@ -107,6 +107,7 @@ class ModelFacts:
         hears: whether it is a speech model.
         images: maximum bytes of the cached vectors of images; 0 if the model reads no images among its tokens.
         image_tokens: maximum tokens of an image in a chat, without the texts around its crops; 0 if it reads none.
+        projector: for a GGUF file, the name of the image projector that is used; "" for none.
         ranks: what each rank has, if the settings divide the model.
         divisible: numbers of ranks up to 8 that can divide it on a CPU.
         indivisible: the parts that no number of ranks can divide.
@@ -140,6 +141,7 @@ class ModelFacts:
     states: int = 0
     images: int = 0
     image_tokens: int = 0
+    projector: str = ""
     ranks: tuple[RankFacts, ...] = ()
     divisible: tuple[int, ...] = ()
     indivisible: tuple[str, ...] = ()
@@ -309,6 +311,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         hears=_hears(config, path, hf_config),
         images=images,
         image_tokens=0 if vision is None or cropping is None else most_tokens(vision, cropping),
+        projector=next((file.resolve().name for file in files if file.name == PROJECTOR_LINK), ""),
         ranks=tuple(_rank(rank, quantization, device) for rank in ranks) if count > 1 else (),
         divisible=tuple(number for number in range(2, 9) if device.type == "cpu" and not refusals(spec, number)),
         indivisible=tuple(refusals(spec, 1)),

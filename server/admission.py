@@ -293,7 +293,6 @@ class Admission:
             raise
 
     def _refusal(self, reason: str, message: str, limit: str, seconds: float) -> _Refusal:
-        """The error response; there may be room in `seconds`."""
         wait = max(1, min(math.ceil(seconds), LONGEST_WAIT))
         message += f" Try again in {wait} s, or raise {limit}."
         return _Refusal(reason, message, wait)

@@ -171,6 +171,7 @@ def create_app(
         title="Octavo",
         version=version,
         summary="An OpenAI-compatible model server.",
+        responses=errors.ERROR_RESPONSES,  # of every route that has no others
         lifespan=lifespan,
         redirect_slashes=False,  # clients would drop the body; a 404 is clearer
         middleware=[
@@ -254,7 +255,6 @@ def create_app(
 
 @asynccontextmanager
 async def _running(batches: Batches | None) -> AsyncIterator[None]:
-    """Answer batches meanwhile; the store is closed at the end."""
     if not isinstance(batches, BatchRunner):
         yield
         return

@@ -50,12 +50,12 @@ P = ParamSpec("P")
 Item = dict[str, Any]
 
 
-class TooLargeError(Exception):
+class ConversationTooLargeError(Exception):
     """A conversation would exceed the limit on items or bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class StoredConversation:
     """A conversation without its items."""
 
     id: str
@@ -111,7 +111,7 @@ class Conversations:
     @in_thread
     def create(
         self, tenant: str | None, metadata: dict[str, str], items: Sequence[Item], max_size: int | None = None
-    ) -> Conversation:
+    ) -> StoredConversation:
         """Create a conversation. `max_size`: maximum bytes as JSON; None for no limit. Raises TooLargeError if it would
         exceed the limit."""
         id_, now, text = f"conv_{uuid.uuid4().hex}", self._now(), _encode(metadata)
@@ -123,15 +123,15 @@ class Conversations:
             assert made.lastrowid is not None
             self._append(database, made.lastrowid, items, max_size)
             self._make_room(database, id_)
-        return Conversation(id_, int(now), metadata)
+        return StoredConversation(id_, int(now), metadata)
 
     @in_thread
-    def get(self, id_: str, tenant: str | None) -> Conversation | None:
+    def get(self, id_: str, tenant: str | None) -> StoredConversation | None:
         row = self._find(id_, tenant)
-        return None if row is None else Conversation(id_, int(row[1]), msgspec.json.decode(row[2]))
+        return None if row is None else StoredConversation(id_, int(row[1]), msgspec.json.decode(row[2]))
 
     @in_thread
-    def update(self, id_: str, tenant: str | None, metadata: dict[str, str]) -> Conversation | None:
+    def update(self, id_: str, tenant: str | None, metadata: dict[str, str]) -> StoredConversation | None:
         text = _encode(metadata)
         with self._transaction() as database:
             row = self._find(id_, tenant)
@@ -144,7 +144,7 @@ class Conversations:
             )
             self._make_room(database, id_)
         self._overwrite()
-        return Conversation(id_, int(row[1]), metadata)
+        return StoredConversation(id_, int(row[1]), metadata)
 
     @in_thread
     def delete(self, id_: str, tenant: str | None) -> bool:
@@ -192,14 +192,16 @@ class Conversations:
             added.append(item)
         size = database.execute("SELECT size FROM conversations WHERE number = ?", (number,)).fetchone()[0]
         if max_size is not None and size > max_size:
-            raise TooLargeError(f"it would have {size} bytes, but at most {max_size} are allowed (max_body_size)")
+            raise ConversationTooLargeError(
+                f"it would have {size} bytes, but at most {max_size} are allowed (max_body_size)"
+            )
         return added
 
     def _check_count(self, number: int, most: int, more: int = 0) -> None:
         question = "SELECT count(*) FROM items WHERE conversation = ?"
         count = self._database.execute(question, (number,)).fetchone()[0] + more
         if count > most:
-            raise TooLargeError(f"it would have {count} items, but at most {most} are allowed")
+            raise ConversationTooLargeError(f"it would have {count} items, but at most {most} are allowed")
 
     @in_thread
     def page(self, id_: str, tenant: str | None, *, after: str | None, limit: int, ascending: bool) -> Page | None:
@@ -230,7 +232,7 @@ class Conversations:
         return None if found is None else msgspec.json.decode(found[0], type=Item)
 
     @in_thread
-    def delete_item(self, id_: str, tenant: str | None, item: str) -> Conversation | None:
+    def delete_item(self, id_: str, tenant: str | None, item: str) -> StoredConversation | None:
         """Delete one of its items; returns None if it does not exist."""
         with self._transaction() as database:
             row = self._find(id_, tenant)
@@ -240,7 +242,7 @@ class Conversations:
             if not database.execute(question, (row[0], item)).rowcount:
                 return None
         self._overwrite()
-        return Conversation(id_, int(row[1]), msgspec.json.decode(row[2]))
+        return StoredConversation(id_, int(row[1]), msgspec.json.decode(row[2]))
 
     @in_thread
     def history(self, id_: str, tenant: str | None, most: int, max_size: int) -> list[Item] | None:
@@ -254,7 +256,7 @@ class Conversations:
         if row is None:
             return None
         if row[3] > max_size:
-            raise TooLargeError(f"it has {row[3]} bytes, but at most {max_size} are read (max_body_size)")
+            raise ConversationTooLargeError(f"it has {row[3]} bytes, but at most {max_size} are read (max_body_size)")
         self._check_count(row[0], most)
         question = "SELECT item FROM items WHERE conversation = ? ORDER BY number"
         return [msgspec.json.decode(text) for (text,) in self._database.execute(question, (row[0],))]

@@ -17,7 +17,7 @@ from cli.talking.model import Model, talk
 from cli.talking.options import add_place
 from cli.terminal.parser import OneLineParser
 from cli.terminal.style import note
-from server.batches.lines import Place, check_line, places, read_line
+from server.batches.lines import LinePlace, check_line, places, read_line
 
 PROG = "octavo batch"
 DESCRIPTION = """\
@@ -89,10 +89,10 @@ def run(arguments: list[str]) -> int:
     return talk(PROG, given, with_model)
 
 
-def read_requests(source: Path) -> dict[str, Place]:
+def read_requests(source: Path) -> dict[str, LinePlace]:
     """The places of a file's requests, by their ids. Raises TalkError if a line is no request; says which one and why;
     OSError if the file cannot be read."""
-    found: dict[str, Place] = {}
+    found: dict[str, LinePlace] = {}
     for place, line in places(source):
         try:
             value = read_line(line)
@@ -131,7 +131,7 @@ def read_done(target: Path) -> tuple[set[str], int]:
     return done, failed
 
 
-def answer_all(source: Path, target: Path, left: list[Place], ask: Ask, concurrency: int, show: Show) -> int:
+def answer_all(source: Path, target: Path, left: list[LinePlace], ask: Ask, concurrency: int, show: Show) -> int:
     """Answer requests, and append each answer to a file as soon as it is there. `concurrency`: so many at the same
     time. Raises TalkError if the server is gone.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from cli.talking.conversation import Conversation
+from cli.talking.conversation import TerminalConversation
 from cli.talking.loop import Chat
 from cli.talking.model import CHAT, Model, talk
 from cli.talking.options import add_decoding, add_place, settings_of
@@ -44,7 +44,7 @@ def chatting(made: OneLineParser, given: argparse.Namespace) -> Callable[[Model]
 
     def chat(model: Model) -> int:
         model.require(CHAT)
-        return Chat(model, Conversation(given.system), settings, made.prog).run()
+        return Chat(model, TerminalConversation(given.system), settings, made.prog).run()
 
     return chat
 

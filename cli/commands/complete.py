@@ -6,7 +6,7 @@ import json
 import sys
 from typing import Any
 
-from cli.talking.answers import Answer, stream, whole
+from cli.talking.answers import ChatAnswer, stream, whole
 from cli.talking.model import COMPLETIONS, Model, talk
 from cli.talking.options import add_decoding, add_place, settings_of
 from cli.terminal.parser import OneLineParser
@@ -108,7 +108,7 @@ def _complete(model: Model, body: dict[str, Any], given: Any) -> None:
     if (given.n or 1) > 1 or given.no_stream:
         _print_choices(whole(model, body)["choices"])
         return
-    answer, end = Answer(), ""
+    answer, end = ChatAnswer(), ""
     try:
         for piece in stream(model, body, answer):
             end = harmless(piece)

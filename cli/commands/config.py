@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from cli.settings import Loaded, SettingsParser, load, print_notes, settings_parser
+from cli.settings import LoadedSettings, SettingsParser, load, print_notes, settings_parser
 from cli.terminal.style import print_table
 from server.config.settings import shown
 
@@ -24,7 +24,7 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def rows(loaded: Loaded) -> list[tuple[str, str, str]]:
+def rows(loaded: LoadedSettings) -> list[tuple[str, str, str]]:
     """Name, value and origin of each setting."""
     return [
         (name, _text(shown(name, getattr(loaded.settings, name))), f"{origin.kind} {origin.name}".rstrip())
@@ -32,7 +32,7 @@ def rows(loaded: Loaded) -> list[tuple[str, str, str]]:
     ]
 
 
-def as_json(loaded: Loaded) -> str:
+def as_json(loaded: LoadedSettings) -> str:
     """An object per setting: value, source (flag, variable, file, default) and its name."""
     settings = {
         name: {"value": shown(name, getattr(loaded.settings, name)), "source": origin.kind, "name": origin.name or None}

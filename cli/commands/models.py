@@ -25,7 +25,7 @@ that is free now. Only the headers of its files are read.
   octavo models qwen              families whose name contains qwen
   octavo models path/to/model     check a checkpoint
 """
-_SETTINGS = ("max_model_len", "kv_cache_memory", "quantization", "tensor_parallel_size")
+_SETTINGS = ("max_model_len", "kv_cache_memory", "quantization", "tensor_parallel_size", "mmproj")
 _LISTED = Path(__file__).with_name("families.json")  # written from the registry, see tools/families_table.py
 
 
@@ -45,6 +45,7 @@ def parser() -> OneLineParser:
     group.add_argument(
         "--quantization", choices=("none", "int8", "int8-fast", "int4", "stored"), help="format of the weight matrices"
     )
+    group.add_argument("--mmproj", metavar="FILE", help="image projector of a GGUF file, or none")
     made.add_argument("--json", action="store_true", help="print JSON")
     return made
 
@@ -149,7 +150,8 @@ def _examine(model: str, settings: dict[str, Any]) -> _Verdict:
         what, of = ("sound", "positions") if facts.hears else ("prompts", "tokens")
         shown.append((what, f"{facts.max_encoder_len} {of}, read by the encoder", facts.max_encoder_len))
     if facts.image_tokens:
-        shown.append(("images", f"at most {facts.image_tokens} tokens for each in a chat", facts.image_tokens))
+        by = f", read by {facts.projector}" if facts.projector else ""
+        shown.append(("images", f"at most {facts.image_tokens} tokens for each in a chat{by}", facts.image_tokens))
     if facts.stored:
         held = ", ".join(f"{name} {held / 2**20:.1f} MiB" for name, held in facts.stored.items())
         shown.append(("stored as", held, facts.stored))
@@ -184,7 +186,7 @@ def _examine(model: str, settings: dict[str, Any]) -> _Verdict:
     ]  # fmt: skip
     if facts.no_tokenizer:
         return _Verdict(True, f"{facts.no_tokenizer} Then: octavo serve {model} --tokenizer NAME", tuple(shown))
-    ways = [f"octavo serve {model}"]
+    ways = [f"octavo serve {model}" + (f" --mmproj {settings['mmproj']}" if "mmproj" in settings else "")]
     if writes:
         ways.append(f"octavo chat {model}" if chats else f"octavo complete --model {model} PROMPT")
     return _Verdict(

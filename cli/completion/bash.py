@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from cli.completion.shape import Argument, Shape
+from cli.completion.shape import Argument, CommandShape
 
 _SCRIPT = """\
 # bash completion of octavo; made by `octavo completion bash`.
@@ -53,7 +53,7 @@ complete -F _octavo octavo
 """
 
 
-def script(shapes: Sequence[Shape]) -> str:
+def script(shapes: Sequence[CommandShape]) -> str:
     after, flags, following = [], [], []
     for shape in shapes:
         command = shlex.quote(shape.words)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from cli.completion.shape import Argument, Flag, Shape
+from cli.completion.shape import Argument, CommandShape, Flag
 
 _HEAD = """\
 # fish completion of octavo; made by `octavo completion fish`.
@@ -23,13 +23,13 @@ complete -c octavo -f
 """
 
 
-def script(shapes: Sequence[Shape]) -> str:
+def script(shapes: Sequence[CommandShape]) -> str:
     nested = " ".join(_quoted(shape.words) for shape in shapes if shape.next and shape.words) or "''"
     lines = [line for shape in shapes for line in _lines(shape)]
     return _HEAD.replace("@NESTED@", nested) + "\n".join(lines) + "\n"
 
 
-def _lines(shape: Shape) -> Iterator[str]:
+def _lines(shape: CommandShape) -> Iterator[str]:
     here = f"complete -c octavo -n {_quoted(f'__octavo_at {_quoted(shape.words)}')}"
     for word, about in shape.next:
         yield f"{here} -a {word} -d {_quoted(about)}"

@@ -41,7 +41,7 @@ class Flag:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class CommandShape:
     """A command: its words ("bench serve"), the possible next words, and its flags."""
 
     words: str
@@ -51,19 +51,19 @@ class Shape:
     flags: tuple[Flag, ...] = ()
 
 
-def shapes() -> Iterator[Shape]:
+def shapes() -> Iterator[CommandShape]:
     """Every command; the first one, without words, is `octavo` itself."""
     switches = (Flag(("--help", "-h"), "show the commands", None), Flag(("--version",), "show the version", None))
     plain = Flag(("--no-color",), "plain text in a terminal, too", None)
     commands = tuple((name, command.about) for name, command in COMMANDS.items())
-    yield Shape("", "", commands, (), (*switches, plain))
+    yield CommandShape("", "", commands, (), (*switches, plain))
     for name, command in COMMANDS.items():
         yield _shape(name, command.about, command.parser(), command.kinds)
         for kind, about in command.kinds:
             yield _shape(f"{name} {kind}", about, command.parser(kind), ())
 
 
-def _shape(words: str, about: str, parser: argparse.ArgumentParser, next: tuple[tuple[str, str], ...]) -> Shape:
+def _shape(words: str, about: str, parser: argparse.ArgumentParser, next: tuple[tuple[str, str], ...]) -> CommandShape:
     arguments, flags = [], []
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -74,7 +74,7 @@ def _shape(words: str, about: str, parser: argparse.ArgumentParser, next: tuple[
             flags.append(Flag(tuple(action.option_strings), _brief(action.help), takes, repeats))
         elif takes is not None:
             arguments.append(takes)
-    return Shape(words, about, next, tuple(arguments), tuple(flags))
+    return CommandShape(words, about, next, tuple(arguments), tuple(flags))
 
 
 def _argument(action: argparse.Action) -> Argument:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from cli.completion.shape import Argument, Flag, Shape
+from cli.completion.shape import Argument, CommandShape, Flag
 
 
-def script(shapes: Sequence[Shape]) -> str:
+def script(shapes: Sequence[CommandShape]) -> str:
     lines = ["#compdef octavo", "# zsh completion of octavo; made by `octavo completion zsh`.", ""]
     for shape in reversed(shapes):  # a function stands before its callers
         lines += _function(shape)
@@ -27,7 +27,7 @@ def _name(words: str) -> str:
     return "_octavo" + "".join(f"_{word}" for word in words.split())
 
 
-def _function(shape: Shape) -> list[str]:
+def _function(shape: CommandShape) -> list[str]:
     name = _name(shape.words)
     flags = [line for flag in shape.flags for line in _flag(flag)]
     if not shape.next:

@@ -14,7 +14,7 @@ SHORT = 0.1  # seconds
 
 
 @dataclass(slots=True)
-class Answer:
+class ChatAnswer:
     """One streamed answer."""
 
     text: str = ""
@@ -37,7 +37,7 @@ class Answer:
         return ", ".join(parts)
 
 
-def stream(model: Model, body: dict[str, Any], answer: Answer) -> Iterator[str]:
+def stream(model: Model, body: dict[str, Any], answer: ChatAnswer) -> Iterator[str]:
     """The pieces of one answer as they arrive, including reasoning. `answer` holds the facts known so far. `body`: the
     request's body, with `messages` for a chat, or `prompt`. Raises TalkError if the request was refused, or the answer
     broke off."""

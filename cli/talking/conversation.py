@@ -15,7 +15,7 @@ _LEFT = 256  # minimum tokens for an answer, or a quarter of the context if that
 
 
 @dataclass(slots=True)
-class Conversation:
+class TerminalConversation:
     """The messages of a conversation in OpenAI's format; `system`, if any, stands before them."""
 
     system: str | None = None

@@ -7,8 +7,8 @@ import sys
 from typing import Any
 
 from cli.errors import NoServerError, TalkError
-from cli.talking.answers import Answer, stream
-from cli.talking.conversation import Conversation
+from cli.talking.answers import ChatAnswer, stream
+from cli.talking.conversation import TerminalConversation
 from cli.talking.model import Model
 from cli.talking.slash import Leave, Slash
 from cli.terminal.keys import keys_kept
@@ -23,7 +23,7 @@ class Chat:
     stdout gets only the answers.
     """
 
-    def __init__(self, model: Model, conversation: Conversation, settings: dict[str, Any], prog: str):
+    def __init__(self, model: Model, conversation: TerminalConversation, settings: dict[str, Any], prog: str):
         self._model = model
         self._conversation = conversation
         self._settings = settings  # fields for the body of every request
@@ -63,7 +63,7 @@ class Chat:
     def _answer(self, text: str) -> bool:
         talk = self._conversation
         talk.say("user", text)
-        answer = Answer()
+        answer = ChatAnswer()
         stopped = False
         try:
             if forgotten := talk.fit(self._model, self._settings.get("max_tokens")):
@@ -107,12 +107,11 @@ class Chat:
                 print(wrapping.end(), end="", flush=True)
 
     @staticmethod
-    def _end_line(answer: Answer) -> None:
+    def _end_line(answer: ChatAnswer) -> None:
         if not answer.text.endswith("\n"):
             print(flush=True)
 
     def _read(self) -> str | None:
-        """The next message; None at the end."""
         if not self._asks:
             line = sys.stdin.readline()
             return line.rstrip("\n") if line else None

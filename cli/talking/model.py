@@ -17,7 +17,7 @@ from engine import ModelLoadError, find_here, lacks_chat_template
 from server.config.wording import did_you_mean
 
 if TYPE_CHECKING:
-    from cli.talking.wire import Place, Wire
+    from cli.talking.wire import ServerPlace, Wire
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _ANSWER = 128  # default maximum tokens of an answer
@@ -137,7 +137,7 @@ def open_model(
         name: a folder or a hub id; with a URL, a model id of that server.
         loading: further flags of `octavo serve` for a model that is loaded here.
     """
-    from cli.talking.wire import Place, Wire  # importing httpx takes as long as the rest of --help
+    from cli.talking.wire import ServerPlace, Wire  # importing httpx takes as long as the rest of --help
 
     if url is not None:
         if loading:
@@ -145,7 +145,7 @@ def open_model(
             raise TalkError(
                 f"{flag} is for a model that this command loads, but --url names a server. Remove one of them."
             )
-        place = Place.parse(url)
+        place = ServerPlace.parse(url)
         try:
             model = _when_loaded(Wire(place, api_key, timeout), name, timeout)
         except NoServerError as problem:
@@ -155,7 +155,7 @@ def open_model(
     if name is None and not loading:
         found: Model | None = None
         with contextlib.suppress(NoServerError):
-            found = _when_loaded(Wire(Place.parse(default_url), api_key, timeout), None, timeout)
+            found = _when_loaded(Wire(ServerPlace.parse(default_url), api_key, timeout), None, timeout)
         if found is not None:
             yield found
             return
@@ -236,7 +236,7 @@ def _of_server(wire: Wire, name: str | None) -> Model:
     return Model(wire, name, cards[ids.index(name)])
 
 
-def _how_to_start(place: Place) -> str:
+def _how_to_start(place: ServerPlace) -> str:
     if place.host not in ("localhost", "127.0.0.1", "::1"):
         return f"Check --url, or start one on {place.host}: octavo serve --host {place.host} --port {place.port}"
     port = "" if place.port == 8000 else f" --port {place.port}"

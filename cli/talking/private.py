@@ -14,10 +14,11 @@ from dataclasses import fields
 from typing import IO
 
 from cli.errors import NoServerError, TalkError
-from cli.talking.wire import Place, Wire
+from cli.talking.wire import ServerPlace, Wire
 from cli.terminal.keys import keys_kept
 from cli.terminal.waiting import waiting
 from engine import EngineConfig
+from engine.host.children import own_modules
 from server.door.listening import StartupError, bind
 from server.door.listening import url as local_url
 
@@ -27,7 +28,9 @@ _LAST_WORDS = 10.0  # seconds that the child has to stop
 
 
 @contextlib.contextmanager
-def private_server(arguments: Sequence[str], what: str, address: tuple[str, int] | None = None) -> Iterator[Place]:
+def private_server(
+    arguments: Sequence[str], what: str, address: tuple[str, int] | None = None
+) -> Iterator[ServerPlace]:
     """Serve a model until the end of the block; returns its address. Raises TalkError if the server did not start;
     gives the reason.
 
@@ -51,15 +54,15 @@ def private_server(arguments: Sequence[str], what: str, address: tuple[str, int]
             _stop(process)
 
 
-def _private(uds: str, what: str) -> tuple[Place, list[str], dict[str, str]]:
+def _private(uds: str, what: str) -> tuple[ServerPlace, list[str], dict[str, str]]:
     """An address, the flags for it, and this process's variables without the service's address, keys and limits."""
     kept = {f"OCTAVO_{field.name.upper()}" for field in fields(EngineConfig)}
     kept |= {"OCTAVO_DEMO", "OCTAVO_NATIVE", "OCTAVO_NATIVE_ISA"}
     environ = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_") or name in kept}
-    return Place(url=what, uds=uds), ["--uds", uds], environ
+    return ServerPlace(url=what, uds=uds), ["--uds", uds], environ
 
 
-def _public(host: str, port: int) -> tuple[Place, list[str], dict[str, str]]:
+def _public(host: str, port: int) -> tuple[ServerPlace, list[str], dict[str, str]]:
     """An address, the flags for it, and this process's variables. Raises TalkError if the port is taken, the host
     unknown, or a variable asks for a socket or for TLS."""
     for name in ("OCTAVO_UDS", "OCTAVO_SSL_CERTFILE"):
@@ -73,13 +76,11 @@ def _public(host: str, port: int) -> tuple[Place, list[str], dict[str, str]]:
         raise TalkError(str(problem)) from None
     with listener:
         url = local_url(listener)
-    return Place.parse(url), ["--host", host, "--port", url.rpartition(":")[2]], dict(os.environ)
+    return ServerPlace.parse(url), ["--host", host, "--port", url.rpartition(":")[2]], dict(os.environ)
 
 
 def _own() -> dict[str, str]:
-    """The variables that the child always gets."""
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    return {"PYTHONPATH": path, "OCTAVO_LOG_FORMAT": "console", "OCTAVO_SHOW_PROGRESS": "true"}
+    return own_modules() | {"OCTAVO_LOG_FORMAT": "console", "OCTAVO_SHOW_PROGRESS": "true"}
 
 
 def _progress(log: IO[bytes]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from cli.errors import TalkError
 from cli.talking.options import add_server, default_key, default_url
-from cli.talking.wire import Place, Wire
+from cli.talking.wire import ServerPlace, Wire
 from cli.terminal.parser import OneLineParser
 from cli.terminal.style import print_table, say
 
@@ -29,7 +29,7 @@ def models_parser(prog: str, about: str, *, name: bool) -> OneLineParser:
 def ask(prog: str, given: argparse.Namespace, method: str, path: str, body: Any = None) -> Any:
     """The service's answer; None if there is none, which has been reported."""
     try:
-        wire = Wire(Place.parse(given.url or default_url()), given.api_key or default_key(), given.timeout)
+        wire = Wire(ServerPlace.parse(given.url or default_url()), given.api_key or default_key(), given.timeout)
         return wire.json(method, path, body)
     except TalkError as problem:
         say(prog, str(problem))

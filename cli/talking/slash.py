@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.errors import TalkError
-from cli.talking.conversation import Conversation
+from cli.talking.conversation import TerminalConversation
 from cli.talking.options import BEAMS, PENALTIES, SAMPLING, check
 from engine import NUMBER_RANGES, InvalidRequestError
 from server.config.wording import did_you_mean
@@ -28,7 +28,9 @@ class Slash:
         card: the server's description of the model, with its default parameters.
     """
 
-    def __init__(self, conversation: Conversation, settings: dict[str, Any], model_id: str, card: Mapping[str, Any]):
+    def __init__(
+        self, conversation: TerminalConversation, settings: dict[str, Any], model_id: str, card: Mapping[str, Any]
+    ):
         self._conversation = conversation
         self._settings = settings
         self._model_id = model_id

@@ -24,7 +24,7 @@ _LLAMA_CPP_LOADS = "Loading model"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ServerPlace:
     """The address of a server."""
 
     url: str  # the URL for messages, without /v1
@@ -33,7 +33,7 @@ class Place:
     uds: str = ""  # path of a Unix socket, used instead of host and port
 
     @classmethod
-    def parse(cls, url: str) -> Place:
+    def parse(cls, url: str) -> ServerPlace:
         """Parse a URL, with or without /v1 at its end; http:// may be left out. Raises TalkError if the text is not an
         http or https URL."""
         whole = url if "://" in url else f"http://{url}"
@@ -52,7 +52,7 @@ class Wire:
     """Requests, each over its own connection. Raises TalkError if the key cannot be sent, or the URL names no host.
     `timeout`: seconds of silence after which the request is abandoned."""
 
-    def __init__(self, place: Place, api_key: str | None = None, timeout: float = 600.0):
+    def __init__(self, place: ServerPlace, api_key: str | None = None, timeout: float = 600.0):
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
             raise TalkError("--api-key must consist of printable ASCII characters.")
         self.place = place

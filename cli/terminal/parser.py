@@ -111,7 +111,6 @@ def print_coloured(text: str, stream: Any) -> None:
 
 
 def _better(message: str) -> str:
-    """An argparse message in this project's words."""
     if switch := _NO_VALUE.match(message):
         return f"{switch[1]} takes no value; use {switch[2]} to switch it off"
     if wrong := _WRONG_KIND.fullmatch(message):

@@ -8,6 +8,8 @@ import fcntl
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
@@ -61,6 +63,40 @@ def _put_back(handlers: Mapping[signal.Signals, _Handler], instead: _Handler) ->
         except BaseException as error:
             raised = error
     return raised
+
+
+def own_modules() -> dict[str, str]:
+    """The environment variable with which a child finds the same modules as this process, wherever they were found; the
+    working directory only if it is on the path here, too."""
+    return {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
+
+
+def start_child(
+    module: str, environment: Mapping[str, str], *, first: bytes = b"", **options: Any
+) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Start a module in a process of its own, with the same modules as here. Returns the connection to it, whose other
+    side is its standard input. Raises OSError if it cannot be started.
+
+    Args:
+        environment: the child's environment variables, besides the module path.
+        first: what the child reads first; sent before it starts.
+        options: of `subprocess.Popen`.
+    """
+    ours, theirs = socket.socketpair()
+    command, variables = [sys.executable, "-P", "-m", module], {**environment, **own_modules()}
+    process: subprocess.Popen[bytes] | None = None
+    try:
+        ours.sendall(first)
+        with theirs, signals_held():
+            process = subprocess.Popen(command, stdin=theirs.fileno(), env=variables, **options)
+        return ours, process
+    except BaseException:  # a signal's handler may raise anything
+        ours.close()
+        theirs.close()
+        if process is not None:
+            process.kill()
+            process.wait()
+        raise
 
 
 def leave_signals_to_parent() -> None:

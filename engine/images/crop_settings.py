@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from engine.images.settings import (
     read_json,
     stored_settings,
 )
-from engine.interface.vision import Fitted, Size, VisionInfo
+from engine.interface.vision import MOST_RATIO, Fitted, Size, VisionInfo
 
 _CLIP = {
     "size": {"shortest_edge": 224}, "resample": BICUBIC, "do_center_crop": True,
@@ -240,6 +241,15 @@ def _longest(values: Mapping[str, Any], name: str, file: Path) -> int:
     if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found <= 1 << 14:
         raise UnsupportedModelError(f"{file}: {name} must have a longest_edge from 1 to {1 << 14}, got {given!r}.")
     return found
+
+
+def likely_tokens(info: VisionInfo, cropping: Cropping, size: Size | None) -> int:
+    """The tokens of an image of this height and width, as `most_tokens` counts them; the most of any image if crops
+    decide, or the size is not known."""
+    most, fitted = most_tokens(info, cropping), info.fitted
+    if fitted is None or size is None or max(size) > MOST_RATIO * min(size):
+        return most
+    return min(math.prod(fitted.grid(size)), most)
 
 
 def most_tokens(info: VisionInfo, cropping: Cropping) -> int:

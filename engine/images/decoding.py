@@ -58,6 +58,13 @@ def read_text(text: str, *, max_bytes: int = MAX_BYTES) -> bytes:
     return data
 
 
+def data_of(text: str, most: int) -> str:
+    """The first characters of base64 in a `data:` URL, or in base64 alone."""
+    found = _DATA_URL.match(text[:256])
+    start = 0 if found is None else found.end()
+    return text[start : start + most]
+
+
 def decode(data: bytes, *, max_bytes: int = MAX_BYTES, max_pixels: int = MAX_PIXELS) -> Image:
     """The first image of a file, in RGB, rotated as its EXIF data says. As `transformers` loads it. Raises
     InvalidRequestError if the image exceeds a limit, has an unsupported format, is damaged, or has more than 8 bits per
@@ -67,7 +74,7 @@ def decode(data: bytes, *, max_bytes: int = MAX_BYTES, max_pixels: int = MAX_PIX
 
     if len(data) > max_bytes:
         raise _too_large(len(data), max_bytes)
-    if (size := _webp_size(data)) is not None:  # Pillow allocates memory for all pixels when it opens such a file
+    if (size := webp_size(data)) is not None:  # Pillow allocates memory for all pixels when it opens such a file
         _check_size(*size, max_pixels)
     try:
         with warnings.catch_warnings():
@@ -137,7 +144,7 @@ def _check_unpacked(error: Exception) -> None:
     ) from error
 
 
-def _webp_size(data: bytes) -> tuple[int, int] | None:
+def webp_size(data: bytes) -> tuple[int, int] | None:
     """Width and height from a WebP file's first chunk (RFC 9649); None if it has none, or for other files."""
     if len(data) < 30 or data[:4] != b"RIFF" or data[8:12] != b"WEBP":
         return None

@@ -446,7 +446,6 @@ class SamplingParams:
 
 
 def _check_texts(name: str, given: Any, most: int, longest: int) -> None:
-    """Check a list of texts: their number, lengths and characters. None is allowed."""
     if given is None:
         return
     if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):

@@ -25,13 +25,15 @@ from engine.model.layers import (
     SparseFeedForward,
     XieluFeedForward,
 )
+from engine.model.merged import MergedAttention
 from engine.model.normalisation import Norm
 from engine.model.norms import build_norm
 from engine.model.place import Place
 from engine.model.positions import Disentangled, QueryBuckets
 from engine.model.query_buckets import BucketedAttention
 from engine.model.reading import ReadingAttention
-from engine.model.state_layers import AttentionBesideState, build_state_layer
+from engine.model.recurrences import build_state_layer
+from engine.model.state_layers import AttentionBesideState
 from engine.model.versions import LayerVersions
 
 
@@ -89,7 +91,11 @@ class SequentialBlock(nn.Module):
             {name: build_norm(three[i], hidden_size, place) for name, three in norms.items()} for i in range(3)
         )
         mixes = block.attention.heads or block.mixing is not None
-        own = build_attention(block, hidden_size, backend, place) if mixes else None
+        own: nn.Module | None = None
+        if block.merged and block.cross is not None:
+            own = MergedAttention(block.attention, block.cross, hidden_size, memory_size, backend, place)
+        elif mixes:
+            own = build_attention(block, hidden_size, backend, place)
         self.attention = None if own is None else Sublayer(own, **attention_norms)
         self.reads_tokens = block.reads_tokens
         if block.reads_tokens:
@@ -97,7 +103,7 @@ class SequentialBlock(nn.Module):
             own.qkv = Linear(2 * hidden_size, own.qkv.outputs, block.attention.qkv_bias, place)
         self.low_rank = None if block.low_rank is None else LowRankPath(block.low_rank, hidden_size, place)
         self.cross = None
-        if block.cross is not None:
+        if block.cross is not None and not block.merged:
             inner = CrossAttention(block.cross, hidden_size, memory_size, backend, place)
             self.cross = Sublayer(inner, **cross_norms)
         self.ffn = None

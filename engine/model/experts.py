@@ -239,7 +239,8 @@ class ExpertsFeedForward(nn.Module):
     def _corrected(self, x: Tensor, routing: spec.Corrected) -> tuple[Tensor, Tensor]:
         logits = self._logits(x)
         scores = activate(torch.sigmoid, logits) if routing.score == "sigmoid" else logits.softmax(dim=-1)
-        favoured = _open(scores + self.correction, routing.groups, routing.open_groups, 2)
+        judged = logits if routing.of_logits else scores
+        favoured = _open(judged + self.correction, routing.groups, routing.open_groups, 2)
         chosen = _best(favoured, self.part.active)[1]
         weights = scores.gather(-1, chosen)
         if self.part.normalize:

@@ -60,18 +60,19 @@ class LatentAttention(nn.Module):
         if angles is not None and isinstance(self.part.position, Rotary):
             turning = rotate(turning, self.part.position, *angles)
         normed = self.latent_norm(latent.contiguous())
-        absorbed = torch.cat((_by_head(self.keys, content), normed.unsqueeze(1)), dim=1)
+        absorbed = torch.cat((by_head(self.keys, content), normed.unsqueeze(1)), dim=1)
         return torch.cat((absorbed, turning), dim=-1).tensor_split((heads,), dim=1)  # type: ignore[return-value]
 
     def expand(self, attended: Tensor) -> Tensor:
         """[T, heads * values] from the heads' attention results over latents, [T, heads * head_dim]."""
         vectors = attended.view(len(attended), self.part.heads, self.part.head_dim)
-        return _by_head(self.values, vectors[..., : self.shape.width]).flatten(1)
+        return by_head(self.values, vectors[..., : self.shape.width]).flatten(1)
 
 
-def _by_head(matrices: ExpertMatrices, x: Tensor) -> Tensor:
+def by_head(matrices: ExpertMatrices, x: Tensor) -> Tensor:
     """[T, heads, out] of x [T, heads, in], each head multiplied with its own matrix."""
     rows = x.transpose(0, 1).contiguous()
     if matrices.packed is None and x.device.type != "cpu":
-        return torch.bmm(rows, matrices.weight.transpose(1, 2)).transpose(0, 1)
+        product = torch.bmm(rows, matrices.weight.transpose(1, 2))
+        return (product if matrices.bias is None else product + matrices.bias.unsqueeze(1)).transpose(0, 1)
     return torch.stack([matrices(own, head) for head, own in enumerate(rows)], dim=1)

@@ -24,6 +24,7 @@ from engine.model.activations import activate, gate_by_name
 from engine.model.adapter_slots import AdapterSlots
 from engine.model.bias import BucketTable
 from engine.model.kernels import LIBRARY, RowForm
+from engine.model.normalisation import Norm
 from engine.model.norms import build_norm
 from engine.model.packing import PackedProduct, pack_parts, pack_product
 from engine.model.place import Place
@@ -241,17 +242,32 @@ class SelfAttention(nn.Module):
             self.distance_bias = BucketTable(part.position, part.heads, place)
 
 
-class CrossAttention(nn.Module):
-    """The weights of attention of a decoder's tokens to an encoder's, whose K and V are stored in pages once."""
+class EncodedKeys(nn.Module):
+    """The weights that make keys and values of an encoder's tokens, which are stored in pages once. `norm`: the norm of
+    each key."""
+
+    def __init__(self, part: spec.Attention, memory_size: int, place: Place, norm: Norm | None = None):
+        super().__init__()
+        self.part = part
+        self.kv = Linear(memory_size, 2 * part.kv_heads * part.head_dim, part.qkv_bias, place)
+        self.norm = build_norm(norm, part.head_dim, place)
+
+    def normalise(self, rows: Tensor) -> Tensor:
+        """Rows [keys | values], with normed keys."""
+        assert self.norm is not None
+        keys, values = rows.view(len(rows), 2, -1).unbind(1)
+        return torch.cat((self.norm(split_heads(keys, self.part.head_dim)).flatten(1), values), dim=1)
+
+
+class CrossAttention(EncodedKeys):
+    """The weights of attention of a decoder's tokens to an encoder's."""
 
     def __init__(
         self, part: spec.Attention, hidden_size: int, memory_size: int, backend: AttentionBackend, place: Place
     ):
-        super().__init__()
-        self.part = part
+        super().__init__(part, memory_size, place)
         self.backend = backend
         self.queries = Linear(hidden_size, part.heads * part.head_dim, part.qkv_bias, place)
-        self.kv = Linear(memory_size, 2 * part.kv_heads * part.head_dim, part.qkv_bias, place)
         self.out = Linear(part.heads * part.head_dim, hidden_size, part.out_bias, place)
 
 

@@ -80,7 +80,7 @@ def _unsupported_decoder(stack: spec.Stack, *, has_encoder: bool) -> list[str]:
         if block.mixing is not None:
             if not isinstance(block.mixing, spec.StateLayer):
                 missing.append("Fourier transforms in a decoder")  # they would see later tokens
-            if not isinstance(block.placement, spec.Pre) or has_encoder:
+            if isinstance(block.placement, spec.Parallel) or has_encoder:
                 missing.append("a state in layers of another kind")
         if not block.attention.heads:
             continue
@@ -214,11 +214,14 @@ def _unsupported_block(block: spec.Block) -> list[str]:
         "attention beside mixing of another kind": attention.heads > 0
         and block.mixing is not None
         and (not isinstance(block.mixing, spec.StateLayer) or not _is_plain(attention)),
+        "one softmax for two attentions of another kind": block.merged
+        and not (_is_plain(attention) and isinstance(attention.qk_norm, spec.PerHead) and block.cross is not None),
         **_unsupported_bottleneck(block),
         **_unsupported_convolution(block.beside),
         "vectors beside tokens in layers of another kind": attention.stream is not None
         and not (isinstance(block.placement, spec.Pre) and isinstance(ffn, spec.Dense)),
         "cross-attention between these norms": block.cross is not None
+        and not block.merged
         and not isinstance(block.placement, spec.Pre | spec.Post)
         and getattr(block.placement, "before_cross", None) is None,
     }

@@ -56,7 +56,7 @@ def _of_block(block: Block, features: int) -> int:
     if narrow is not None:
         within = _of_attention(block.attention, narrow.width) + narrow.networks * _of_ffn(block.ffn, narrow.width)
         return within + 2 * narrow.width * features
-    cross = 0 if block.cross is None else _of_attention(block.cross, features)
+    cross = 0 if block.cross is None or block.merged else _of_attention(block.cross, features)
     return _of_attention(block.attention, features) + cross + _of_ffn(block.ffn, features)
 
 

@@ -30,6 +30,7 @@ from engine.model.layer_vectors import LayerEmbedding, LayerInputs, LowRankPath
 from engine.model.layers import (
     CrossAttention,
     DenseFeedForward,
+    EncodedKeys,
     GatedFeedForward,
     Linear,
     OpenedFeedForward,
@@ -38,6 +39,7 @@ from engine.model.layers import (
     SparseFeedForward,
     XieluFeedForward,
 )
+from engine.model.merged import MergedAttention
 from engine.model.operations import (
     Activate,
     Add,
@@ -56,6 +58,7 @@ from engine.model.operations import (
 from engine.model.positions import Temperature
 from engine.model.query_buckets import BucketedAttention
 from engine.model.reading import ReadingAttention
+from engine.model.recurrences import ChannelScanLayer, FadingAttentionLayer, FeatureDeltaLayer, GatedRecurrenceLayer
 from engine.model.row_functions import concatenate, keep, multiply_all, open_heads, scale, temper
 from engine.model.state_layers import (
     AttentionBesideState,
@@ -99,7 +102,7 @@ def compile_stack(
     *,
     hidden_size: int,
     paged: bool,
-    readers: Sequence[CrossAttention | None] = (),
+    readers: Sequence[EncodedKeys | None] = (),
     beside: nn.Parameter | None = None,
     predicting: nn.Parameter | None = None,
     layer_vectors: LayerEmbedding | None = None,
@@ -152,7 +155,10 @@ def compile_stack(
         result = builder.product(projection, result, "projected")
     for layer, reader in enumerate(readers):
         if reader is not None:
-            builder.add(StoreEncoded(reader.part, builder.product(reader.kv, result, "encoded"), layer))
+            made = builder.product(reader.kv, result, "encoded")
+            if reader.norm is not None:
+                builder.apply("norms of an encoder's keys", reader.normalise, (made,), made)
+            builder.add(StoreEncoded(reader.part, made, layer))
     return builder.program(result)
 
 
@@ -422,6 +428,16 @@ class Builder:
                 return self._gated_convolution(module, x, name)
             case SelectiveStateSpace():
                 return self._state_space(module, x, name)
+            case ChannelScanLayer():
+                return self._channel_scan(module, x, name)
+            case GatedRecurrenceLayer():
+                entered, out = self.product(module.enter, x, "entered"), self.rows("attended", module.part.width)
+                self._recurrence("a recurrence of features", module.advance, (entered,), out)
+                return self._reduced(module.out, out, name)
+            case FadingAttentionLayer():
+                return self._fading_attention(module, x, name)
+            case FeatureDeltaLayer():
+                return self._feature_delta(module, x, name)
             case AttentionBesideState():
                 out = self._inner(module.attention, x, name, layer)
                 self.add(Add(out, self._inner(module.state, x, f"{name} beside attention", layer), out))
@@ -489,6 +505,9 @@ class Builder:
                 self.add(Apply("attention to global tokens", module.attend, (*parts, of_global), (attended,)))
             case BlockSumAttention():
                 self.add(Apply("attention to sums of blocks", module.attend, (x, *parts), (attended,)))
+            case MergedAttention():
+                attend = partial(module.attend, layer)
+                self.add(Apply("attention with an encoder's tokens", attend, (prepared.queries,), (attended,)))
             case StreamAttention():
                 self.add(Apply("attention to vectors beside tokens", module.attend, parts, (attended,)))
             case SelfAttention(part=spec.Attention(blocks=spec.SparseBlocks())):
@@ -591,6 +610,47 @@ class Builder:
         convolved, out = self.rows("convolved", part.convolved), self.rows("scanned", part.width)
         self.add(Convolve(module.convolution, rest, convolved, False, self.states))
         self.add(ApplyScan(module, convolved, rates, opening, out, self.states))
+        return self._reduced(module.out, out, name)
+
+    def _recurrence(self, name: str, advance: RowFunction, given: tuple[Rows, ...], out: Rows) -> None:
+        """Add the recurrence of a layer with a state, which torch computes."""
+        self.add(Apply(name, partial(advance, self.states), given, (out,)))
+
+    def _channel_scan(self, module: ChannelScanLayer, x: Rows, name: str) -> Rows:
+        part, entered = module.part, self.product(module.enter, x, "entered")
+        convolved, out = self.rows("convolved", part.width), self.rows("scanned", part.width)
+        self.add(Convolve(module.convolution, entered.part(0, part.width), convolved, False, self.states))
+        made = self.product(module.made, convolved, "made of features")
+        places = (made.part(0, part.rank), *(made.part(part.rank + i * part.size, part.size) for i in range(2)))
+        for norm, rows in zip((module.step_norm, module.before_norm, module.after_norm), places, strict=True):
+            if norm is not None:
+                self.add(Normalize(norm, rows, rows))
+        steps, opening = self.product(module.steps, places[0], "steps"), entered.part(part.width, part.width)
+        given = (convolved, *places[1:], steps, opening)
+        self._recurrence("a scan of features", module.advance, given, out)
+        return self._reduced(module.out, out, name)
+
+    def _fading_attention(self, module: FadingAttentionLayer, x: Rows, name: str) -> Rows:
+        entered, opening = (
+            self.product(module.enter, x, "entered"),
+            self.product(module.opening, x, "openings of heads"),
+        )
+        out = self.rows("attended", opening.width)
+        self._recurrence("attention that fades", module.advance, (entered,), out)
+        if module.norm is not None:
+            self.add(Normalize(module.norm, out, out))
+        self.apply("openings of heads", partial(open_heads, "sigmoid"), (opening, out), out)
+        return self._reduced(module.out, out, name)
+
+    def _feature_delta(self, module: FeatureDeltaLayer, x: Rows, name: str) -> Rows:
+        size, entered = module.part.head_dim, self.product(module.enter, x, "entered")
+        rates, low = self.product(module.rates, x, "rates"), self.product(module.low, x, "low rank")
+        fading = self.product(module.fading, low.part(0, size), "decays of features")
+        opening = self.product(module.opening, low.part(size, size), "openings of heads")
+        convolved, out = self.rows("convolved", entered.width), self.rows("attended", opening.width)
+        self.add(Convolve(module.convolution, entered, convolved, False, self.states))
+        given = (convolved, rates, fading, opening)
+        self._recurrence("the delta rule of features", module.advance, given, out)
         return self._reduced(module.out, out, name)
 
     def _gated_convolution(self, module: GatedConvolution, x: Rows, name: str) -> Rows:

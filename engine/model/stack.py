@@ -17,7 +17,7 @@ from engine.model.executors.choice import Executor, fastest
 from engine.model.executors.reference import TorchExecutor
 from engine.model.inputs import Inputs
 from engine.model.layer_vectors import LayerEmbedding
-from engine.model.layers import CrossAttention, Linear
+from engine.model.layers import EncodedKeys, Linear
 from engine.model.norms import build_norm
 from engine.model.packing import on_gpu
 from engine.model.place import Place
@@ -51,7 +51,7 @@ class TransformerStack(nn.Module):
         limits: Sequence[int] = (),
         memory_size: int = 0,
         paged: bool = False,
-        readers: Sequence[CrossAttention | None] = (),
+        readers: Sequence[EncodedKeys | None] = (),
         tokens: nn.Parameter | None = None,
         image_layers: int = 0,
     ):

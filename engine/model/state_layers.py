@@ -87,13 +87,3 @@ class AttentionBesideState(nn.Module):
     def __init__(self, attention: nn.Module, state: StateModule):
         super().__init__()
         self.attention, self.state = attention, state
-
-
-def build_state_layer(part: spec.StateLayer, hidden_size: int, place: Place) -> StateModule:
-    match part:
-        case spec.ShortConvolution():
-            return GatedConvolution(part, hidden_size, place)
-        case spec.DeltaRule():
-            return DeltaRuleAttention(part, hidden_size, place)
-        case spec.SelectiveScan():
-            return SelectiveStateSpace(part, hidden_size, place)

@@ -28,11 +28,12 @@ from engine.model.heads import Head, Panel, build_head
 from engine.model.inputs import Inputs
 from engine.model.kernels import LIBRARY, RowForm
 from engine.model.latent import LatentAttention
-from engine.model.layers import CrossAttention, Linear, OpenedFeedForward
+from engine.model.layers import EncodedKeys, Linear, OpenedFeedForward
 from engine.model.missing import unsupported
 from engine.model.packing import LookUp, keeps_once, on_gpu
 from engine.model.place import Place
 from engine.model.quantisation import Held, Wanted
+from engine.model.recurrences import FeatureDeltaLayer, GatedRecurrenceLayer
 from engine.model.sharding import Share, splits_vocabulary
 from engine.model.stack import TransformerStack
 from engine.model.state_layers import DeltaRuleAttention
@@ -104,7 +105,7 @@ class Transformer(nn.Module):
         if model.encoder is not None:
             shared = self.decoder.tokens if self.decoder is not None and model.shared_tokens else None
             blocks = () if self.decoder is None else self.decoder.blocks
-            found = ((m for m in block.modules() if isinstance(m, CrossAttention)) for block in blocks)
+            found = ((m for m in block.modules() if isinstance(m, EncodedKeys)) for block in blocks)
             readers = [next(each, None) for each in found]  # one per layer, None for self-attention only
             signal = None if isinstance(model.encoder.embedding, spec.Tokens) else model.encoder.embedding.signal
             if signal is not None:
@@ -266,11 +267,15 @@ class Transformer(nn.Module):
         """All matrices, each with its future format. The few numbers that choose an expert, open a network or choose a
         class keep their format; a vocabulary's, on which every choice of a token depends, have at least 8 bits."""
         kept: list[nn.Module] = [module.router for module in self.modules() if isinstance(module, ExpertsFeedForward)]
-        kept += [module.rates for module in self.modules() if isinstance(module, DeltaRuleAttention)]
+        kept += [
+            module.rates for module in self.modules() if isinstance(module, DeltaRuleAttention | FeatureDeltaLayer)
+        ]
         kept += [module.opening for module in self.modules() if isinstance(module, OpenedFeedForward)]
         if on_gpu(self.device):  # one product for all heads there, with plain matrices, which are small
             latents = [module for module in self.modules() if isinstance(module, LatentAttention)]
             kept += [each for module in latents for each in (module.keys, module.values)]
+            recurrences = [module for module in self.modules() if isinstance(module, GatedRecurrenceLayer)]
+            kept += [each for module in recurrences for each in (module.inputs, module.decays)]
         heads = [model.head for model in (self, self.twin) if model is not None and model.head is not None]
         head = [module for part in heads for module in part.modules()]
         own = isinstance(self.spec.head, spec.Classifier | spec.AnswerSpan)

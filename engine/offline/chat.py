@@ -124,7 +124,6 @@ def _with_tool_prompt(
 
 
 def _described(tool: Tool, where: str) -> Mapping[str, Any]:
-    """A tool in OpenAI's form."""
     if isinstance(tool, Mapping):
         if not isinstance(tool.get("function"), Mapping):
             _fail("tools", f'{where} must look like {{"type": "function", "function": {{...}}}}, {_got(tool)}.')

@@ -495,7 +495,6 @@ class PoolingMethods:
         use_tqdm: bool | None,
         adapter: str | None = None,
     ) -> list[Pooled]:
-        """The engine's answers for texts and images that have been read."""
         return self._pool_inputs([reading.input for reading in readings], params, what, use_tqdm, adapter)
 
     def _pool_inputs(

@@ -148,7 +148,6 @@ class ProcessEngineClient(ConnectedClient):
         self._connect(self._process.address, ready.info, ready.stats)
 
     def _attach(self) -> None:
-        """Use the running event loop from now on."""
         loop = asyncio.get_running_loop()
         if loop is self._loop:
             return

@@ -21,7 +21,7 @@ from engine.interface.request import EngineInput, PoolingParams, SamplingParams
 from engine.process.client_interface import Deliver, EngineClient, Progress
 from engine.process.messages import (
     Abort,
-    Join,
+    JoinEngine,
     LoadAdapter,
     Look,
     News,
@@ -215,7 +215,6 @@ class ConnectedClient(EngineClient):
                 self._loop.call_soon(lambda: self._delivered(spent + time.thread_time() - woken[0]))
 
     def _deliver_some(self) -> bool:
-        """Deliver the news that has arrived. Returns whether there was any."""
         received: list[bytes] = []
         with contextlib.suppress(zmq.Again):
             while self._socket is not None and len(received) < _MESSAGES_AT_ONCE:
@@ -314,7 +313,7 @@ class ConnectedClient(EngineClient):
         self._socket.set(zmq.ROUTING_ID, self._name)
         self._socket.connect(address)
         self._death = None
-        self._socket.send(encode(Join()), zmq.NOBLOCK)
+        self._socket.send(encode(JoinEngine()), zmq.NOBLOCK)
         if self._loop is not None:
             self._watch(self._loop)
 

@@ -300,8 +300,6 @@ class KVEventPublisher:
 
 
 class _Message:
-    """The events of a step."""
-
     __slots__ = ("events", "number", "payload", "time")
 
     def __init__(self, number: int, now: float, events: list[PageEvent]):

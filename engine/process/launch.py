@@ -23,12 +23,22 @@ from types import MappingProxyType
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError
-from engine.host.children import signals_held
+from engine.host.children import start_child
 from engine.host.cpus import engine_environment
 from engine.host.folders import check_private
 from engine.host.loading import Tell
 from engine.host.logs import LogFormat
-from engine.process.messages import GOODBYE, Failed, Known, Loading, Ready, Start, receive_reply, send_framed
+from engine.process.messages import (
+    GOODBYE,
+    Failed,
+    Known,
+    Loading,
+    Ready,
+    Start,
+    first_bytes,
+    receive_reply,
+    send_framed,
+)
 
 logger = logging.getLogger("octavo.client")
 
@@ -123,19 +133,11 @@ class EngineProcess:
     def start(self, known: Callable[[], Known] = Known) -> None:
         """Start the process; when this returns, it is loading. `known`: finds facts about the model for the process
         while it imports modules. Raises EngineDeadError if the process cannot be started."""
-        command = [sys.executable, "-P", "-m", f"{__package__}.main"]
         try:
-            self.line, theirs = socket.socketpair()
-            try:
-                # This comes before the process starts: so the other process knows which folder to remove, however soon
-                # this one is killed.
-                send_framed(self.line, self._first)
-                with theirs, signals_held():
-                    self._popen = subprocess.Popen(command, stdin=theirs.fileno(), env=_environment(self._first.config))
-            except OSError:
-                self.line.close()
-                theirs.close()
-                raise
+            # The child knows from its first bytes which folder to remove, however soon this process is killed.
+            self.line, self._popen = start_child(
+                f"{__package__}.main", _environment(self._first.config), first=first_bytes(self._first)
+            )
         except OSError as error:
             raise EngineDeadError(f"cannot start the engine's process ({sys.executable}): {error}.") from error
         told = known()
@@ -215,6 +217,4 @@ def _environment(config: EngineConfig) -> dict[str, str]:
     }
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", _SPINS)
-    # The same modules as here, wherever they were found; the working directory only if it is on the path here, too.
-    environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return environment

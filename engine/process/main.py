@@ -35,10 +35,10 @@ from engine.interface.request import SamplingParams
 from engine.process.messages import (
     GOODBYE,
     Abort,
-    Add,
+    AddRequest,
     Dismiss,
     Failed,
-    Join,
+    JoinEngine,
     Known,
     LoadAdapter,
     Loading,
@@ -194,7 +194,7 @@ class Loop:
         self._num_steps = 0  # steps that the clients know of
         self._busy = False  # as last told to the clients
         # Requests whose grammars are being compiled, by client and id.
-        self._compiling: dict[tuple[bytes, str], tuple[Add, Future[Any]]] = {}
+        self._compiling: dict[tuple[bytes, str], tuple[AddRequest, Future[Any]]] = {}
         self._reading: list[tuple[_Client, LoadAdapter, Reading]] = []  # adapters that are being read
         self._woken, self._wake = socket.socketpair()  # readable once one of these grammars is compiled
         self._woken.setblocking(False)
@@ -236,14 +236,14 @@ class Loop:
 
     def _carry_out(self, client: _Client, data: bytes) -> None:
         command = decode_command(data)
-        if isinstance(command, Join):
+        if isinstance(command, JoinEngine):
             return
         client.num_commands += 1
         if isinstance(command, Abort):
             self._abort(client, command)
         elif isinstance(command, Look):
             client.looked = True
-        elif isinstance(command, Add):
+        elif isinstance(command, AddRequest):
             if not self._waits(client, command):
                 self._answer(client, command, self._add(client, command))
         elif isinstance(command, Warm):
@@ -308,7 +308,7 @@ class Loop:
             self._engine.abort_request(request_id, None)
             del self._owners[request_id]
 
-    def _answer(self, client: _Client, command: Add, error: OctavoError | None) -> None:
+    def _answer(self, client: _Client, command: AddRequest, error: OctavoError | None) -> None:
         if error is None:
             client.deltas.append(RequestDelta(request_id=command.request_id, choices=()))
         else:
@@ -321,7 +321,7 @@ class Loop:
             if delta.finished:
                 del self._owners[delta.request_id]
 
-    def _waits(self, client: _Client, command: Add) -> bool:
+    def _waits(self, client: _Client, command: AddRequest) -> bool:
         """Whether a request has to wait until its grammar is compiled or its breakers are found; steps continue
         meanwhile."""
         params = command.params
@@ -379,7 +379,7 @@ class Loop:
         if not ready.isdisjoint(executor.watched):
             executor.check()
 
-    def _add(self, client: _Client, command: Add) -> OctavoError | None:
+    def _add(self, client: _Client, command: AddRequest) -> OctavoError | None:
         try:
             self._engine.add_request(
                 command.request_id,
@@ -416,7 +416,6 @@ class Loop:
 
 
 def _refusal(compiled: Future[Any]) -> OctavoError | None:
-    """The reason why a grammar could not be compiled, or None."""
     error = compiled.exception()
     if error is None or isinstance(error, OctavoError):
         return error

@@ -24,6 +24,7 @@ from engine import errors
 from engine.config import EngineConfig
 from engine.configs.published import PublishedConfig
 from engine.errors import EngineDeadError, InvalidRequestError, OctavoError
+from engine.host.frames import framed, receive
 from engine.host.logs import LogFormat
 from engine.interface.adapters import AdapterInfo
 from engine.interface.cache_map import CacheMap
@@ -43,7 +44,6 @@ from engine.interface.vision import MOST_CROP_BYTES, PlacedImage
 T = TypeVar("T")
 
 GOODBYE = b"\xff"  # the client's farewell on the lifeline, if it can send one; no length begins like this
-_HEADER = 4  # bytes that hold a lifeline message's length
 _LARGEST = 2**24  # bytes; a longer message on the lifeline is not ours
 
 
@@ -171,7 +171,7 @@ class ImageMessage(msgspec.Struct, array_like=True):
         return PlacedImage(self.offset, self.length, pixels, self.size)
 
 
-class Add(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
+class AddRequest(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
     """`Engine.add_request`. Exactly one input and one kind of parameters is set: a union of dataclasses could not be
     distinguished on arrival. `tokens` comes without its text, which the engine does not need, and without its
     images, which are `images`."""
@@ -208,7 +208,7 @@ class Add(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
         return given
 
 
-class Join(msgspec.Struct, tag=True):
+class JoinEngine(msgspec.Struct, tag=True):
     """A client's first message: from now on, it is told of every step. This message is not counted among its
     commands."""
 
@@ -249,7 +249,7 @@ class UnloadAdapter(msgspec.Struct, tag=True):
     name: str
 
 
-Command = Join | Add | Abort | Look | Warm | Dismiss | LoadAdapter | UnloadAdapter
+Command = JoinEngine | AddRequest | Abort | Look | Warm | Dismiss | LoadAdapter | UnloadAdapter
 
 
 class News(msgspec.Struct, omit_defaults=True):
@@ -299,9 +299,9 @@ def encode(message: Command | News | Known) -> bytes:
 
 
 def encode_add(request_id: str, input: EngineInput, params: SamplingParams | PoolingParams, **terms: Any) -> bytes:
-    """The bytes of an `Add`. Raises InvalidRequestError: something in it cannot be sent, such as text that is not valid
-    Unicode."""
-    message = Add(request_id=request_id, **terms)
+    """The bytes of an `AddRequest`. Raises InvalidRequestError: something in it cannot be sent, such as text that is
+    not valid Unicode."""
+    message = AddRequest(request_id=request_id, **terms)
     if isinstance(params, SamplingParams):
         message.sampling = params
     elif isinstance(params, PoolingParams):
@@ -325,7 +325,7 @@ def encode_add(request_id: str, input: EngineInput, params: SamplingParams | Poo
 
 
 def decode_command(data: bytes) -> Command | tuple[str, InvalidRequestError]:
-    """A command; if it is a malformed `Add`, its request's id and the fault."""
+    """A command; if it is a malformed `AddRequest`, its request's id and the fault."""
     try:
         return _commands.decode(data)
     except msgspec.ValidationError as error:
@@ -360,15 +360,19 @@ def decode_known(data: bytes) -> Known:
     return _known.decode(data)
 
 
+def first_bytes(message: Start | Known | Loading | Ready | Failed) -> bytes:
+    """A message in the form that the lifeline carries."""
+    return framed(_encoder.encode(message))
+
+
 def send_framed(line: socket.socket, message: Start | Known | Loading | Ready | Failed) -> None:
     """Write a message to the lifeline; OSError if the other side has ended."""
-    data = _encoder.encode(message)
-    line.sendall(len(data).to_bytes(_HEADER, "big") + data)
+    line.sendall(first_bytes(message))
 
 
 def receive_start(line: socket.socket) -> Start | None:
     """The first message, or None if the client is gone."""
-    data = _receive_framed(line)
+    data = receive(line, _LARGEST)
     return None if data is None else _start.decode(data)
 
 
@@ -379,32 +383,11 @@ def receive_known(line: socket.socket) -> Known | None:
             return None
     except OSError:
         return None
-    data = _receive_framed(line)
+    data = receive(line, _LARGEST)
     return None if data is None else decode_known(data)
 
 
 def receive_reply(line: socket.socket) -> Loading | Ready | Failed | None:
     """The engine process's next message, or None if it is gone."""
-    data = _receive_framed(line)
+    data = receive(line, _LARGEST)
     return None if data is None else _replies.decode(data)
-
-
-def _receive_framed(line: socket.socket) -> bytes | None:
-    header = _receive(line, _HEADER)
-    if header is None:
-        return None
-    length = int.from_bytes(header, "big")
-    return _receive(line, length) if length <= _LARGEST else None
-
-
-def _receive(line: socket.socket, count: int) -> bytes | None:
-    data = b""
-    while len(data) < count:
-        try:
-            part = line.recv(count - len(data))
-        except OSError:  # reset, or shut down by another thread
-            return None
-        if not part:
-            return None
-        data += part
-    return data

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,13 +18,13 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.errors import NotDownloadedError, OctavoError
-from engine.host.children import end_with_parent, take_standard_input
+from engine.host.children import end_with_parent, leave_signals_to_parent, start_child, take_standard_input
 
 _TUPLES = ("lora_modules", "catalogue")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
+class MemoryPrediction:
     """The memory of a model before it is loaded. Sizes in bytes."""
 
     memory: int = 0  # the maximum that its engine takes, while it loads or once its KV cache is full
@@ -42,22 +41,14 @@ class Prediction:
     unknown: bool = False  # whether it is not on this machine yet
 
 
-def predict(configs: Sequence[EngineConfig], *, download: bool = False) -> Iterator[Prediction]:
+def predict(configs: Sequence[EngineConfig], *, download: bool = False) -> Iterator[MemoryPrediction]:
     """The predictions for some models, each as soon as it is known. Blocks for some seconds, most of them before the
     first one. `download`: whether models on the hub are downloaded first. Raises OctavoError if the process ended
     early."""
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     asked = [json.dumps([download, dataclasses.asdict(config)]).encode() + b"\n" for config in configs]
-    line, theirs = socket.socketpair()
-    with line, theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", f"{__package__}.predict"],
-            stdin=theirs.fileno(),
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": path},
-            start_new_session=True,  # a terminal's Ctrl-C is for the service to handle
-        )
-        theirs.close()
+    # A terminal's Ctrl-C is for the service to handle.
+    line, process = start_child(f"{__package__}.predict", os.environ, stdout=subprocess.PIPE, start_new_session=True)
+    with line:
         assert process.stdout is not None
         try:
             line.sendall(b"".join([*asked, b"\n"]))
@@ -74,11 +65,11 @@ def predict(configs: Sequence[EngineConfig], *, download: bool = False) -> Itera
             process.stdout.close()
 
 
-def _read(values: dict[str, Any]) -> Prediction:
-    return Prediction(**values | {"tasks": tuple(values["tasks"])})
+def _read(values: dict[str, Any]) -> MemoryPrediction:
+    return MemoryPrediction(**values | {"tasks": tuple(values["tasks"])})
 
 
-def look(config: EngineConfig, *, download: bool = False) -> Prediction:
+def look(config: EngineConfig, *, download: bool = False) -> MemoryPrediction:
     """The prediction for one model, in this process, which imports torch. `download`: whether a model on the hub is
     downloaded first."""
     from engine.inspection import inspect_model  # imports torch
@@ -89,14 +80,14 @@ def look(config: EngineConfig, *, download: bool = False) -> Prediction:
             locate(config.model, config.revision, config.hf_token, mmproj=config.mmproj)
         facts = inspect_model(config)
     except NotDownloadedError:
-        return Prediction(unknown=True)
+        return MemoryPrediction(unknown=True)
     except OctavoError as problem:
-        return Prediction(problem=str(problem))
+        return MemoryPrediction(problem=str(problem))
     except Exception as problem:  # no check found the damage of a file; the other models are still predicted
-        return Prediction(problem=f"{type(problem).__name__}: {problem}")
+        return MemoryPrediction(problem=f"{type(problem).__name__}: {problem}")
     on_gpu = facts.device.startswith("cuda")
     held = max(facts.peak, facts.resident + facts.pages) if facts.resident else facts.weights + facts.pages
-    return Prediction(
+    return MemoryPrediction(
         memory=held,
         weights=facts.weights,
         free=facts.free,
@@ -113,6 +104,7 @@ def look(config: EngineConfig, *, download: bool = False) -> Prediction:
 def main() -> None:
     """Answer each line."""
     answers, sys.stdout = sys.stdout, sys.stderr  # what libraries print is not an answer
+    leave_signals_to_parent()
     line = take_standard_input()
     with line.makefile("rb") as file:
         asked = list(iter(file.readline, b"\n"))

@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -24,7 +23,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from queue import SimpleQueue
-from typing import Any, get_origin
+from typing import Any, Literal, get_origin
 
 import msgspec
 import numpy as np
@@ -37,7 +36,7 @@ from engine.execution.executor import LocalExecutor, LocalReading, ModelFacts, R
 from engine.execution.memory import is_out_of_memory
 from engine.execution.page_content import Bytes
 from engine.execution.pending import LateStep
-from engine.host.children import leave_signals_to_parent, signals_held, take_standard_input
+from engine.host.children import leave_signals_to_parent, start_child, take_standard_input
 from engine.host.cpus import cpus_of_rank, engine_environment, memory_nodes, threads_of_rank
 from engine.host.logs import LogFormat, adopt_libraries, configure, configured
 from engine.interface.adapters import AdapterInfo
@@ -50,7 +49,7 @@ logger = logging.getLogger("octavo.process")
 _RECORDS = {"table": TABLE, "edits": EDIT}  # types of arrays that we name ourselves
 
 
-class Start(msgspec.Struct, tag=True):
+class StartRunner(msgspec.Struct, tag=True):
     """The first message: the engine process's settings for loading and logging. `log_format`: the format of log lines
     on stderr; None: Python's default. `rank`: the runner's number. `memory`: the descriptor of the memory in which
     several ranks meet."""
@@ -62,7 +61,7 @@ class Start(msgspec.Struct, tag=True):
     memory: int | None = None
 
 
-class Launch(msgspec.Struct, tag=True, omit_defaults=True):
+class LaunchStep(msgspec.Struct, tag=True, omit_defaults=True):
     """`Executor.launch`. `masks_follow`: whether the next message has the masks for the plan's sampling."""
 
     plan: StepPlan
@@ -81,7 +80,7 @@ class Copy(msgspec.Struct, tag=True):
     copies: Int32
 
 
-class ReadAdapter(msgspec.Struct, tag=True):
+class ReadAdapterFiles(msgspec.Struct, tag=True):
     """`Executor.read_adapter`. Its answer is an `AdapterRead`, after those of later messages if reading takes long.
     `number`: distinguishes this message from an earlier one of the same name whose sender has stopped waiting."""
 
@@ -105,25 +104,18 @@ class WritePages(msgspec.Struct, tag=True):
     content: Bytes
 
 
-class LoadAdapter(msgspec.Struct, tag=True):
+class FillSlot(msgspec.Struct, tag=True):
     """`Executor.load_adapter`."""
 
     name: str
     slot: int
 
 
-class UnloadAdapter(msgspec.Struct, tag=True):
-    """`Executor.unload_adapter`."""
+class Do(msgspec.Struct, tag=True):
+    """A call of that method of `Executor`, which returns nothing."""
 
-    slot: int
-
-
-class Trial(msgspec.Struct, tag=True):
-    """`Executor.trial`."""
-
-
-class Release(msgspec.Struct, tag=True):
-    """`Executor.release`."""
+    method: Literal["unload_adapter", "trial", "release"]
+    arguments: list[int] = []
 
 
 class Failure(msgspec.Struct, tag=True):
@@ -144,7 +136,7 @@ class Failure(msgspec.Struct, tag=True):
         return RunnerError(f"{self.kind}: {self.message}")
 
 
-class Answer(msgspec.Struct, tag=True, omit_defaults=True):
+class RunnerAnswer(msgspec.Struct, tag=True, omit_defaults=True):
     """The result of a message: facts at the start, the result of a step, facts about an adapter, a page, or nothing."""
 
     facts: ModelFacts | None = None
@@ -154,10 +146,10 @@ class Answer(msgspec.Struct, tag=True, omit_defaults=True):
 
 
 class AdapterRead(msgspec.Struct, tag=True):
-    """The answer to the `ReadAdapter` of this name and number."""
+    """The answer to the `ReadAdapterFiles` of this name and number."""
 
     name: str
-    answer: Answer | Failure
+    answer: RunnerAnswer | Failure
     number: int = 0
 
 
@@ -181,12 +173,10 @@ def _unpack(kind: Any, value: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
-Order = (
-    Start | Launch | Filled | Copy | ReadPage | WritePages | ReadAdapter | LoadAdapter | UnloadAdapter | Trial | Release
-)
+Order = StartRunner | LaunchStep | Filled | Copy | ReadPage | WritePages | ReadAdapterFiles | FillSlot | Do
 _orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order, dec_hook=_unpack)
-_replies: msgspec.msgpack.Decoder[Answer | Failure | AdapterRead] = msgspec.msgpack.Decoder(
-    Answer | Failure | AdapterRead, dec_hook=_unpack
+_replies: msgspec.msgpack.Decoder[RunnerAnswer | Failure | AdapterRead] = msgspec.msgpack.Decoder(
+    RunnerAnswer | Failure | AdapterRead, dec_hook=_unpack
 )
 
 
@@ -195,10 +185,10 @@ class _Late:
 
     def __init__(self, executor: ProcessExecutor, runners: int):
         self._executor = executor
-        self.replies: list[Answer | Failure | None] = [None] * runners
+        self.replies: list[RunnerAnswer | Failure | None] = [None] * runners
 
     @property
-    def reply(self) -> Answer | Failure | None:
+    def reply(self) -> RunnerAnswer | Failure | None:
         """The runners' answer, once all have replied: the cause of an error if there is one."""
         if None in self.replies:
             return None
@@ -211,7 +201,7 @@ class _Late:
         """Whether `result` returns without waiting."""
         return self._executor.await_reply(self, wait=False)
 
-    def answer(self) -> Answer:
+    def answer(self) -> RunnerAnswer:
         """The result of the message; waits for it. Raises the exception that the message raised."""
         self._executor.await_reply(self, wait=True)
         reply = self.reply
@@ -277,7 +267,7 @@ class ProcessExecutor:
             for _ in range(count):
                 self._begin(config, memory)
             level = logging.getLogger().getEffectiveLevel()
-            starts = [Start(config, level, configured(), rank, memory) for rank in range(count)]
+            starts = [StartRunner(config, level, configured(), rank, memory) for rank in range(count)]
             facts = self.send(*starts).answer().facts
         except BaseException:
             self.close()
@@ -289,17 +279,11 @@ class ProcessExecutor:
         self.facts: ModelFacts = facts
 
     def _begin(self, config: EngineConfig, memory: int | None) -> None:
-        """Start the process of the next runner."""
-        # The same modules as here, wherever they were found.
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         threads = threads_of_rank(config.threads, config.tensor_parallel_size)
-        environment = engine_environment(threads) | {"PYTHONPATH": path}
-        command = [sys.executable, "-P", "-m", f"{__package__}.runner"]
         shared: dict[str, Any] = {} if memory is None else {"pass_fds": (memory,)}
-        ours, theirs = socket.socketpair()
-        self._runners.append(Connection(ours.detach()))
-        with theirs, signals_held():
-            self._processes.append(subprocess.Popen(command, stdin=theirs.fileno(), env=environment, **shared))
+        line, process = start_child(f"{__package__}.runner", engine_environment(threads), **shared)
+        self._runners.append(Connection(line.detach()))
+        self._processes.append(process)
 
     @property
     def pid(self) -> int:
@@ -314,9 +298,9 @@ class ProcessExecutor:
     def launch(self, plan: StepPlan) -> LateStep:
         batch = plan.sampling
         if batch is None or batch.fill is None:
-            return LateStep(candidates=self.send(Launch(plan)))
+            return LateStep(candidates=self.send(LaunchStep(plan)))
         with self._mutex:  # no thread sends a message between the two
-            late = self.send(Launch(replace(plan, sampling=replace(batch, fill=None)), masks_follow=True))
+            late = self.send(LaunchStep(replace(plan, sampling=replace(batch, fill=None)), masks_follow=True))
             masks: Masks | None = None
             try:
                 masks = batch.fill()
@@ -335,12 +319,12 @@ class ProcessExecutor:
             raise AdapterError("a runner in its own process loads adapters from files. Give the adapter's path.")
         self._num_read += 1
         reading = self._reading[name] = _Reading(self, len(self._runners), name, self._num_read)
-        self._post(ReadAdapter(name, source, reading.number))
+        self._post(ReadAdapterFiles(name, source, reading.number))
         return reading
 
     def load_adapter(self, reading: Reading, slot: int) -> AdapterInfo:
         assert isinstance(reading, _Reading)
-        late = self.send(LoadAdapter(reading.name, slot))
+        late = self.send(FillSlot(reading.name, slot))
         try:
             info = late.answer().adapter
         except EngineDeadError:
@@ -349,20 +333,22 @@ class ProcessExecutor:
             self.unload_adapter(slot)  # other ranks may have filled the slot
             raise
         assert info is not None
-        parts = [reply.adapter for reply in late.replies if isinstance(reply, Answer) and reply.adapter is not None]
+        parts = [
+            reply.adapter for reply in late.replies if isinstance(reply, RunnerAnswer) and reply.adapter is not None
+        ]
         if len(parts) == 1:
             return info
         whole = hashlib.blake2b(b"".join(part.digest for part in parts), digest_size=len(info.digest))
         return replace(info, digest=whole.digest(), num_bytes=sum(part.num_bytes for part in parts))
 
     def unload_adapter(self, slot: int) -> None:
-        self.send(UnloadAdapter(slot)).answer()
+        self.send(Do("unload_adapter", [slot])).answer()
 
     def trial(self) -> None:
-        self.send(Trial()).answer()
+        self.send(Do("trial")).answer()
 
     def release(self) -> None:
-        self.send(Release()).answer()
+        self.send(Do("release")).answer()
 
     @property
     def watched(self) -> list[int]:
@@ -404,7 +390,6 @@ class ProcessExecutor:
         return True
 
     def _receive(self, rank: int) -> None:
-        """Read a runner's next reply."""
         try:
             with self._undivided():
                 reply = _replies.decode(self._runners[rank].recv_bytes())
@@ -496,7 +481,7 @@ def _serve(line: Connection, gone: Callable[[], None] = lambda: None) -> None:
     if first is None:
         return
     start = _orders.decode(first)
-    assert isinstance(start, Start)
+    assert isinstance(start, StartRunner)
     if start.log_format is None:
         logging.basicConfig(level=start.log_level)
     else:
@@ -517,15 +502,15 @@ def _serve(line: Connection, gone: Callable[[], None] = lambda: None) -> None:
     except Exception as error:
         line.send_bytes(_encoder.encode(_failure(error)))
         return
-    line.send_bytes(_encoder.encode(Answer(facts=executor.facts)))
-    due: SimpleQueue[LateStep | Answer | Failure | AdapterRead] = SimpleQueue()
+    line.send_bytes(_encoder.encode(RunnerAnswer(facts=executor.facts)))
+    due: SimpleQueue[LateStep | RunnerAnswer | Failure | AdapterRead] = SimpleQueue()
     read: dict[str, LocalReading] = {}  # adapters that are not in their slots yet, by name
     threading.Thread(target=_answer, args=(line, due, gone), name="octavo-answers", daemon=True).start()
     while (data := orders.get()) is not None:
         order = _orders.decode(data)
-        if isinstance(order, Launch) and order.masks_follow:
+        if isinstance(order, LaunchStep) and order.masks_follow:
             due.put(_launch_masked(executor, order.plan, orders))
-        elif isinstance(order, ReadAdapter):
+        elif isinstance(order, ReadAdapterFiles):
             _read_adapter(executor, order, due, read)
         else:
             due.put(_carry_out(executor, order, read))
@@ -543,8 +528,8 @@ def _read(line: Connection, orders: SimpleQueue[bytes | None], gone: Callable[[]
 
 def _read_adapter(
     executor: LocalExecutor,
-    order: ReadAdapter,
-    due: SimpleQueue[LateStep | Answer | Failure | AdapterRead],
+    order: ReadAdapterFiles,
+    due: SimpleQueue[LateStep | RunnerAnswer | Failure | AdapterRead],
     read: dict[str, LocalReading],
 ) -> None:
     """Read an adapter on another thread, and answer. `read` has it from now on, unless it cannot be loaded: another
@@ -555,15 +540,14 @@ def _read_adapter(
         error = future.exception()
         if error is not None and read.get(order.name) is reading:
             del read[order.name]
-        due.put(AdapterRead(order.name, Answer() if error is None else _failure(error), order.number))
+        due.put(AdapterRead(order.name, RunnerAnswer() if error is None else _failure(error), order.number))
 
     reading.future.add_done_callback(answer)
 
 
 def _answer(
-    line: Connection, due: SimpleQueue[LateStep | Answer | Failure | AdapterRead], gone: Callable[[], None]
+    line: Connection, due: SimpleQueue[LateStep | RunnerAnswer | Failure | AdapterRead], gone: Callable[[], None]
 ) -> None:
-    """Answer the messages in order."""
     try:
         while True:
             line.send_bytes(_encoder.encode(_reply(due.get())))
@@ -599,36 +583,34 @@ def _launch_masked(executor: LocalExecutor, plan: StepPlan, orders: SimpleQueue[
                 take()
 
 
-def _carry_out(executor: LocalExecutor, order: Order, read: dict[str, LocalReading]) -> LateStep | Answer | Failure:
+def _carry_out(
+    executor: LocalExecutor, order: Order, read: dict[str, LocalReading]
+) -> LateStep | RunnerAnswer | Failure:
     try:
-        if isinstance(order, Launch):
+        if isinstance(order, LaunchStep):
             return executor.launch(order.plan)
         if isinstance(order, Copy):
             executor.copy_pages(order.copies)
         elif isinstance(order, ReadPage):
-            return Answer(content=executor.contents()[order.kind].read(order.page)())
+            return RunnerAnswer(content=executor.contents()[order.kind].read(order.page)())
         elif isinstance(order, WritePages):
             executor.contents()[order.kind].write(order.pages.tolist(), order.content)
-        elif isinstance(order, LoadAdapter):
-            return Answer(adapter=executor.load_adapter(read.pop(order.name), order.slot))
-        elif isinstance(order, UnloadAdapter):
-            executor.unload_adapter(order.slot)
-        elif isinstance(order, Trial):
-            executor.trial()
-        elif isinstance(order, Release):
-            executor.release()
+        elif isinstance(order, FillSlot):
+            return RunnerAnswer(adapter=executor.load_adapter(read.pop(order.name), order.slot))
+        elif isinstance(order, Do):
+            getattr(executor, order.method)(*order.arguments)
         else:
             raise RunnerError(f"{type(order).__name__} is not an order that a runner process takes")
-        return Answer()
+        return RunnerAnswer()
     except Exception as error:
         return _failure(error)
 
 
-def _reply(due: LateStep | Answer | Failure | AdapterRead) -> Answer | Failure | AdapterRead:
+def _reply(due: LateStep | RunnerAnswer | Failure | AdapterRead) -> RunnerAnswer | Failure | AdapterRead:
     if not isinstance(due, LateStep):
         return due
     try:
-        return Answer(result=due.result())
+        return RunnerAnswer(result=due.result())
     except Exception as error:
         return _failure(error)
 

@@ -20,7 +20,7 @@ from server.admission import estimate_tokens
 from server.answering.events import Events
 from server.answering.generation import Generation, Update
 from server.answering.observation import RequestRecord
-from server.answering.pieces import Choice, Piece, PieceMaker, Shape, keep_best
+from server.answering.pieces import AnswerShape, Choice, Piece, PieceMaker, keep_best
 from server.answering.prompt import Prompt, Room, Truncation, check_length, check_token_ids, encode_fitting
 from server.answering.size import AnswerSize
 from server.answering.streaming import ClientGoneError, EventStream, KeepAlive, Wanted, failure
@@ -102,7 +102,7 @@ class Run(ABC, Generic[Piece, Choice]):
 
     service: Service
     body: GenerationBody
-    shape: Shape
+    shape: AnswerShape
     arrival: float
     request_id: str = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))

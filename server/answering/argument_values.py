@@ -11,7 +11,7 @@ _SHAPES = {"properties", "items", "prefixItems"}  # keywords of objects and arra
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class ArgumentForm:
     """The allowed form of a value: any text, one of several texts, or JSON that matches a schema. `json`: the schemas,
     one of which must match; the keys are their identities."""
 
@@ -20,7 +20,7 @@ class Form:
     json: Mapping[int, Any] = field(default_factory=dict)
 
 
-_ANY = Form(any_text=True)
+_ANY = ArgumentForm(any_text=True)
 
 
 def typed(schema: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -28,20 +28,20 @@ def typed(schema: Mapping[str, Any] | None) -> dict[str, Any]:
     named = (schema or {}).get("properties")
     if schema is None or not isinstance(named, dict):
         return {}
-    values = Values(schema)
+    values = ArgumentValues(schema)
     types = {name: list(dict.fromkeys(values.types(value))) for name, value in named.items()}
     return {"properties": {name: {"type": kinds} for name, kinds in types.items() if kinds}}
 
 
-class Values:
+class ArgumentValues:
     """The values of one function's arguments. `schema`: the schema of all arguments, in which references are
     resolved."""
 
     def __init__(self, schema: Mapping[str, Any]):
         self._schema = schema
-        self._known: dict[str, Form] = {}
+        self._known: dict[str, ArgumentForm] = {}
 
-    def form(self, schema: Any) -> Form:
+    def form(self, schema: Any) -> ArgumentForm:
         """The form of a value that matches a schema. If the schema allows a string, the whole text is read as a
         string."""
         form = self._form(schema, 0)
@@ -62,9 +62,9 @@ class Values:
             types = next(filter(None, (self.types(one, depth + 1) for one in schema["allOf"])), [])
         return [*types, "null"] if schema.get("nullable") else types
 
-    def _form(self, schema: Any, depth: int) -> Form:
+    def _form(self, schema: Any, depth: int) -> ArgumentForm:
         if not isinstance(schema, dict):
-            return _ANY if schema is True else Form() if schema is False else _json(schema)
+            return _ANY if schema is True else ArgumentForm() if schema is False else _json(schema)
         if isinstance(schema.get("$ref"), str):
             return self._referred(schema, depth)
         kinds = schema.get("type")
@@ -84,12 +84,12 @@ class Values:
             return next((form for form in forms if not form.any_text), _ANY)
         return _ANY
 
-    def _referred(self, schema: dict[str, Any], depth: int) -> Form:
+    def _referred(self, schema: dict[str, Any], depth: int) -> ArgumentForm:
         reference = schema["$ref"]
         if reference not in self._known:
             target = self.target(reference) if depth < _MAX_DEPTH else None
-            self._known[reference] = Form()  # while it is being resolved: a schema may refer to itself
-            found = Form() if target is None else self._form(target, depth + 1)
+            self._known[reference] = ArgumentForm()  # while it is being resolved: a schema may refer to itself
+            found = ArgumentForm() if target is None else self._form(target, depth + 1)
             if not found.any_text and not found.texts:
                 found = _json(schema)
             self._known[reference] = found
@@ -104,22 +104,22 @@ class Values:
         return found
 
 
-def _json(schema: Any) -> Form:
-    return Form(json={id(schema): schema})
+def _json(schema: Any) -> ArgumentForm:
+    return ArgumentForm(json={id(schema): schema})
 
 
-def _listed(values: list[Any], others: list[Any]) -> Form:
+def _listed(values: list[Any], others: list[Any]) -> ArgumentForm:
     """The form of one of several values. `others`: the other allowed types besides text; if none is named, everything
     is read as text."""
     texts = dict.fromkeys(value for value in values if isinstance(value, str))
     rest = [value for value in values if not isinstance(value, str)]
     if not rest or (texts and not others):
-        return Form(texts=texts)
+        return ArgumentForm(texts=texts)
     schema = {"type": others, "enum": rest} if others else {"enum": rest}
-    return Form(texts=texts, json={id(schema): schema})
+    return ArgumentForm(texts=texts, json={id(schema): schema})
 
 
-def _united(forms: Sequence[Form]) -> Form:
+def _united(forms: Sequence[ArgumentForm]) -> ArgumentForm:
     if any(form.any_text for form in forms):
         return _ANY
     texts: dict[str, None] = {}
@@ -127,4 +127,4 @@ def _united(forms: Sequence[Form]) -> Form:
     for form in forms:
         texts |= form.texts
         json |= form.json
-    return Form(texts=texts, json=json)
+    return ArgumentForm(texts=texts, json=json)

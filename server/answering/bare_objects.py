@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from server.answering.argument_values import Values
+from server.answering.argument_values import ArgumentValues
 
 _KEY = re.compile(r"\w+", re.ASCII)  # the call parser knows no other keys
 _PLAIN = {"string": "string", "integer": "INTEGER", "number": "NUMBER", "boolean": "BOOLEAN", "null": '"null"'}
@@ -39,7 +39,7 @@ class BareObjects:
     def __init__(self, name: str, schema: Mapping[str, Any], mark: str):
         self._name = name  # the name of the first rule; the names of the others begin with it
         self._mark = mark  # the mark around strings, as the grammar writes it
-        self._values = Values(schema)
+        self._values = ArgumentValues(schema)
         self._referred: dict[str, str] = {}  # rules by reference, because a schema may refer to itself
         self._rules: list[str] = []
         self._count = 0

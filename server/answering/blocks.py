@@ -19,7 +19,7 @@ _ID_PREFIXES: dict[Kind, str] = {"text": "msg_", "reasoning": "rs_", "call": "fc
 
 
 @dataclass(slots=True)
-class Block:
+class AnswerBlock:
     """A part of an answer."""
 
     kind: Kind
@@ -40,25 +40,25 @@ class Block:
         return self.parts[0] if self.parts else ""
 
 
-class Listener(Protocol):
+class BlockListener(Protocol):
     """Is notified as blocks grow."""
 
-    def began(self, block: Block) -> None:
+    def began(self, block: AnswerBlock) -> None:
         """A new, empty block has begun; all others have ended."""
 
-    def grew(self, block: Block, text: str, logprobs: Sequence[ChatTokenLogprob]) -> None:
+    def grew(self, block: AnswerBlock, text: str, logprobs: Sequence[ChatTokenLogprob]) -> None:
         """The block has more text, which may be empty if there are log-probabilities."""
 
-    def ended(self, block: Block) -> None:
+    def ended(self, block: AnswerBlock) -> None:
         """The block has ended."""
 
 
-class Blocks:
+class AnswerBlocks:
     """The blocks of one answer. `listener`: is notified at once."""
 
-    def __init__(self, listener: Listener | None = None):
+    def __init__(self, listener: BlockListener | None = None):
         self._listener = listener
-        self.made: list[Block] = []
+        self.made: list[AnswerBlock] = []
         self.finish_reason: str | None = None  # as in chat answers; None until known
         self.stop_reason: int | str | None = None  # the stop string or token that ended the answer
 
@@ -86,22 +86,22 @@ class Blocks:
         self._end(complete)
 
     @property
-    def _open(self) -> Block | None:
+    def _open(self) -> AnswerBlock | None:
         return self.made[-1] if self.made and not self.made[-1].ended else None
 
-    def _current(self, kind: Kind) -> Block:
+    def _current(self, kind: Kind) -> AnswerBlock:
         block = self._open
         return block if block is not None and block.kind == kind else self._begin(kind)
 
-    def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> Block:
+    def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> AnswerBlock:
         self._end(complete=True)
-        block = Block(kind, len(self.made), f"{_ID_PREFIXES[kind]}{uuid.uuid4().hex}", call_id, name)
+        block = AnswerBlock(kind, len(self.made), f"{_ID_PREFIXES[kind]}{uuid.uuid4().hex}", call_id, name)
         self.made.append(block)
         if self._listener is not None:
             self._listener.began(block)
         return block
 
-    def _grow(self, block: Block, text: str, logprobs: Sequence[ChatTokenLogprob] = ()) -> None:
+    def _grow(self, block: AnswerBlock, text: str, logprobs: Sequence[ChatTokenLogprob] = ()) -> None:
         block.parts.append(text)
         block.logprobs += logprobs
         if self._listener is not None:

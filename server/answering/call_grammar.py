@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.text.writing import Pair, Writing
 from server.answering.argument_schemas import closed
-from server.answering.argument_values import Values
+from server.answering.argument_values import ArgumentValues
 from server.answering.bare_objects import BareObjects, shared_rules
 from server.answering.formats import CallFormat
 from server.answering.parsing import Parsing
@@ -150,7 +150,7 @@ def _pairs(rule: str, schema: Mapping[str, Any], pair: Pair, quoted: _Quoted) ->
     if not isinstance(named, dict):
         yield f"{rule}: ({quoted(pair.begin)} /[a-zA-Z0-9_.-]+/ {quoted(pair.middle)} plain)*"
         return
-    required, values, parts = schema.get("required"), Values(schema), []
+    required, values, parts = schema.get("required"), ArgumentValues(schema), []
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     for index, (name, value) in enumerate(named.items()):
         if value is False:  # it may have no value

@@ -9,7 +9,7 @@ import string
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 
-from server.answering.parts import Call, Part, Text
+from server.answering.parts import CallPart, Part, TextPart
 
 _ALPHABET = string.ascii_letters + string.digits
 _ID_LENGTH = 9  # the form that Mistral's templates require; others take any
@@ -23,7 +23,7 @@ def new_id() -> str:
     return "".join(secrets.choice(_ALPHABET) for _ in range(_ID_LENGTH))
 
 
-class Calls:
+class ToolCalls:
     """The calls of one answer: numbers and reports them."""
 
     def __init__(self, names: frozenset[str] | None = None, most: int | None = None):
@@ -40,12 +40,12 @@ class Calls:
         """Whether a call of that name is accepted."""
         return self._names is None or name in self._names
 
-    def begin(self, name: str) -> Calls.Open:
+    def begin(self, name: str) -> ToolCalls.Open:
         index = self.count
         if self._most is not None and index >= self._most:
-            return Calls.Open(None, name)
+            return ToolCalls.Open(None, name)
         self.count += 1
-        return Calls.Open(index, name)
+        return ToolCalls.Open(index, name)
 
     class Open:
         """A call whose arguments are being written."""
@@ -58,13 +58,13 @@ class Calls:
         def told(self) -> Iterable[Part]:
             """Report the name, unless it has been reported."""
             if self._name is not None and self._index is not None:
-                yield Call(self._index, new_id(), self._name)
+                yield CallPart(self._index, new_id(), self._name)
             self._name = None
 
         def more(self, arguments: str) -> Iterable[Part]:
             if arguments and self._index is not None:
                 self._has_arguments = True
-                yield Call(self._index, arguments=arguments)
+                yield CallPart(self._index, arguments=arguments)
 
         def end(self) -> Iterable[Part]:
             """The call is complete; without arguments it gets an empty object."""
@@ -136,7 +136,7 @@ class Region(ABC):
     the mark that ends it; None if it extends to the end of the answer and anything after calls is text.
     """
 
-    def __init__(self, calls: Calls, opening: str, closing: str | None):
+    def __init__(self, calls: ToolCalls, opening: str, closing: str | None):
         self._calls = calls
         self._closing = closing
         self._raw = opening  # all text since the last call; shown if it turns out to be no call
@@ -161,14 +161,14 @@ class Region(ABC):
         """The answer ended within this part."""
         if self._failed:
             if self.rest and not self._left_out:
-                yield Text(self.rest)
+                yield TextPart(self.rest)
         elif self._told:
             yield from self._cut()
         elif not self._is_between():
             if not self._calls.count:  # after calls, it begins another one
-                yield Text(self._raw)
+                yield TextPart(self._raw)
         elif self._closing is None and self.rest.strip():
-            yield Text(self.rest)
+            yield TextPart(self.rest)
 
     def _fail(self) -> Iterable[Part]:
         """Treat the rest as text, or drop it."""
@@ -194,7 +194,7 @@ class Region(ABC):
         else:
             said = ""
         if shown and said:
-            yield Text(said)
+            yield TextPart(said)
 
     def _call_ended(self) -> None:
         self._raw, self._told = self.rest, False
@@ -215,7 +215,7 @@ class Region(ABC):
 class ObjectCalls(Region):
     """JSON objects with a name and arguments: one, several, or a list."""
 
-    def __init__(self, calls: Calls, opening: str, closing: str | None):
+    def __init__(self, calls: ToolCalls, opening: str, closing: str | None):
         super().__init__(calls, opening, closing)
         self._step: Callable[[], Iterable[Part] | None] = self._separators
         self._one = False  # a call has been read
@@ -231,7 +231,6 @@ class ObjectCalls(Region):
             yield from parts
 
     def _skip(self, signs: str) -> bool:
-        """Skip these characters; returns whether anything follows."""
         self.rest = self.rest.lstrip(signs)
         return bool(self.rest)
 
@@ -251,7 +250,7 @@ class ObjectCalls(Region):
         self._take("{")
         self._name: str | None = None
         self._early = ""  # arguments that came before the name
-        self._open: Calls.Open | None = None
+        self._open: ToolCalls.Open | None = None
         self._has_arguments = self._complete = False
         self._step = self._key
         return ()
@@ -340,7 +339,6 @@ class ObjectCalls(Region):
         raise _MalformedError
 
     def _string(self) -> str | None:
-        """The JSON string at the beginning; None if it is incomplete."""
         if not self.rest.startswith('"'):
             raise _MalformedError
         end = _Value().end(self.rest, 0)
@@ -389,10 +387,10 @@ class NamedCalls(Region):
     """A name between marks, then the arguments as a JSON value; one such call or several. `head`: the pattern before
     the arguments, with the group `name`."""
 
-    def __init__(self, calls: Calls, opening: str, closing: str | None, head: re.Pattern[str]):
+    def __init__(self, calls: ToolCalls, opening: str, closing: str | None, head: re.Pattern[str]):
         super().__init__(calls, opening, closing)
         self._head = head
-        self._open: Calls.Open | None = None
+        self._open: ToolCalls.Open | None = None
         self._began = self._one = False
 
     def _is_between(self) -> bool:

@@ -9,7 +9,16 @@ from pathlib import Path
 from time import monotonic
 
 from engine import EngineInfo, InvalidRequestError, PlacedImage, VisionInfo, parse_bytes
-from engine.images import PIXEL_BYTES, CroppedImage, expand, most_tokens, pixels_of_bytes, place, read_cropping
+from engine.images import (
+    PIXEL_BYTES,
+    CroppedImage,
+    expand,
+    header_size,
+    likely_tokens,
+    pixels_of_bytes,
+    place,
+    read_cropping,
+)
 from engine.text.pictures import Pictures
 from server.answering.images import MOST_SECONDS, run_limited
 from server.config.settings import ServerSettings
@@ -36,13 +45,20 @@ class ChatImages:
         assert info.vision is not None
         self.vision: VisionInfo = info.vision
         self.most = settings.most_images
-        self.most_tokens = most_tokens(self.vision, cropping)
         self._cropping = cropping
         self._max_bytes = parse_bytes(settings.max_image_bytes, "max_image_bytes")
         self._max_pixels = settings.max_image_pixels
         self._memory = max(MEMORY, PIXEL_BYTES * self._max_pixels)
         self._workers = workers or shared_workers()
         self._turns = asyncio.Semaphore(_AT_ONCE)
+
+    def count_tokens(self, pictures: Pictures) -> int:
+        """The tokens of a conversation's images before they are decoded: those that the sizes in their files' headers
+        mean, or the most that images can have."""
+        known, count = pictures.images[: self.most], len(pictures.images)
+        sizes = [header_size(content) if self.vision.fitted is not None else None for content in known]
+        sizes += [None] * (count - len(known))  # a request with too many images is refused
+        return sum(likely_tokens(self.vision, self._cropping, size) for size in sizes)
 
     def check_count(self, pictures: Pictures) -> None:
         """Refuse a conversation with too many images, before any is decoded. Raises InvalidRequestError: names the
@@ -97,7 +113,6 @@ class ChatImages:
 
 @contextmanager
 def _of_messages() -> Iterator[None]:
-    """Errors name the request's messages."""
     try:
         yield
     except InvalidRequestError as error:

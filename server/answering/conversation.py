@@ -99,7 +99,7 @@ class ConversationRun(Run[ChatPiece, Choice]):
         if self.prediction:
             tokens += estimate_tokens(self.prediction)
         if self.pictures is not None and self.service.chat_images is not None:
-            tokens += len(self.pictures.images) * self.service.chat_images.most_tokens
+            tokens += self.service.chat_images.count_tokens(self.pictures)
         return 1, min(tokens, self.service.client.info.max_model_len)
 
     async def prompts(self) -> list[Prompt]:

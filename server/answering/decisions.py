@@ -21,7 +21,7 @@ from engine.text.processor import Tokenizer
 from server.admission import estimate_tokens
 from server.answering.completion import TextRun
 from server.answering.events import Events
-from server.answering.pieces import PieceMaker, Shape
+from server.answering.pieces import AnswerShape, PieceMaker
 from server.answering.prompt import Prompt, Room
 from server.answering.remembered import RememberedTokens
 from server.answering.rendering import Rendering
@@ -35,7 +35,7 @@ _SPLIT = f"<{uuid.uuid4().hex}>"  # placeholder for the question when the conver
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class LabelQuestion:
     """A question in the form that the model reads."""
 
     instructions: str
@@ -52,7 +52,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class LabelReading:
     """The model's answer to a question."""
 
     shares: list[float]  # the probability of each label, relative to all labels
@@ -82,20 +82,20 @@ class DecisionRun(TextRun):
     id_prefix = "decision-"
     given: ServedBody = field(kw_only=True)  # the request in the endpoint's shape
     state: str = field(kw_only=True)
-    questions: Sequence[Question] = field(kw_only=True)
+    questions: Sequence[LabelQuestion] = field(kw_only=True)
     # makes the response from the readings, the usage and this run
-    answer: Callable[[Sequence[Reading], Usage, DecisionRun], BaseModel] = field(kw_only=True)
+    answer: Callable[[Sequence[LabelReading], Usage, DecisionRun], BaseModel] = field(kw_only=True)
     instructions: str | None = field(default=None, kw_only=True)  # a system message, or None
     variables: Mapping[str, Any] = field(default_factory=dict, kw_only=True)  # further variables for the template
     param: str = field(default="input", kw_only=True)
     ids: dict[str, int] = field(default_factory=dict)  # of labels
 
     @staticmethod
-    def request(given: ServedBody) -> tuple[CompletionRequest, Shape]:
+    def request(given: ServedBody) -> tuple[CompletionRequest, AnswerShape]:
         """The equivalent completion request, and the shape of its choices."""
         terms = {name: getattr(given, name) for name in ServedBody.model_fields}
         params = SamplingParams(max_tokens=1, temperature=0.0, num_beams=1, logprobs=0, ignore_eos=True)
-        return CompletionRequest(prompt="-", **terms), Shape(params=params, n=1, logprobs=0, tokens_as_ids=True)
+        return CompletionRequest(prompt="-", **terms), AnswerShape(params=params, n=1, logprobs=0, tokens_as_ids=True)
 
     def size(self) -> tuple[int, int]:
         most, state = self.service.client.info.max_model_len, estimate_tokens(self.state)
@@ -141,13 +141,13 @@ class DecisionRun(TextRun):
         readings = [self._read(*pair) for pair in zip(self.questions, choices, strict=True)]
         return self.answer(readings, usage, self)
 
-    def _read(self, question: Question, choice: CompletionChoice) -> Reading:
+    def _read(self, question: LabelQuestion, choice: CompletionChoice) -> LabelReading:
         assert choice.logprobs is not None
         top, (token,) = choice.logprobs.top_logprobs[0] or {}, choice.logprobs.tokens
         names = [f"token_id:{self.ids[label]}" for label in question.labels]
         values = [top[name] for name in names]
         weights = [math.exp(value - max(values)) for value in values]
-        return Reading(
+        return LabelReading(
             shares=[weight / math.fsum(weights) for weight in weights],
             mass=math.fsum(map(math.exp, values)),
             is_label=token in names,

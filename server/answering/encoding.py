@@ -135,7 +135,6 @@ def compact(source: TokenInput, settings: ServerSettings) -> TokenInput:
 
 
 def _packed(entries: Sequence[Any]) -> Sequence[Any]:
-    """Single numbers, 4 bytes each."""
     return array("i", entries) if entries and isinstance(entries[0], int) else entries
 
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 from engine import InvalidRequestError, StructuredOutputsParams
 from server.answering.call_grammar import call_grammar
 from server.answering.parsing import Parsing
-from server.answering.pieces import Shape
+from server.answering.pieces import AnswerShape
 from server.answering.tools import Tools
 from server.context import Service
 from server.errors import ApiError
 
 
-async def enforce(service: Service, shape: Shape, tools: Tools | None, parsing: Parsing | None) -> Shape:
+async def enforce(service: Service, shape: AnswerShape, tools: Tools | None, parsing: Parsing | None) -> AnswerShape:
     """The constraints for the engine: the answer has the required calls, arguments of strict functions match their
     schemas, and a requested format applies only to the text. Raises ApiError if the model's call format is unknown or
     cannot be enforced; InvalidRequestError if a function's schema cannot be compiled. `parsing`: how the answer is

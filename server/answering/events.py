@@ -47,7 +47,7 @@ class Events(ABC, Generic[Piece]):
         return failure(problem)
 
 
-class Chunks(Events[Piece]):
+class ChunkEvents(Events[Piece]):
     """The events of /v1/completions and /v1/chat/completions: chunks with one choice each, then the usage if requested.
 
     Args:

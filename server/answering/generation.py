@@ -235,7 +235,6 @@ class Generation:
             pending[choice.index] = choice
 
     def _finish(self, run: _Run) -> None:
-        """All answers to a prompt are complete, perhaps before the engine knows."""
         self._num_unfinished -= 1
         self._reservation.finished(run.index)
         self._metrics.prompt_done(run.times)
@@ -262,8 +261,6 @@ class Generation:
 
 @dataclass(slots=True, kw_only=True)
 class _Run:
-    """The state of one prompt in the engine."""
-
     index: int
     request_id: str
     prompt: Prompt

@@ -14,7 +14,7 @@ from engine import EngineInfo, InvalidRequestError, PixelInput, parse_bytes
 from engine.images import PIXEL_BYTES, need_steps, pixels_of, steps_for
 from server.config.settings import ServerSettings
 from server.workers.frames import MEMORY
-from server.workers.images import ChatPicture, Crops, Picture, Pixels
+from server.workers.images import ChatPicture, Crops, ImageInput, Pixels
 from server.workers.pool import WorkerLostError, WorkerPool, shared_workers
 
 logger = logging.getLogger("octavo.server")
@@ -66,7 +66,7 @@ class ImageReading:
         found, left = [], MOST_SECONDS
         for place, content in enumerate(images):
             where = "" if len(images) == 1 else f" (image {place} of the request)"
-            picture = Picture(content, steps, self._max_bytes, self._max_pixels)
+            picture = ImageInput(content, steps, self._max_bytes, self._max_pixels)
             async with self._turns:  # waiting for other requests does not count against a request
                 began = monotonic()
                 read = await run_limited(
@@ -80,7 +80,7 @@ class ImageReading:
 async def run_limited(
     workers: WorkerPool,
     job: str,
-    picture: Picture | ChatPicture,
+    picture: ImageInput | ChatPicture,
     kind: type[_Read],
     where: str,
     *,

@@ -81,8 +81,6 @@ def _head(line: list[Token]) -> tuple[str, list[Token]]:
 
 @dataclass(slots=True)
 class _Expander:
-    """Replaces rule names by their expressions."""
-
     rules: Mapping[str, list[Token]]
     done: dict[str, str] = field(default_factory=dict)
     within: list[str] = field(default_factory=list)
@@ -109,8 +107,6 @@ class _Expander:
 
 @dataclass(slots=True)
 class _Body:
-    """Parses the body of one rule."""
-
     expander: _Expander
     tokens: list[Token]
     at: int = 0
@@ -126,7 +122,6 @@ class _Body:
         return self.tokens[self.at][1] if self.at < len(self.tokens) else ""
 
     def _take(self, text: str) -> bool:
-        """Skip a sign, if it comes next."""
         if self._next != text or self.tokens[self.at][0] == "string":
             return False
         self.at += 1
@@ -200,5 +195,4 @@ def _plain(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """The text itself, escaped for Rust's regular expressions."""
     return "".join(f"\\{sign}" if sign in r"\.+*?()|[]{}^$#&-~" else sign for sign in text)

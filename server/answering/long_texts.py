@@ -11,7 +11,7 @@ from pathlib import Path
 from engine import InvalidRequestError
 from engine.text.processor import Tokenizer
 from server.workers.pool import WorkerLostError, WorkerPool
-from server.workers.texts import Text
+from server.workers.texts import TextInput
 
 logger = logging.getLogger("octavo.server")
 
@@ -37,7 +37,7 @@ class LongTexts:
         """The text's token ids, with special tokens if requested. Raises InvalidRequestError if tokenising takes too
         much time or memory."""
         with self._lock:
-            job = Text(self._file(), text, special)
+            job = TextInput(self._file(), text, special)
             try:
                 return asyncio.run(self._workers.run("tokenize", job, list[int], TIME_LIMIT))
             except TimeoutError:

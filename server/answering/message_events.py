@@ -12,7 +12,7 @@ from pydantic import RootModel
 from pydantic_core import to_json
 
 from engine import room_for_answer
-from server.answering.blocks import Block, Blocks
+from server.answering.blocks import AnswerBlock, AnswerBlocks
 from server.answering.conversation import ConversationRun
 from server.answering.events import Events
 from server.answering.generation import Update
@@ -67,7 +67,7 @@ def in_anthropics_words(max_model_len: int) -> Iterator[None]:
         raise ApiError(400, message, param="messages", code=problem.code) from problem
 
 
-def ending(blocks: Blocks, *, lowered: bool) -> Message:
+def ending(blocks: AnswerBlocks, *, lowered: bool) -> Message:
     """The reason why the answer ended. `lowered`: whether the context left it less room than requested. Raises ApiError
     if the answer was cut off by its deadline or a failure."""
     reason, stop = blocks.finish_reason or "", blocks.stop_reason
@@ -84,7 +84,7 @@ def ending(blocks: Blocks, *, lowered: bool) -> Message:
     return {"stop_reason": _STOP_REASONS[reason], "stop_sequence": None}
 
 
-def block_of(block: Block) -> ContentBlock:
+def block_of(block: AnswerBlock) -> ContentBlock:
     """A block in Anthropic's shape; a call that was cut off gets an empty input."""
     if block.kind == "text":
         return {"type": "text", "text": block.text, "citations": None}
@@ -127,7 +127,7 @@ class MessageRun(ConversationRun[ChatPiece]):
         return pieces
 
     def whole(self, choices: list[ChatPiece], usage: Usage) -> RootModel[Message]:
-        blocks = Blocks()
+        blocks = AnswerBlocks()
         for piece in choices:
             blocks.feed(piece)
         blocks.finish()
@@ -176,7 +176,7 @@ class MessageEvents(Events[ChatPiece]):
         super().__init__(maker)
         self._frame = frame  # the answer without the fields that are only known later
         self._lowered = lowered  # whether the answer has less room than requested
-        self._blocks = Blocks(self)
+        self._blocks = AnswerBlocks(self)
         self._written: list[str] = []
 
     def opening(self) -> str:
@@ -201,10 +201,10 @@ class MessageEvents(Events[ChatPiece]):
 
     # ---------------------------------------------------------------- called as blocks grow
 
-    def began(self, block: Block) -> None:
+    def began(self, block: AnswerBlock) -> None:
         self._write("content_block_start", block, content_block=block_of(block))
 
-    def grew(self, block: Block, text: str, logprobs: Sequence[ChatTokenLogprob]) -> None:
+    def grew(self, block: AnswerBlock, text: str, logprobs: Sequence[ChatTokenLogprob]) -> None:
         if block.kind == "text":
             delta = {"type": "text_delta", "text": text}
         elif block.kind == "reasoning":
@@ -213,10 +213,10 @@ class MessageEvents(Events[ChatPiece]):
             delta = {"type": "input_json_delta", "partial_json": text}
         self._write("content_block_delta", block, delta=delta)
 
-    def ended(self, block: Block) -> None:
+    def ended(self, block: AnswerBlock) -> None:
         self._write("content_block_stop", block)
 
-    def _write(self, kind: str, block: Block, **fields: Any) -> None:
+    def _write(self, kind: str, block: AnswerBlock, **fields: Any) -> None:
         self._written.append(written(kind, {"index": block.index, **fields}))
 
     def _taken(self) -> str:

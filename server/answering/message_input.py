@@ -118,7 +118,6 @@ def read_prompt(body: CountTokensRequest, ignored: Ignored) -> ChatCompletionReq
 
 
 def _ignored_fields(body: MessageRequest | CountTokensRequest) -> list[str]:
-    """Names of ignored fields that the client may have expected to change the answer."""
     given = [name for name in body.ignored_fields() if getattr(body, name) is not None]
     unknown = [name for name in given if name not in _HARMLESS]
     thinking = [f"thinking.{name}" for name in body.thinking or () if name not in ("type", "display", "budget_tokens")]

@@ -27,7 +27,7 @@ _SHOWN_INPUTS = 16  # maximum logged items of a request that has many
 logger = structlog.get_logger("octavo.request")
 
 
-class Listener(Protocol):
+class RequestListener(Protocol):
     """Is notified of the end of a request, besides the log."""
 
     def tell(self, record: RequestRecord, outcome: str, facts: Mapping[str, Any]) -> None:
@@ -63,7 +63,7 @@ class RequestRecord:
     n: int
     arrival: float  # `time.monotonic()` seconds
     log_prompts: bool = False
-    listener: Listener | None = None  # the tracer of the request, if there is one
+    listener: RequestListener | None = None  # the tracer of the request, if there is one
     ignored: str | None = None  # names of ignored fields, as in the answer's header
     _cut: str | None = None  # the engine's reason for ending an answer
     _said: bool = False

@@ -13,7 +13,7 @@ from pydantic import RootModel
 from pydantic_core import to_json
 
 from server.answering.answer import Run
-from server.answering.blocks import Block, Blocks
+from server.answering.blocks import AnswerBlock, AnswerBlocks
 from server.answering.conversation import ConversationRun
 from server.answering.events import Events
 from server.answering.generation import Update
@@ -45,7 +45,7 @@ def written(line: Line) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class OllamaForm:
     """The form of an answer."""
 
     model: str  # the name that the client sent
@@ -68,7 +68,7 @@ class Form:
         return {**self.part(), "done": True, "done_reason": reason}
 
 
-def ending(blocks: Blocks) -> Line:
+def ending(blocks: AnswerBlocks) -> Line:
     """The fields that say why the answer ended. Raises ApiError if the answer was cut off, by its deadline or by a
     failure."""
     reason = _REASONS.get(blocks.finish_reason or "")
@@ -94,7 +94,7 @@ def numbers(record: RequestRecord, usage: Usage) -> Line:
     }
 
 
-def call_of(block: Block, index: int) -> OllamaCall:
+def call_of(block: AnswerBlock, index: int) -> OllamaCall:
     """A call in Ollama's shape. The arguments of a call that was cut off are empty."""
     try:
         arguments = json.loads(block.text)
@@ -111,9 +111,11 @@ def _taken(piece: ChatPiece) -> tuple[list[ChatTokenLogprob], ChatPiece]:
     return piece.logprobs.content, piece.model_copy(update={"logprobs": None})
 
 
-def whole_of(form: Form, pieces: Sequence[ChatPiece], usage: Usage, record: RequestRecord, prompt: Prompt) -> Line:
+def whole_of(
+    form: OllamaForm, pieces: Sequence[ChatPiece], usage: Usage, record: RequestRecord, prompt: Prompt
+) -> Line:
     """The body of an unstreamed answer. Raises ApiError if the answer was cut off."""
-    blocks, logprobs, ids = Blocks(), list[ChatTokenLogprob](), list[int]()
+    blocks, logprobs, ids = AnswerBlocks(), list[ChatTokenLogprob](), list[int]()
     for piece in pieces:
         found, plain = _taken(piece)
         logprobs += found
@@ -137,10 +139,10 @@ _KINDS = ("text", "reasoning")
 class OllamaEvents(Events[ChatPiece]):
     """Lines of a stream: parts of the answer, each call as a whole, then the numbers."""
 
-    def __init__(self, maker: PieceMaker[ChatPiece], form: Form, record: RequestRecord):
+    def __init__(self, maker: PieceMaker[ChatPiece], form: OllamaForm, record: RequestRecord):
         super().__init__(maker)
         self._form, self._record = form, record
-        self._blocks = Blocks(self)
+        self._blocks = AnswerBlocks(self)
         self._lines: list[Line] = []
         self._ids: list[int] = []
         self._num_calls = 0
@@ -183,15 +185,15 @@ class OllamaEvents(Events[ChatPiece]):
 
     # ---------------------------------------------------------------- what the blocks tell
 
-    def began(self, block: Block) -> None:
+    def began(self, block: AnswerBlock) -> None:
         """Do nothing: the beginning of a block has no line of its own."""
 
-    def grew(self, block: Block, text: str, logprobs: Sequence[ChatTokenLogprob]) -> None:
+    def grew(self, block: AnswerBlock, text: str, logprobs: Sequence[ChatTokenLogprob]) -> None:
         if text and block.kind != "call":
             says = block.kind == "text"
             self._lines.append(self._form.part(text if says else "", "" if says else text))
 
-    def ended(self, block: Block) -> None:
+    def ended(self, block: AnswerBlock) -> None:
         if block.kind == "call":
             self._lines.append(self._form.part(calls=[call_of(block, self._num_calls)]))
             self._num_calls += 1
@@ -212,7 +214,7 @@ class OllamaRun(ConversationRun[ChatPiece]):
 
     id_prefix = "ollama-"
     stream_type = NDJSON
-    form: Form = field(kw_only=True)
+    form: OllamaForm = field(kw_only=True)
     before: list[int] = field(default_factory=list, kw_only=True)
     asked: list[Prompt] = field(default_factory=list)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import EngineConfig, EngineInfo, read_template
-from engine.process.predict import Prediction
+from engine.process.predict import MemoryPrediction
 from server.answering.formats import reading_formats
 from server.answering.infilling import Infilling
 from server.api.ollama_schemas import OllamaDetails
@@ -102,7 +102,7 @@ def model_info(info: EngineInfo) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value}
 
 
-def expected_capabilities(config: EngineConfig, settings: ServerSettings, found: Prediction) -> list[str]:
+def expected_capabilities(config: EngineConfig, settings: ServerSettings, found: MemoryPrediction) -> list[str]:
     """The abilities of a model that has never been loaded, without those that only its tokenizer tells ("insert")."""
     template = written_template(config.chat_template, found.path)
     formats = reading_formats(template, settings.tool_call_parser, settings.reasoning_parser, settings.tool_prompt)
@@ -187,7 +187,6 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 
 def _count(path: Path) -> int:
-    """The numbers in a safetensors file."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

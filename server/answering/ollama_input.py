@@ -124,7 +124,6 @@ def read_options(body: OllamaAnswerBody, service: Service, ignored: Ignored) -> 
 
 
 def _option(option: str, value: Any) -> Any:
-    """The value that the engine takes; None for the default."""
     field = f"options.{option}"
     if option == "stop":
         texts = [value] if isinstance(value, str) else value

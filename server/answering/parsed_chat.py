@@ -9,7 +9,7 @@ from engine.text.processor import ChoiceText
 from server.answering.chat import ChatPieces
 from server.answering.generation import Update
 from server.answering.parsing import AnswerParser, Parsing
-from server.answering.parts import Call, Part, Reasoning, Text
+from server.answering.parts import CallPart, Part, Reasoning, TextPart
 from server.answering.pieces import PieceMaker, PlainText
 from server.api.chat_schemas import CallDelta, ChatDelta, ChatPiece, FunctionDelta
 from server.api.schemas import CompletionTokensDetails, Usage
@@ -37,7 +37,7 @@ class ParsedChatPieces(ChatPieces):
         for choice, index, first in self._choices(update):
             parts = self._read(choice, index)
             match parts:
-                case [Text(text)] if self._is_plain and not first and choice.finish_reason is None:
+                case [TextPart(text)] if self._is_plain and not first and choice.finish_reason is None:
                     made.append(PlainText(index, text))
                 case _:
                     made += self._made(update, choice, index, first, parts)
@@ -107,7 +107,7 @@ def _deltas(parts: Sequence[Part]) -> list[ChatDelta]:
     """The deltas of parts in a stream; successive calls share a delta."""
     deltas: list[ChatDelta] = []
     for part in parts:
-        if isinstance(part, Text):
+        if isinstance(part, TextPart):
             deltas.append(ChatDelta(content=part.text))
         elif isinstance(part, Reasoning):
             deltas.append(ChatDelta(reasoning_content=part.text, reasoning=part.text))
@@ -116,7 +116,7 @@ def _deltas(parts: Sequence[Part]) -> list[ChatDelta]:
     return deltas
 
 
-def _add_call(deltas: list[ChatDelta], part: Call) -> None:
+def _add_call(deltas: list[ChatDelta], part: CallPart) -> None:
     last = deltas[-1].tool_calls if deltas else None
     if part.id is None:
         news = CallDelta(index=part.index, function=FunctionDelta(arguments=part.arguments))

@@ -15,9 +15,9 @@ from typing import Any
 
 from engine import ReasoningBudget
 from server.answering.argument_values import typed
-from server.answering.calls import Calls, NamedCalls, ObjectCalls, Region
+from server.answering.calls import NamedCalls, ObjectCalls, Region, ToolCalls
 from server.answering.formats import CallFormat, Formats, ReasoningFormat
-from server.answering.parts import Call, Part, Reasoning, Text
+from server.answering.parts import CallPart, Part, Reasoning, TextPart
 from server.answering.tools import Tools
 
 _CALLS = "calls_"  # prefix of the names of call regions, followed by a number
@@ -189,7 +189,7 @@ class AnswerParser:
     reasoned: bool = False  # whether the answer has reasoning, perhaps empty
     reasons: bool = False  # whether the next text is reasoning
     _parser: Any = field(init=False)
-    _calls: Calls = field(init=False)
+    _calls: ToolCalls = field(init=False)
     _region: Region | None = None
     _kind: type[Part] | None = None  # kind of the last part
     _space: str = ""  # space that may turn out to stand between parts
@@ -200,7 +200,7 @@ class AnswerParser:
     def __post_init__(self) -> None:
         formats, tools = self.parsing.formats, self.parsing.tools
         clear = formats.calls is None or not formats.calls.known_names_only
-        self._calls = Calls(
+        self._calls = ToolCalls(
             names=None if clear or tools is None else tools.names,
             most=1 if tools is not None and not tools.parallel else None,
         )
@@ -222,7 +222,7 @@ class AnswerParser:
         ending["text"] = ending["text"].removesuffix(_END)
         parts = self._tidied(self._parts(events))
         if self._space and not self._between and not self._ends_in_call:
-            parts.append(Reasoning(self._space) if self._kind is Reasoning else Text(self._space))
+            parts.append(Reasoning(self._space) if self._kind is Reasoning else TextPart(self._space))
         return parts
 
     def _parts(self, events: Iterable[Mapping[str, Any]]) -> Iterable[Part]:
@@ -230,7 +230,7 @@ class AnswerParser:
             name, kind = event["field"], event["type"]
             if name == "content":
                 if kind == "region_chunk":
-                    yield Text(event["text"])
+                    yield TextPart(event["text"])
             elif name == "reasoning":
                 self.reasoned, self.reasons = True, kind != "region_close"
                 if kind == "region_chunk":
@@ -272,7 +272,7 @@ class AnswerParser:
         text = text if cut else text + region.get("close", "")
         calls = [] if cut and len(region) > 1 else _read_whole(format, region, text, self.parsing.typed)
         if not calls:
-            yield Text(text)
+            yield TextPart(text)
         for name, arguments in calls:
             call = self._calls.begin(name)
             yield from call.told()
@@ -282,8 +282,8 @@ class AnswerParser:
         """Parts without the space between them; neighbours of the same kind are joined."""
         made: list[Part] = []
         for part in parts:
-            if isinstance(part, Call):
-                self._space, self._between, self._kind, self.called = "", not self._texted, Call, True
+            if isinstance(part, CallPart):
+                self._space, self._between, self._kind, self.called = "", not self._texted, CallPart, True
                 self._ends_in_call = True
                 made.append(part)
                 continue
@@ -300,10 +300,10 @@ class AnswerParser:
             self._space = text[len(kept) :]
             if kept:
                 self._between = self._ends_in_call = False
-                self._texted = self._texted or kind is Text
+                self._texted = self._texted or kind is TextPart
                 last = made[-1] if made else None
                 if last is not None and type(last) is kind:
-                    assert not isinstance(last, Call)
+                    assert not isinstance(last, CallPart)
                     last.text += kept
                 else:
                     made.append(kind(kept))

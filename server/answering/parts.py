@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Text:
+class TextPart:
     """New text of the answer."""
 
     text: str
@@ -20,7 +20,7 @@ class Reasoning:
 
 
 @dataclass(slots=True)
-class Call:
+class CallPart:
     """New data of one call, as OpenAI streams it: the first part has the id and the function's name, later ones have
     more of the arguments."""
 
@@ -30,4 +30,4 @@ class Call:
     arguments: str = ""  # new text of the arguments; all texts together are JSON
 
 
-Part = Text | Reasoning | Call
+Part = TextPart | Reasoning | CallPart

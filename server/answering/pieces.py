@@ -26,7 +26,7 @@ Choice = TypeVar("Choice", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class AnswerShape:
     """The requested form of the choices. With `prompt_only`, the answer is not shown; with `tokens_as_ids`,
     log-probabilities name tokens by their ids; `timings` come at the end of the answer, or with each event of a
     stream."""
@@ -63,7 +63,7 @@ class PieceMaker(ABC, Generic[Piece]):
     """
 
     prompts: Sequence[Prompt]
-    shape: Shape
+    shape: AnswerShape
     tokenizer: Tokenizer | None
     completion_tokens: int = 0
     _cached: dict[int, int] = field(default_factory=dict)
@@ -171,7 +171,6 @@ class PieceMaker(ABC, Generic[Piece]):
 
 
 def _nothing_of(choice: ChoiceText) -> ChoiceText:
-    """The choice's update without its answer."""
     finish_reason = choice.finish_reason
     if finish_reason == "stop":  # for a token that was not requested
         finish_reason = "length"

@@ -40,7 +40,7 @@ class Ignored(set[str]):
         self.sees = sees
 
 
-class Picture(str):
+class SentPicture(str):
     """The address of an image, in the place of a text."""
 
     __slots__ = ()
@@ -73,18 +73,20 @@ def seen(address: Callable[[Mapping[str, Any], str], str | None]) -> PartReader:
         if not ignored.sees:
             return unseen("An image")(part, where, ignored)
         found = address(part, where)
-        return Picture(found) if found is not None else unseen("An image", "it cannot be read")(part, where, ignored)
+        return (
+            SentPicture(found) if found is not None else unseen("An image", "it cannot be read")(part, where, ignored)
+        )
 
     return read
 
 
 def joined(parts: Sequence[str]) -> str | list[dict[str, Any]]:
     """The content of a chat message: texts joined with line breaks; as a list of parts if there are images."""
-    if not any(isinstance(part, Picture) for part in parts):
+    if not any(isinstance(part, SentPicture) for part in parts):
         return "\n".join(parts)
     return [
         {"type": "image_url", "image_url": {"url": str(part)}}
-        if isinstance(part, Picture)
+        if isinstance(part, SentPicture)
         else {"type": "text", "text": part}
         for part in parts
     ]
@@ -96,7 +98,7 @@ def read_parts(content: Any, where: str, readers: Mapping[str, PartReader], igno
     that cannot be read."""
     note = unseen("An image", "images are not read here")
     parts = list_parts(content, where, readers, ignored)
-    return "\n".join(note({"type": "image"}, where, ignored) if isinstance(one, Picture) else one for one in parts)
+    return "\n".join(note({"type": "image"}, where, ignored) if isinstance(one, SentPicture) else one for one in parts)
 
 
 def list_parts(content: Any, where: str, readers: Mapping[str, PartReader], ignored: Ignored) -> list[str]:

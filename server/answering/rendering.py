@@ -26,7 +26,7 @@ from server.api.structure import check_value
 from server.api.template_fields import TemplateFields
 from server.errors import ApiError, shown
 from server.workers.pool import RefusedError, WorkerLostError, WorkerPool, shared_workers
-from server.workers.templates import Conversation, Rendered
+from server.workers.templates import RenderedTemplate, TemplateInput
 
 logger = logging.getLogger("octavo.server")
 
@@ -165,7 +165,7 @@ class ChatRenderer:
                 message = f"The model's chat template does not support {name}, so the model would not see them."
                 hint = " Leave them out, or start the server with --tool-prompt auto." if name == "tools" else ""
                 raise ApiError(400, f"{message}{hint or ' Leave them out.'}", param=name, code="unsupported_parameter")
-        conversation = Conversation(
+        conversation = TemplateInput(
             template=template,
             messages=fit_messages(messages, template, rendering.tools),
             special=tokenizer.template_variables,
@@ -193,9 +193,9 @@ class ChatRenderer:
         ids = await asyncio.to_thread(self._remembered.encode, text, room, terms.cache_salt)
         return Prompt(ids, rendered.text)
 
-    async def _render(self, conversation: Conversation) -> Rendered:
+    async def _render(self, conversation: TemplateInput) -> RenderedTemplate:
         try:
-            return await self._workers.run("render", conversation, Rendered, self._time_limit)
+            return await self._workers.run("render", conversation, RenderedTemplate, self._time_limit)
         except TimeoutError:
             logger.warning("The chat template was stopped after %g seconds.", self._time_limit)
             message = f"The model's chat template took more than {self._time_limit:g} seconds for these messages."

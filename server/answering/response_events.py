@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from server.answering.blocks import Block, Blocks
+from server.answering.blocks import AnswerBlock, AnswerBlocks
 from server.answering.events import Events
 from server.answering.generation import Update
 from server.answering.pieces import PieceMaker
@@ -44,7 +44,7 @@ def usage_of(usage: Usage) -> ResponseUsage:
     }
 
 
-def completed(frame: Response, blocks: Blocks, usage: Usage, name_of: NameOf) -> Response:
+def completed(frame: Response, blocks: AnswerBlocks, usage: Usage, name_of: NameOf) -> Response:
     """The completed answer. `frame`: the answer without the fields that are only known at its end."""
     reason, problem = blocks.finish_reason, None
     status, details = "completed", None
@@ -63,13 +63,13 @@ def completed(frame: Response, blocks: Blocks, usage: Usage, name_of: NameOf) ->
     }
 
 
-def _cut_off(blocks: Blocks) -> str:
+def _cut_off(blocks: AnswerBlocks) -> str:
     if blocks.stop_reason == "deadline":
         return "The request's time limit passed before its answer was complete."
     return "The server failed to complete this answer. See its log for the reason."
 
 
-def item_of(block: Block, name_of: NameOf) -> OutputItem:
+def item_of(block: AnswerBlock, name_of: NameOf) -> OutputItem:
     status: Any = "in_progress" if not block.ended else "completed" if block.complete else "incomplete"
     if block.kind == "text":
         content = [_text_part(block)] if block.parts or block.ended else []
@@ -89,11 +89,11 @@ def item_of(block: Block, name_of: NameOf) -> OutputItem:
     return call
 
 
-def _text_part(block: Block) -> OutputText:
+def _text_part(block: AnswerBlock) -> OutputText:
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": block.logprobs}
 
 
-def _thought_part(block: Block) -> ReasoningText:
+def _thought_part(block: AnswerBlock) -> ReasoningText:
     return {"type": "reasoning_text", "text": block.text}
 
 
@@ -126,7 +126,7 @@ class ResponseEvents(Events[ChatPiece]):
         super().__init__(maker)
         self._name_of = name_of  # returns the client's name for a function
         self._frame = frame  # the answer without the fields that are only known later
-        self._blocks = Blocks(self)
+        self._blocks = AnswerBlocks(self)
         self._number = NUM_OPENING if opened else 0
         self._begun = not frame["background"]
         self._written: list[str] = []
@@ -179,7 +179,7 @@ class ResponseEvents(Events[ChatPiece]):
 
     # ---------------------------------------------------------------- called as blocks grow
 
-    def began(self, block: Block) -> None:
+    def began(self, block: AnswerBlock) -> None:
         self._write("response.output_item.added", output_index=block.index, item=item_of(block, self._name_of))
         if block.kind == "text":
             part: Mapping[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
@@ -188,7 +188,7 @@ class ResponseEvents(Events[ChatPiece]):
             part = {"type": "reasoning_text", "text": ""}
             self._write_of(block, "response.content_part.added", content_index=0, part=part)
 
-    def grew(self, block: Block, text: str, logprobs: Sequence[ChatTokenLogprob]) -> None:
+    def grew(self, block: AnswerBlock, text: str, logprobs: Sequence[ChatTokenLogprob]) -> None:
         if block.kind == "text":
             self._write_of(block, "response.output_text.delta", content_index=0, delta=text, logprobs=list(logprobs))
         elif block.kind == "reasoning":
@@ -196,7 +196,7 @@ class ResponseEvents(Events[ChatPiece]):
         elif not self._name_of(block.name).custom:
             self._write_of(block, "response.function_call_arguments.delta", delta=text)
 
-    def ended(self, block: Block) -> None:
+    def ended(self, block: AnswerBlock) -> None:
         if block.kind == "text":
             said = {"text": block.text, "logprobs": block.logprobs}
             self._write_of(block, "response.output_text.done", content_index=0, **said)
@@ -215,7 +215,7 @@ class ResponseEvents(Events[ChatPiece]):
 
     # ---------------------------------------------------------------- writing
 
-    def _write_of(self, block: Block, kind: str, **fields: Any) -> None:
+    def _write_of(self, block: AnswerBlock, kind: str, **fields: Any) -> None:
         self._write(kind, item_id=block.id, output_index=block.index, **fields)
 
     def _write(self, kind: str, **fields: Any) -> None:

@@ -12,7 +12,7 @@ from server.answering.reading import (
     MAX_ID,
     Ignored,
     PartReader,
-    Picture,
+    SentPicture,
     fail,
     list_parts,
     read_parts,
@@ -156,11 +156,11 @@ def _output(item: Mapping[str, Any], where: str, ignored: Ignored) -> Item:
 
 def _kept(parts: list[str]) -> list[Item]:
     """The parts of an item: texts and images in order. Without images, all texts become one part."""
-    if not any(isinstance(part, Picture) for part in parts):
+    if not any(isinstance(part, SentPicture) for part in parts):
         parts = ["\n".join(parts)]
     return [
         {"type": "input_image", "image_url": str(part), "detail": "auto"}
-        if isinstance(part, Picture)
+        if isinstance(part, SentPicture)
         else {"type": "input_text", "text": part}
         for part in parts
     ]

@@ -14,7 +14,7 @@ from pydantic_core import from_json, to_json
 
 from server.admission import OVERLOADED
 from server.answering.background import Background, Patience, follow
-from server.answering.blocks import Blocks
+from server.answering.blocks import AnswerBlocks
 from server.answering.conversation import ConversationRun
 from server.answering.events import Events
 from server.answering.keeping import asked, note_failure, store_of
@@ -158,7 +158,6 @@ def _named(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _read_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """`response_format` of the chat request; None for plain text."""
     given = (text or {}).get("format")
     if given is None:
         return None
@@ -188,7 +187,6 @@ def _read_effort(reasoning: Mapping[str, Any] | None) -> str | None:
 
 
 def _ignored_fields(body: ResponseRequest) -> list[str]:
-    """Names of ignored fields that the client may have expected to change the answer."""
     text = [f"text.{name}" for name in body.text or () if name != "format"]
     known = ("effort", "summary", "generate_summary")
     reasoning = [f"reasoning.{name}" for name in body.reasoning or () if name not in known]
@@ -425,7 +423,7 @@ class ResponseRun(ConversationRun[ChatPiece]):
         return pieces
 
     def whole(self, choices: list[ChatPiece], usage: Usage) -> RootModel[dict[str, Any]]:
-        blocks = Blocks()
+        blocks = AnswerBlocks()
         for piece in choices:
             blocks.feed(piece)
         blocks.finish()
@@ -506,6 +504,5 @@ class ResponseRun(ConversationRun[ChatPiece]):
 
 
 def _parts(answer: Mapping[str, Any]) -> tuple[str, str]:
-    """An answer without its output, and the output, as JSON."""
     frame = {name: value for name, value in answer.items() if name != "output"}
     return to_json(frame).decode(), to_json(answer["output"]).decode()

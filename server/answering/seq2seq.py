@@ -23,7 +23,7 @@ _ELSEWHERE = {
 
 
 @dataclass(frozen=True, slots=True)
-class Decoder:
+class DecoderFields:
     """The beginning of an encoder-decoder model's answers."""
 
     prompt: str | list[int] | None = None  # the beginning, as text or token ids; None if the model begins itself
@@ -55,7 +55,9 @@ class Decoder:
         return ids if first is None or not ids or brought else [first, *ids]
 
 
-def read_decoder(fields: Mapping[str, Any], prompts: Sequence[str | list[int]], service: Service) -> Decoder | None:
+def read_decoder(
+    fields: Mapping[str, Any], prompts: Sequence[str | list[int]], service: Service
+) -> DecoderFields | None:
     """Read the fields `decoder_prompt`, `forced_bos_token`, `src_lang` and `tgt_lang`; returns None for a decoder-only
     model. Raises ApiError, InvalidRequestError if the model does not support a field, fields contradict each other, or
     a token or language is unknown."""
@@ -96,7 +98,7 @@ def read_decoder(fields: Mapping[str, Any], prompts: Sequence[str | list[int]], 
         first = _token(given["forced_bos_token"], service)
     if isinstance(prompt, list) and first is not None:
         _check_begins(prompt, first, names[0], info.decoder_start_token_id if start is None else start)
-    return Decoder(prompt, first, start, marked)
+    return DecoderFields(prompt, first, start, marked)
 
 
 def _check_marked(

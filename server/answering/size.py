@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engine import DEFAULT_MAX_TOKENS, EngineInfo, parse_bytes
 from server.answering.generation import BYTES_PER_TOKEN
-from server.answering.pieces import Shape
+from server.answering.pieces import AnswerShape
 from server.answering.prompt import Prompt
 from server.config.settings import ServerSettings
 from server.errors import ApiError
@@ -17,7 +17,7 @@ from server.errors import ApiError
 class AnswerSize:
     """The memory of an answer, estimated from the request."""
 
-    shape: Shape  # the number of answers, tokens and log-probabilities
+    shape: AnswerShape  # the number of answers, tokens and log-probabilities
     bytes_per_logprob: int  # bytes in the endpoint's shape
     info: EngineInfo  # facts about the model
 

@@ -277,7 +277,6 @@ class TranscriptionRun:
         return () if end is None else (end,)
 
     def _end(self, window: Window) -> float:
-        """The end of the whole sound in seconds."""
         return (window.start + len(window.samples)) / self.log_mel.rate
 
     async def _words(
@@ -337,7 +336,6 @@ class TranscriptionRun:
         raise RequestFailedError("the engine ended the request")
 
     async def _ask(self, features: Any, question: Question, *, counted: bool = True) -> ChoiceText:
-        """The engine's answer; `counted`: whether it appears in metrics and the log."""
         self._count += 1
         request_id, metrics = f"{self.request_id}-{self._count}", self.service.metrics
         answer = ChoiceText(index=0, token_ids=[])

@@ -26,21 +26,21 @@ class Upload:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class MultipartForm:
     """The content of a form: texts and files by field name, in order."""
 
     texts: dict[str, list[str]]
     files: dict[str, Upload]
 
 
-def read_form(content: bytes, content_type: str) -> Form:
+def read_form(content: bytes, content_type: str) -> MultipartForm:
     """Parse a body as a form. `content_type`: the header, which contains the boundary between parts. Raises ApiError if
     the body is not such a form, or contains too much; says what."""
     kind = _headers(b"Content-Type: " + content_type.encode("latin-1", "replace"))
     boundary = kind.get_boundary()
     if kind.get_content_type() != "multipart/form-data" or not boundary:
         raise _wrong(f"The body must be a form with Content-Type: multipart/form-data, got {shown(content_type)}.")
-    form = Form({}, {})
+    form = MultipartForm({}, {})
     separator = b"\r\n--" + boundary.encode("latin-1", "replace")
     at = 0 if content.startswith(separator[2:]) else content.find(separator) + 2
     if at == 1:
@@ -62,7 +62,7 @@ def read_form(content: bytes, content_type: str) -> Form:
     return form
 
 
-def _add(form: Form, head: bytes, value: bytes) -> None:
+def _add(form: MultipartForm, head: bytes, value: bytes) -> None:
     headers = _headers(head)
     name = headers.get_param("name", header="content-disposition")
     if headers.get_content_disposition() != "form-data" or not isinstance(name, str):

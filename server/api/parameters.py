@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from engine import FILTERS, SamplingParams
 from engine.text.processor import spell_bad_words
-from server.answering.pieces import Shape
+from server.answering.pieces import AnswerShape
 from server.api.schemas import GenerationBody
 from server.context import Service
 from server.errors import ApiError
@@ -16,7 +16,7 @@ from server.errors import ApiError
 _NOT_WITH_BEAMS = {column.name: column.nothing for column in FILTERS}
 
 
-def shape_of(body: GenerationBody, service: Service, *, echo: bool = False) -> Shape:
+def shape_of(body: GenerationBody, service: Service, *, echo: bool = False) -> AnswerShape:
     """The body's request to the engine, and the form of the answer. Raises ApiError, InvalidRequestError: fields
     contradict each other, are out of range or are not supported."""
     body.refuse_unsupported()
@@ -49,7 +49,7 @@ def shape_of(body: GenerationBody, service: Service, *, echo: bool = False) -> S
     _check_rows(fields.get("n", 1), asked.n, service.client.info.max_num_seqs)
     if echo and asked.logprobs is not None:
         fields["prompt_logprobs"] = max(asked.prompt_logprobs or 0, asked.logprobs)
-    return Shape(
+    return AnswerShape(
         params=spell_bad_words(SamplingParams(**fields), service.tokenizer),
         n=asked.n,
         logprobs=asked.logprobs,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from server.api.fields import Name
-from server.api.multipart import Form, Upload
+from server.api.multipart import MultipartForm, Upload
 from server.api.schemas import ServedBody
 from server.errors import ApiError, describe_validation, shown
 
@@ -108,7 +108,7 @@ class TranslationForm(SpeechForm):
     """Fields of POST /v1/audio/translations besides `file`: the text is English."""
 
 
-def read_fields(form: Form, kind: type[SpeechForm]) -> tuple[SpeechForm, Upload]:
+def read_fields(form: MultipartForm, kind: type[SpeechForm]) -> tuple[SpeechForm, Upload]:
     """Parse the fields and the file of a form. Raises ApiError if a field is invalid, or there is no file."""
     given: dict[str, Any] = {}
     for sent, values in form.texts.items():

@@ -127,7 +127,6 @@ class StructuredBody(JsonBody):
         return [name for name, _ in self._asked()]
 
     def _asked(self) -> list[tuple[str, dict[str, Any]]]:
-        """The fields that are set, with their values."""
         asked: list[tuple[str, dict[str, Any]]] = []
         wanted = self.response_format
         if wanted is not None and (wanted.type != "text" or wanted.schema_ is not None):

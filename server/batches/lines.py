@@ -18,7 +18,7 @@ _PATH = re.compile(r"/(?!/)")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LinePlace:
     """A line's place in its file."""
 
     number: int  # of the line, from 1 on. Empty lines count.
@@ -41,13 +41,13 @@ class Problem:
         return {"code": self.code, "message": self.message, "line": self.line, "param": self.param}
 
 
-def places(path: Path) -> Iterator[tuple[Place, bytes]]:
+def places(path: Path) -> Iterator[tuple[LinePlace, bytes]]:
     """The lines of a file that are not empty."""
     begin = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield Place(number, begin, len(line)), line
+                yield LinePlace(number, begin, len(line)), line
             begin += len(line)
 
 

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from engine import MAX_PRIORITY
 from server.batches.backdoor import BackDoor
-from server.batches.lines import Place, Problem, check_file, places, read_line
+from server.batches.lines import LinePlace, Problem, check_file, places, read_line
 from server.batches.store import BatchStore, Row
 from server.context import ANY_MODEL, Service
 from server.door.keys import ApiKey
@@ -36,7 +36,7 @@ class _Active:
     """A batch whose lines are being answered, oldest of its tenant."""
 
     row: Row
-    waiting: list[Place]  # the next one last
+    waiting: list[LinePlace]  # the next one last
     running: set[asyncio.Task[None]] = field(default_factory=set)
 
 
@@ -215,7 +215,7 @@ class BatchRunner:
         task.add_done_callback(ended)
         return task
 
-    async def _answer(self, active: _Active, place: Place) -> None:
+    async def _answer(self, active: _Active, place: LinePlace) -> None:
         row = active.row
         line = await self._store.do(self._read, row["input_file_id"], place)
         asked = read_line(line)
@@ -244,7 +244,7 @@ class BatchRunner:
             return False
         return now - self._failing.setdefault(found.name, now) >= _HOPELESS
 
-    def _read(self, id_: str, place: Place) -> bytes:
+    def _read(self, id_: str, place: LinePlace) -> bytes:
         with self._store.path(id_).open("rb") as file:
             file.seek(place.begin)
             return file.read(place.size)
@@ -256,7 +256,6 @@ def _report(row: Row, problem: Exception) -> None:
 
 
 def _entry(custom_id: str, response: Row | None, error: Row | None) -> Row:
-    """A line of an output or error file."""
     return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": response, "error": error}
 
 

@@ -213,7 +213,6 @@ class ServerSettings(BaseModel):
     @check_field("api_key", mode="before")
     @classmethod
     def _split_keys(cls, value: Any) -> Any:
-        """Keys as a list, or as one text separated by commas."""
         if isinstance(value, str):
             value = value.split(",")
         if not isinstance(value, list | tuple) or not all(isinstance(key, str) for key in value):
@@ -423,7 +422,6 @@ class SettingsBase(ServerSettings, BaseSettings):
     @check_field("lora_modules", mode="before", check_fields=False)
     @classmethod
     def _split_modules(cls, value: Any) -> Any:
-        """NAME=PATH, JSON objects, or mappings of a config file."""
         if isinstance(value, str):
             value = [value]
         if not isinstance(value, list | tuple):

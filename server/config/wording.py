@@ -59,7 +59,6 @@ def is_switch(field: FieldInfo) -> bool:
 
 
 def _kinds(field: FieldInfo) -> list[Any]:
-    """The types of a setting; for a Literal, its values."""
     kinds = [kind for kind in get_args(field.annotation) or (field.annotation,) if kind is not type(None)]
     return [choice for kind in kinds for choice in (get_args(kind) if get_origin(kind) is Literal else (kind,))]
 

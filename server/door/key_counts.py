@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
-from server.door.rates import RequestRates, Window
+from server.door.rates import RateWindow, RequestRates
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +14,7 @@ class Begun:
     """A key's counts with one more request."""
 
     running: int
-    window: Window | None  # its requests in the current minute, if they are limited
+    window: RateWindow | None  # its requests in the current minute, if they are limited
     counted: bool  # whether the request counts as running until `end`
 
 

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.door.auth import asks_for_kept, is_inference
 from server.door.key_counts import CountsKeys
 from server.door.keys import ApiKey
-from server.door.rates import Window
+from server.door.rates import RateWindow
 from server.door.request_id import client_address
 from server.errors import ApiError
 
@@ -58,7 +58,7 @@ class KeyLimitsMiddleware:
         )
         return ApiError(429, message, code="rate_limit_exceeded", headers={"Retry-After": str(_SOON)})
 
-    def _too_often(self, window: Window) -> ApiError:
+    def _too_often(self, window: RateWindow) -> ApiError:
         self._rejected("key_rate")
         message = (
             f"This API key has made all {window.limit} requests that it may make per minute. Try again in "
@@ -68,7 +68,7 @@ class KeyLimitsMiddleware:
         return ApiError(429, message, code="rate_limit_exceeded", headers=headers)
 
 
-def _headers(window: Window) -> dict[str, str]:
+def _headers(window: RateWindow) -> dict[str, str]:
     return {
         "x-ratelimit-limit-requests": str(window.limit),
         "x-ratelimit-remaining-requests": str(window.remaining),
@@ -76,7 +76,7 @@ def _headers(window: Window) -> dict[str, str]:
     }
 
 
-def _with_headers(send: Send, window: Window) -> Send:
+def _with_headers(send: Send, window: RateWindow) -> Send:
     added = [(name.encode(), value.encode()) for name, value in _headers(window).items()]
 
     async def send_with_headers(message: Message) -> None:

@@ -57,8 +57,6 @@ class BodyLimitMiddleware:
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """The limit on a body's length."""
-
     size: int  # bytes
     path: str | None = None  # the path whose limit is lower than the others', if any
 
@@ -85,8 +83,6 @@ def _check_length(scope: Scope, limit: _Limit) -> None:
 
 
 class _Body:
-    """The `receive` callable of one request."""
-
     def __init__(self, receive: Receive, limit: _Limit, grace: float, client: str | None):
         self._receive = receive
         self._limit = limit

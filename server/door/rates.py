@@ -23,7 +23,7 @@ _CONNECTIONS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class RateWindow:
     """A key's count in its current minute, after a request."""
 
     allowed: bool  # whether the request is within the limit
@@ -53,7 +53,7 @@ class RequestRates:
             self._failures = (*_listed(self._shared.base_exceptions), OSError)
         self._ask_again: float | None = None  # time of Redis' last failure
 
-    async def take(self, tenant: str, limit: int) -> Window:
+    async def take(self, tenant: str, limit: int) -> RateWindow:
         """Count a request of this tenant, which may make this many per minute."""
         item = RateLimitItemPerMinute(limit)
         if self._shared is not None and self._may_ask():
@@ -96,7 +96,7 @@ class RequestRates:
             self._ask_again = None
 
 
-async def _take(storage: MemoryStorage | RedisStorage, item: RateLimitItemPerMinute, tenant: str) -> Window:
+async def _take(storage: MemoryStorage | RedisStorage, item: RateLimitItemPerMinute, tenant: str) -> RateWindow:
     key, seconds = item.key_for(tenant), item.get_expiry()
     allowed = await storage.acquire_sliding_window_entry(key, item.amount, seconds)
     # A window's counter is kept through the next window, in which it weighs by the rest of that window's time.
@@ -108,7 +108,7 @@ async def _take(storage: MemoryStorage | RedisStorage, item: RateLimitItemPerMin
         reset = current_left - seconds if current else 0.0
     remaining = max(0, item.amount - weight - current)
     # At exactly this moment, which is known to the millisecond, nothing has changed yet; so add a whole second.
-    return Window(allowed, item.amount, remaining, math.floor(max(0.0, reset) + 0.001) + 1)
+    return RateWindow(allowed, item.amount, remaining, math.floor(max(0.0, reset) + 0.001) + 1)
 
 
 def check_storage(redis: str | None) -> None:

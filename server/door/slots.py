@@ -34,7 +34,7 @@ _SILENCE = 10.0  # seconds between two log lines about the same thing
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class SlotSizes:
     """The numbers of slots."""
 
     ordinary: int
@@ -42,7 +42,7 @@ class Sizes:
     fitting: int  # ordinary slots that the file descriptors allow
 
 
-def count_slots(wanted: int | None, limit: int | None = None, used: int | None = None) -> Sizes:
+def count_slots(wanted: int | None, limit: int | None = None, used: int | None = None) -> SlotSizes:
     """The number of slots: the wanted number, or as many as the file descriptors allow if that is less.
 
     Args:
@@ -56,7 +56,7 @@ def count_slots(wanted: int | None, limit: int | None = None, used: int | None =
     room = max(limit - (_open_files() if used is None else used) - _SPARE, _LEAST)
     reserve = min(max(room // 4, 2), MOST_RESERVE)
     fitting = room - reserve
-    return Sizes(fitting if wanted is None else min(wanted, fitting), reserve, fitting)
+    return SlotSizes(fitting if wanted is None else min(wanted, fitting), reserve, fitting)
 
 
 def _open_files() -> int:
@@ -108,7 +108,7 @@ class Slots:
         dropped: Callable[[str], None] = lambda reason: None,
         shares: Shares | None = None,
     ):
-        self.sizes = Sizes(1, 2, 1)  # the number of slots; few until it is set
+        self.sizes = SlotSizes(1, 2, 1)  # the number of slots; few until it is set
         self.shared = False  # whether `sizes.ordinary` applies to all processes together
         self.idle: dict[Slot, None] = {}  # ordinary slots between two requests, the longest idle first
         self._open: set[Slot] = set()

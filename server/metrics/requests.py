@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.registry import Collector
@@ -15,7 +14,6 @@ from server.metrics.buckets import DURATION, EVENT_LOOP_LAG, FIRST_TOKEN, PER_TO
 from server.metrics.times import PromptTimes
 
 _REASONS = ("stop", "length", "abort", "error")
-# Present from the start, so that a first occurrence is an increase.
 _ABORTS = ("disconnect", "stall", "shutdown", "deadline", "error", "cancel")
 _REJECTIONS = (
     "queue_full", "queue_time", "queued_tokens", "deadline", "engine_dead", "shutting_down", "connections", "memory",
@@ -29,88 +27,83 @@ class RequestMetrics:
 
     def __init__(self, info: EngineInfo, registry: CollectorRegistry):
         self._watched: dict[str, PromptTimes] = {}
-        histogram = partial(Histogram, registry=registry)
+
+        def histogram(name: str, about: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(f"octavo_{name}", about, buckets=buckets, registry=registry)
+
+        def counter(name: str, about: str, label: str, values: Sequence[str] = ()) -> Counter:
+            """A counter with one label, whose values are present from the start, so that a first occurrence is an
+            increase."""
+            made = Counter(f"octavo_{name}", about, labelnames=[label], registry=registry)
+            for value in values:
+                made.labels(value)
+            return made
+
         counts = token_counts(info.max_model_len)
         self._first_token = histogram(
-            "octavo_time_to_first_token_seconds",
-            "Seconds from a prompt's arrival to its first token.",
-            buckets=FIRST_TOKEN,
+            "time_to_first_token_seconds", "Seconds from a prompt's arrival to its first token.", FIRST_TOKEN
         )
         self._inter_token = histogram(
-            "octavo_inter_token_latency_seconds",
+            "inter_token_latency_seconds",
             "Seconds between two steps that brought tokens of the same answer.",
-            buckets=PER_TOKEN,
+            PER_TOKEN,
         )
         self._per_output_token = histogram(
-            "octavo_request_time_per_output_token_seconds",
+            "request_time_per_output_token_seconds",
             "Mean seconds per token after the first, one value per prompt.",
-            buckets=PER_TOKEN,
+            PER_TOKEN,
         )
         self._total = histogram(
-            "octavo_e2e_request_latency_seconds",
-            "Seconds from a prompt's arrival to the end of its last answer.",
-            buckets=DURATION,
+            "e2e_request_latency_seconds", "Seconds from a prompt's arrival to the end of its last answer.", DURATION
         )
         self._queue = histogram(
-            "octavo_request_queue_time_seconds",
+            "request_queue_time_seconds",
             "Seconds from a prompt's arrival to its first step, including tokenising.",
-            buckets=DURATION,
+            DURATION,
         )
         self._prefill = histogram(
-            "octavo_request_prefill_time_seconds",
-            "Seconds from a prompt's first step to its first token.",
-            buckets=DURATION,
+            "request_prefill_time_seconds", "Seconds from a prompt's first step to its first token.", DURATION
         )
         self._decode = histogram(
-            "octavo_request_decode_time_seconds", "Seconds from a prompt's first token to its last.", buckets=DURATION
+            "request_decode_time_seconds", "Seconds from a prompt's first token to its last.", DURATION
         )
-        self._prompt_tokens = histogram("octavo_request_prompt_tokens", "Tokens of a prompt.", buckets=counts)
+        self._prompt_tokens = histogram("request_prompt_tokens", "Tokens of a prompt.", counts)
         self._generation_tokens = histogram(
-            "octavo_request_generation_tokens", "Tokens generated for a prompt, in all its answers.", buckets=counts
+            "request_generation_tokens", "Tokens generated for a prompt, in all its answers.", counts
         )
         self.event_loop_lag = histogram(
-            "octavo_event_loop_lag_seconds",
+            "event_loop_lag_seconds",
             "Seconds by which the server's event loop was late, measured four times a second.",
-            buckets=EVENT_LOOP_LAG,
+            EVENT_LOOP_LAG,
         )
-        self._finished = Counter(
-            "octavo_request_success",
+        self._finished = counter(
+            "request_success",
             "Answers that ended, by reason; abort: the client left or the request was cancelled.",
-            labelnames=["finished_reason"],
-            registry=registry,
+            "finished_reason",
         )
         self._by_reason = {reason: self._finished.labels(reason) for reason in _REASONS}
-        self._aborted = Counter(
-            "octavo_requests_aborted",
+        self._aborted = counter(
+            "requests_aborted",
             "Requests that were ended before their answers were complete, by reason.",
-            labelnames=["reason"],
-            registry=registry,
+            "reason",
+            _ABORTS,
         )
-        for reason in _ABORTS:
-            self._aborted.labels(reason)
-        self._rejected = Counter(
-            "octavo_requests_rejected",
+        self._rejected = counter(
+            "requests_rejected",
             "HTTP requests answered with 503 or 429 before anything was done for them, by reason.",
-            labelnames=["reason"],
-            registry=registry,
+            "reason",
+            _REJECTIONS,
         )
-        for reason in _REJECTIONS:
-            self._rejected.labels(reason)
-        self._adapters = Counter(
-            "octavo_lora_requests",
-            "Requests that were admitted for an adapter, by its name.",
-            labelnames=["lora_name"],
-            registry=registry,
+        self._adapters = counter(
+            "lora_requests", "Requests that were admitted for an adapter, by its name.", "lora_name"
         )
-        self._dropped = Counter(
-            "octavo_connections_dropped",
+        self._dropped = counter(
+            "connections_dropped",
             "Connections closed to make room for others: idle ones between requests, and those beyond "
             "max_connections that sent no request.",
-            labelnames=["kind"],
-            registry=registry,
+            "kind",
+            _DROPS,
         )
-        for kind in _DROPS:
-            self._dropped.labels(kind)
         self._store_failures = Counter(
             "octavo_response_store_failures",
             "Times that the response store could not store, find or delete an answer.",

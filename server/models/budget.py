@@ -10,7 +10,7 @@ from engine import OctavoError
 _MIB = 2**20
 
 
-class TooLargeError(OctavoError):
+class ModelTooLargeError(OctavoError):
     """A model that would not fit even alone."""
 
 
@@ -36,7 +36,7 @@ class Budget:
     def check(self, name: str, size: int) -> None:
         """Refuse a model that can never be loaded. Raises TooLargeError: says what to change."""
         if self.limit is not None and size > self.limit:
-            raise TooLargeError(
+            raise ModelTooLargeError(
                 f"{name} needs {size / _MIB:.0f} MiB, but all models together may take {self.limit / _MIB:.0f} MiB "
                 "(max_memory). Raise --max-memory, or lower the model's kv_cache_memory."
             )

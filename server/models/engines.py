@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from engine import CacheMap, EngineDeadError, EngineInfo, EngineStats
 from engine.process.client import EngineClient, Progress
-from engine.process.predict import Prediction
+from engine.process.predict import MemoryPrediction
 
 # For no model: it has no tasks, and its sizes limit nothing.
 NO_MODEL = EngineInfo(
@@ -19,7 +19,7 @@ NO_MODEL = EngineInfo(
 )  # fmt: skip
 
 
-def expected_info(source: str, found: Prediction) -> EngineInfo:
+def expected_info(source: str, found: MemoryPrediction) -> EngineInfo:
     """A model that has never been loaded, as far as its prediction tells.
 
     Args:

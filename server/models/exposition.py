@@ -81,7 +81,6 @@ def _is_of_service(name: str) -> bool:
 
 
 def _add(families: dict[str, Metric], metric: Metric, model: str) -> None:
-    """Add a model's samples to the family of their name."""
     family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type, metric.unit))
     for sample in metric.samples:
         labels = {"model_name": model, **sample.labels}

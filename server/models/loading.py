@@ -17,14 +17,14 @@ from server.models.declared import Declared
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedModel:
     """A model that can serve. `tokenizer`: None if it has none."""
 
     client: ProcessEngineClient
     tokenizer: Tokenizer | None
 
 
-def load_model(model: Declared, log_format: LogFormat, tell: Tell) -> Loaded:
+def load_model(model: Declared, log_format: LogFormat, tell: Tell) -> LoadedModel:
     """Load a model; blocks until it can serve. Raises OctavoError if it cannot be loaded.
 
     Args:
@@ -42,4 +42,4 @@ def load_model(model: Declared, log_format: LogFormat, tell: Tell) -> Loaded:
     except BaseException:
         asyncio.run(client.close())
         raise
-    return Loaded(client, tokenizer)
+    return LoadedModel(client, tokenizer)

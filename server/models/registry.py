@@ -17,7 +17,7 @@ from fastapi import Request
 from engine import EngineConfig, ModelLoadError, OctavoError
 from engine.host.logs import LogFormat
 from engine.process.client import EngineClient
-from engine.process.predict import Prediction, predict
+from engine.process.predict import MemoryPrediction, predict
 from server.answering.chat_images import ChatImages
 from server.answering.images import ImageReading
 from server.answering.ollama_facts import capabilities, expected_capabilities
@@ -37,7 +37,7 @@ from server.live import LiveFeed
 from server.models.budget import Budget, Promise
 from server.models.declared import Declared, memory_limit
 from server.models.engines import AllEngines, expected_info
-from server.models.loading import Loaded, load_model
+from server.models.loading import LoadedModel, load_model
 from server.models.seen import SeenModels, no_model, not_allowed
 from server.models.served import Running, Served
 from server.models.status import ModelStatus
@@ -304,7 +304,7 @@ class Registry:
 
         await asyncio.to_thread(work)
 
-    def _predicted(self, served: Served, prediction: Prediction, abilities: Sequence[str]) -> None:
+    def _predicted(self, served: Served, prediction: MemoryPrediction, abilities: Sequence[str]) -> None:
         served.prediction = prediction
         if not served.num_loads and not prediction.problem and not prediction.unknown:
             served.info, served.abilities = expected_info(served.model.engine.model, prediction), tuple(abilities)
@@ -314,7 +314,6 @@ class Registry:
             self._budget.limit = int(prediction.free * served.model.engine.gpu_memory_utilization)
 
     async def _size(self, served: Served) -> int:
-        """Bytes that a model needs. Raises OctavoError if it cannot be loaded."""
         assert self._first_look is not None
         while served.prediction is None and not self._first_look.done():
             await asyncio.wait({self._first_look}, timeout=0.05)
@@ -355,7 +354,6 @@ class Registry:
             self._budget.check(f"{served.name} with the pinned models", held + size)  # names would tell any key
 
     async def _change(self) -> None:
-        """Wait until a model is used less, or is unloaded."""
         self._changed.clear()
         await self._changed.wait()
 
@@ -371,7 +369,6 @@ class Registry:
         return served.bringing
 
     async def _load(self, served: Served) -> None:
-        """Load a model. If it fails, the failure becomes its state."""
         served.percent = None
         began = time.monotonic()
         try:
@@ -401,7 +398,7 @@ class Registry:
             served.bringing = None
             self._stir()
 
-    def _running(self, served: Served, loaded: Loaded, promise: Promise) -> Running:
+    def _running(self, served: Served, loaded: LoadedModel, promise: Promise) -> Running:
         client, service = loaded.client, self._service(served, loaded)
         served.endpoints = tuple(service.served_endpoints)
         served.info, served.abilities = client.info, tuple(capabilities(service))
@@ -409,7 +406,7 @@ class Registry:
         watches = (asyncio.create_task(stuck), asyncio.create_task(self._fail_with(served, client)))
         return Running(client, service, promise, watches)
 
-    def _service(self, served: Served, loaded: Loaded) -> Service:
+    def _service(self, served: Served, loaded: LoadedModel) -> Service:
         house, client, tokenizer = self._house, loaded.client, loaded.tokenizer
         assert house is not None
         settings = served.model.settings
@@ -448,7 +445,6 @@ class Registry:
         await self._end(running)
 
     async def _put_away(self, served: Served) -> None:
-        """Unload a model that nothing uses."""
         running, served.running = served.running, None
         assert running is not None
         for watch in running.watches:

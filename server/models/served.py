@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from engine import EngineInfo
 from engine.process.client import ProcessEngineClient
-from engine.process.predict import Prediction
+from engine.process.predict import MemoryPrediction
 from server.context import Service
 from server.models.budget import Promise
 from server.models.declared import Declared
@@ -55,7 +55,7 @@ class Served:
         self._stir = stir  # called when a request has ended
         self.running: Running | None = None
         self.bringing: asyncio.Task[None] | None = None
-        self.prediction: Prediction | None = None
+        self.prediction: MemoryPrediction | None = None
         self.endpoints: tuple[str, ...] = ()
         self.info: EngineInfo | None = None
         self.abilities: tuple[str, ...] = ()

@@ -15,15 +15,13 @@ from server.processes.messages import (
     Body,
     Done,
     EndKey,
-    Finished,
     GateName,
     KeyBegun,
     LookAt,
     Measured,
-    Progressed,
+    Noted,
     Refused,
-    Release,
-    Started,
+    ReleaseSlots,
 )
 
 
@@ -78,13 +76,9 @@ class Desk:
                 return self._counts.tried(lambda: self._admit(body))
             case Measured(number, exact):
                 return self._counts.tried(lambda: self._reservations[number].measure(exact))
-            case Started(number, index):
-                self._reservations[number].started(index)
-            case Progressed(number, index, tokens):
-                self._reservations[number].progressed(index, tokens)
-            case Finished(number, index):
-                self._reservations[number].finished(index)
-            case Release(number):
+            case Noted(number, method, arguments):
+                getattr(self._reservations[number], method)(*arguments)
+            case ReleaseSlots(number):
                 self._release(number)
             case BeginKey():
                 return self._begin(body)

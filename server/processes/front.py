@@ -19,7 +19,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 from pydantic_core import to_json
 
-from engine import EngineConfig, OctavoError
+from engine import OctavoError
 from engine.host.children import leave_signals_to_parent, take_standard_input
 from engine.process.client import AttachedEngineClient
 from server import logs
@@ -45,9 +45,9 @@ from server.processes.messages import (
     Counted,
     EngineDied,
     EngineServes,
-    Failed,
+    FrontFailed,
+    FrontReady,
     GiveUp,
-    Ready,
     ReloadKeys,
     Stop,
 )
@@ -88,7 +88,7 @@ class Front:
         try:
             self._server = self._prepare(begin, self._line)
         except OctavoError as problem:
-            self._line.tell(Failed(str(problem)))
+            self._line.tell(FrontFailed(str(problem)))
         else:
             if not self._stopping:
                 await self._server.serve(sockets=[socket.socket(fileno=begin.listener)])
@@ -104,11 +104,7 @@ class Front:
         client = self._client = AttachedEngineClient(begin.name, lambda cause: line.tell(GiveUp(cause)))
         client.info = begin.engine.info
         self._follow_engine()
-        config = EngineConfig(
-            model=begin.model, tokenizer=begin.tokenizer, revision=begin.revision, hf_token=begin.hf_token,
-            skip_tokenizer_init=begin.skip_tokenizer_init, chat_template=begin.chat_template,
-        )  # fmt: skip
-        tokenizer = read_tokenizer(config, client.info)
+        tokenizer = read_tokenizer(begin.config, client.info)
         if begin.tell_facts:
             log_facts(client.info, tokenizer, begin.model_id)
         if tokenizer is not None and tokenizer.chat_template is not None:
@@ -139,7 +135,7 @@ class Front:
             drain,
             self._slots,
             watches=(partial(restart_when_stuck, client, STUCK * settings.liveness_timeout), self._reload.run),
-            listening=partial(line.tell, Ready()),
+            listening=partial(line.tell, FrontReady()),
         )
 
     def _answer(self, body: Body) -> Body | None:

@@ -8,9 +8,8 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Self, cast
 
+from engine.host.frames import framed, take_frames
 from server.processes.messages import Body, Frame, decode, encode
-
-_HEADER = 4  # bytes of a message's length field
 
 # Takes a message; returns its answer, an awaitable for it, or None.
 Answerer = Callable[[Body], Body | Awaitable[Body] | None]
@@ -60,8 +59,7 @@ class Line(asyncio.Protocol):
 
     def _send(self, frame: Frame) -> None:
         if self._transport is not None:
-            data = encode(frame)
-            self._transport.write(len(data).to_bytes(_HEADER, "big") + data)
+            self._transport.write(framed(encode(frame)))
 
     # ---------------------------------------------------------------- the protocol
 
@@ -71,14 +69,8 @@ class Line(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Process all complete messages."""
         self._unread += data
-        begin = 0
-        while (body := begin + _HEADER) <= len(self._unread):
-            end = body + int.from_bytes(self._unread[begin:body], "big")
-            if end > len(self._unread):
-                break
-            self._receive(decode(self._unread[body:end]))
-            begin = end
-        del self._unread[:begin]
+        for message in take_frames(self._unread):
+            self._receive(decode(message))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The other side has ended."""

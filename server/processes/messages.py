@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from engine import EngineInfo, EngineStats
+from engine import EngineConfig, EngineInfo, EngineStats
 from engine.host.logs import LogFormat
 
 GateName = Literal["generating", "pooling", "tokenizing"]
@@ -34,19 +34,12 @@ class EngineDied(msgspec.Struct, tag=True):
 class Begin(msgspec.Struct, tag=True, kw_only=True):
     """The first message to a front.
 
-    Attributes:
-        engine_config: the fields of `EngineConfig` that locate the tokenizer.
-        max_memory: bytes that it may use in addition to its memory at start; None for no limit.
+    `config`: of the engine; it locates the tokenizer.
     """
 
     name: bytes  # the front's name among the engine's clients
     settings: str  # `ServerSettings` as JSON
-    model: str
-    tokenizer: str | None
-    revision: str | None
-    hf_token: str | None
-    skip_tokenizer_init: bool
-    chat_template: str | None
+    config: EngineConfig
     # version, model_id, created: the same for all fronts
     version: str
     model_id: str
@@ -82,11 +75,11 @@ class CancelHere(msgspec.Struct, tag=True):
 # ---------------------------------------------------------------- to the desk
 
 
-class Ready(msgspec.Struct, tag=True):
+class FrontReady(msgspec.Struct, tag=True):
     """The front listens."""
 
 
-class Failed(msgspec.Struct, tag=True):
+class FrontFailed(msgspec.Struct, tag=True):
     """The front cannot start because a setting is invalid."""
 
     message: str
@@ -136,30 +129,16 @@ class Measured(msgspec.Struct, tag=True):
     tokens: list[int]
 
 
-class Started(msgspec.Struct, tag=True):
-    """`Reservation.started`."""
+class Noted(msgspec.Struct, tag=True):
+    """What has become of a prompt: a call of that method of `Reservation`."""
 
     number: int
-    index: int
+    method: Literal["started", "progressed", "finished"]
+    arguments: list[int]
 
 
-class Progressed(msgspec.Struct, tag=True):
-    """`Reservation.progressed`."""
-
-    number: int
-    index: int
-    tokens: int
-
-
-class Finished(msgspec.Struct, tag=True):
-    """`Reservation.finished`."""
-
-    number: int
-    index: int
-
-
-class Release(msgspec.Struct, tag=True):
-    """Slots are released."""
+class ReleaseSlots(msgspec.Struct, tag=True):
+    """A request's slots are released."""
 
     number: int
 
@@ -180,7 +159,7 @@ class EndKey(msgspec.Struct, tag=True):
 
 
 class Render(msgspec.Struct, tag=True):
-    """Asks for all metrics as text; the answer is `Rendered`."""
+    """Asks for all metrics as text; the answer is `RenderedMetrics`."""
 
     accept: str | None
 
@@ -218,7 +197,7 @@ class KeyBegun(msgspec.Struct, tag=True):
     counted: bool
 
 
-class Rendered(msgspec.Struct, tag=True):
+class RenderedMetrics(msgspec.Struct, tag=True):
     """The metrics as text and the content type."""
 
     content: bytes
@@ -227,9 +206,9 @@ class Rendered(msgspec.Struct, tag=True):
 
 Body = (
     EngineServes | EngineDied | Begin | Stop | ReloadKeys | Count | CancelHere
-    | Ready | Failed | GiveUp | Counted | Cancelled | LookAt | Admit | Measured | Started | Progressed | Finished
-    | Release | BeginKey | EndKey | Render | CancelElsewhere
-    | Done | Refused | KeyBegun | Rendered
+    | FrontReady | FrontFailed | GiveUp | Counted | Cancelled | LookAt | Admit | Measured | Noted | ReleaseSlots
+    | BeginKey | EndKey | Render | CancelElsewhere
+    | Done | Refused | KeyBegun | RenderedMetrics
 )  # fmt: skip
 
 

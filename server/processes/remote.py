@@ -6,13 +6,13 @@ import json
 from collections.abc import Callable, Sequence
 from itertools import count
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from engine import EngineInfo, EngineStats, RequestDelta
 from server.answering.turns import Turns
 from server.commons import Commons
 from server.door.key_counts import Begun
-from server.door.rates import Window
+from server.door.rates import RateWindow
 from server.errors import ApiError
 from server.metrics.requests import RequestMetrics
 from server.processes.line import Line
@@ -23,17 +23,15 @@ from server.processes.messages import (
     CancelElsewhere,
     Cancelled,
     EndKey,
-    Finished,
     GateName,
     KeyBegun,
     LookAt,
     Measured,
-    Progressed,
+    Noted,
     Refused,
-    Release,
+    ReleaseSlots,
     Render,
-    Rendered,
-    Started,
+    RenderedMetrics,
 )
 
 T = TypeVar("T")
@@ -105,7 +103,7 @@ class RemoteReservation:
         """Release all slots still held; idempotent."""
         if not self._released:
             self._released = True
-            self._line.tell(Release(self.number))
+            self._line.tell(ReleaseSlots(self.number))
 
     async def measured(self, tokens: Sequence[int]) -> None:
         """Report the numbers of tokens of the prompts. Raises ApiError: 503 if there are too many."""
@@ -113,20 +111,22 @@ class RemoteReservation:
 
     def started(self, index: int) -> None:
         """Record that a prompt's first token has come."""
-        if not self._released:
-            self._line.tell(Started(self.number, index))
+        self._note("started", index)
 
     def progressed(self, index: int, tokens: int) -> None:
         """Record that this many of a prompt's tokens no longer wait."""
-        if not self._released:
-            self._line.tell(Progressed(self.number, index, tokens))
+        self._note("progressed", index, tokens)
 
     def finished(self, index: int) -> None:
         """Record that a prompt's answers are complete."""
         if self._held[index] and not self._released:
             self._held[index] = False
             self.num_unfinished -= 1
-            self._line.tell(Finished(self.number, index))
+            self._note("finished", index)
+
+    def _note(self, method: Literal["started", "progressed", "finished"], *arguments: int) -> None:
+        if not self._released:
+            self._line.tell(Noted(self.number, method, list(arguments)))
 
 
 class RemoteKeys:
@@ -146,7 +146,7 @@ class RemoteKeys:
             raise
         if answer.counted:
             self._counted.setdefault(tenant, []).append(number)
-        return Begun(answer.running, None if answer.window is None else Window(*answer.window), answer.counted)
+        return Begun(answer.running, None if answer.window is None else RateWindow(*answer.window), answer.counted)
 
     def end(self, tenant: str) -> None:
         """One of the tenant's counted requests has ended; it does not matter which."""
@@ -188,7 +188,7 @@ def remote_commons(line: Line, metrics: RequestMetrics, steps: Steps, num_fronts
         return turns
 
     async def render(accept: str | None) -> tuple[bytes, str]:
-        answer = _of(Rendered, await line.ask(Render(accept)))
+        answer = _of(RenderedMetrics, await line.ask(Render(accept)))
         return answer.content, answer.content_type
 
     async def cancel(response_id: str, tenant: str | None) -> dict[str, Any] | None:

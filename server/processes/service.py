@@ -8,7 +8,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from engine import ConfigError, EngineConfig, OctavoError
-from engine.host.children import signals_held
+from engine.host.children import start_child
 from engine.host.logs import LogFormat
 from engine.process.client import ProcessEngineClient
 from server.commons import Admissions
@@ -51,12 +50,12 @@ from server.processes.messages import (
     Counted,
     EngineDied,
     EngineServes,
-    Failed,
+    FrontFailed,
+    FrontReady,
     GiveUp,
-    Ready,
     ReloadKeys,
     Render,
-    Rendered,
+    RenderedMetrics,
     Stop,
 )
 from server.serving import loop_factory
@@ -93,12 +92,7 @@ def serve_several(
     begin = Begin(
         name=b"",
         settings=settings.model_dump_json(include=set(ServerSettings.model_fields)),
-        model=config.model,
-        tokenizer=config.tokenizer,
-        revision=config.revision,
-        hf_token=config.hf_token,
-        skip_tokenizer_init=config.skip_tokenizer_init,
-        chat_template=config.chat_template,
+        config=config,
         version=version,
         model_id=model_id,
         created=int(time.time()),
@@ -121,8 +115,6 @@ def _state(client: ProcessEngineClient) -> EngineServes:
 
 @dataclass(eq=False, slots=True)
 class _Front:
-    """One front, from its start to its end."""
-
     place: int  # the front's index; a replacement has the same index
     name: bytes  # the front's name among the engine's clients
     process: subprocess.Popen[bytes]
@@ -139,8 +131,6 @@ class _Front:
 
 
 class _Service:
-    """The fronts and their shared work."""
-
     def __init__(
         self, client: ProcessEngineClient, settings: ServerSettings, listener: Listener, begin: Begin, folder: Path
     ):
@@ -270,19 +260,12 @@ class _Service:
     # ---------------------------------------------------------------- fronts come and go
 
     async def _start(self, place: int) -> None:
-        """Start a front, and wait until it listens. Raises OctavoError if it cannot start."""
         self._num_started += 1
-        ours, theirs = socket.socketpair()
+        # Its metrics are in files that other processes can read.
+        environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(self._folder)}
         try:
-            with theirs, signals_held():
-                process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", f"{__package__}.front"],
-                    stdin=theirs.fileno(),
-                    pass_fds=(self._begin.listener,),
-                    env=self._environment(),
-                )
+            ours, process = start_child(f"{__package__}.front", environment, pass_fds=(self._begin.listener,))
         except OSError as problem:
-            ours.close()
             raise OctavoError(f"cannot start an HTTP process ({sys.executable}): {problem}.") from problem
         front = _Front(place, f"front-{self._num_started}".encode(), process, Desk(self._counts))
         self._fronts[place] = front
@@ -302,11 +285,6 @@ class _Service:
             **words
             | {"name": front.name, "place": front.place, "engine": engine, "tell_facts": front.name == b"front-1"}
         )
-
-    def _environment(self) -> dict[str, str]:
-        # The same modules as here, however they were found. Its metrics are in files that other processes can read.
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        return os.environ | {"PYTHONPATH": path, "PROMETHEUS_MULTIPROC_DIR": str(self._folder)}
 
     def _gone(self, front: _Front) -> None:
         """Drop a front's counts and end its requests, because its connection is closed."""
@@ -357,9 +335,9 @@ class _Service:
 
     def _answer(self, front: _Front, body: Body) -> Body | Awaitable[Body] | None:
         match body:
-            case Ready():
+            case FrontReady():
                 front.ready.set_result(None)
-            case Failed(message):
+            case FrontFailed(message):
                 front.ready.set_exception(ConfigError(message))
             case GiveUp(cause):
                 self._client.give_up(cause)
@@ -371,10 +349,10 @@ class _Service:
                 return front.desk.answer(body)
         return None
 
-    async def _render(self, accept: str | None) -> Rendered:
+    async def _render(self, accept: str | None) -> RenderedMetrics:
         lines = [(front, front.listening()) for front in self._fronts.values()]
         await asyncio.gather(*(self._count(front, line) for front, line in lines if line is not None))
-        return Rendered(*self._exposition.render(accept))
+        return RenderedMetrics(*self._exposition.render(accept))
 
     async def _count(self, front: _Front, line: Line) -> None:
         with contextlib.suppress(TimeoutError, ConnectionError):  # it is busy, or has just ended
@@ -395,7 +373,6 @@ class _Service:
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """Wait for a process to end; kill it if it does not."""
     try:
         return process.wait(_GRACE)
     except subprocess.TimeoutExpired:

@@ -80,7 +80,6 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignor
             self._prefixes.forget(name)
 
     def _load(self, replica: RunningReplica) -> int:
-        """The replica's number of requests, as far as this proxy knows."""
         return self._replica_queue_len_cache.get(replica.replica_id) or 0
 
     async def _chain_of(self, request: PendingRequest) -> list[bytes]:

@@ -13,7 +13,7 @@ from engine import ADAPTER_NAME, AdapterError
 from server.api.base import JsonBody
 from server.api.reading import StrictJsonRoute
 from server.context import HouseDep, ServiceDep
-from server.errors import ERROR_RESPONSES, ApiError, shown
+from server.errors import ApiError, shown
 
 router = APIRouter(route_class=StrictJsonRoute)
 
@@ -38,7 +38,7 @@ class UnloadAdapterRequest(JsonBody):
 _EXAMPLE = {"sql": {"value": {"lora_name": "sql", "lora_path": "sql"}}}
 
 
-@router.post("/v1/load_lora_adapter", response_class=Response, responses=ERROR_RESPONSES, summary="Load a LoRA adapter")
+@router.post("/v1/load_lora_adapter", response_class=Response, summary="Load a LoRA adapter")
 async def load_adapter(
     body: Annotated[LoadAdapterRequest, Body(openapi_examples=_EXAMPLE)], service: ServiceDep, house: HouseDep
 ) -> Response:
@@ -70,9 +70,7 @@ async def load_adapter(
     return _text(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-@router.post(
-    "/v1/unload_lora_adapter", response_class=Response, responses=ERROR_RESPONSES, summary="Unload a LoRA adapter"
-)
+@router.post("/v1/unload_lora_adapter", response_class=Response, summary="Unload a LoRA adapter")
 async def unload_adapter(
     body: Annotated[UnloadAdapterRequest, Body(openapi_examples={"sql": {"value": {"lora_name": "sql"}}})],
     service: ServiceDep,

@@ -32,7 +32,7 @@ from server.api.examples import example
 from server.api.pooling_schemas import ListAnswer, NumbersBody
 from server.api.scoring_schemas import Texts
 from server.errors import ApiError
-from server.routes.task_router import Call, TaskRouter
+from server.routes.task_router import TaskCall, TaskRouter
 
 MAX_CHARACTERS = 2**20  # maximum characters of a question or a context: a tokenizer takes seconds for more
 router = TaskRouter("pooling")
@@ -111,7 +111,7 @@ _EXAMPLES: dict[str, Any] = {
     lacks=lacks_task("answer", "find answers in texts"),
     summary="Find answers in a text",
 )
-async def create_answer(call: Call[AnswerRequest]) -> Response:
+async def create_answer(call: TaskCall[AnswerRequest]) -> Response:
     """Find the parts of a context that answer a question. Long contexts are read in overlapping windows. Also at
     /answer."""
     terms = call.body.terms()

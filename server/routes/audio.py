@@ -25,7 +25,7 @@ from server.api.speech_schemas import (
     read_fields,
 )
 from server.context import Service, ServiceDep
-from server.errors import ERROR_RESPONSES, ApiError
+from server.errors import ApiError
 from server.routes.task_router import TaskRouter
 
 router = TaskRouter("generating", route_class=APIRoute)
@@ -35,7 +35,6 @@ _PROMPT_END = 16_384  # maximum characters of a prompt: more than half of a deco
 
 
 def _document(form: type[SpeechForm]) -> dict[str, Any]:
-    """The form in the OpenAPI document."""
     schema = form.model_json_schema()
     file = {"type": "string", "format": "binary", "description": "The sound: wav, flac, mp3 or ogg."}
     schema["properties"] = {"file": file, **schema["properties"]}
@@ -46,7 +45,6 @@ def _document(form: type[SpeechForm]) -> dict[str, Any]:
 @router.post(
     _TRANSCRIPTIONS,
     response_model=TranscriptionResponse | VerboseTranscription,
-    responses=ERROR_RESPONSES,
     openapi_extra=_document(TranscriptionForm),
     summary="Transcribe speech",
 )
@@ -59,7 +57,6 @@ async def create_transcription(request: Request, service: ServiceDep) -> Respons
 @router.post(
     _TRANSLATIONS,
     response_model=TranscriptionResponse | VerboseTranscription,
-    responses=ERROR_RESPONSES,
     openapi_extra=_document(TranslationForm),
     summary="Translate speech into English",
 )

@@ -18,7 +18,7 @@ from server.api.reading import StrictJsonRoute
 from server.batches.store import Row
 from server.context import Batches, HouseDep
 from server.door.keys import ApiKey
-from server.errors import ERROR_RESPONSES, ApiError, shown
+from server.errors import ApiError, shown
 from server.routes.tasks import LACKS
 
 router = APIRouter()
@@ -51,7 +51,6 @@ Id = Annotated[str, Path(max_length=256)]
 
 
 async def _batches(service: HouseDep) -> Batches:
-    """The server's files and batches. Raises ApiError if it keeps none."""
     if service.batches is None:
         message = "Files and batches need a folder, and this server has none. Start it with --batch-store FOLDER."
         raise ApiError(400, message, code="unsupported_endpoint")
@@ -64,7 +63,7 @@ BatchesDep = Annotated[Batches, Depends(_batches)]
 # ---------------------------------------------------------------- files
 
 
-@router.post("/v1/files", responses=ERROR_RESPONSES, openapi_extra=_FORM, summary="Upload a file")
+@router.post("/v1/files", openapi_extra=_FORM, summary="Upload a file")
 async def create_file(request: Request, service: HouseDep, batches: BatchesDep) -> FileObject:
     """Store a file with a request on each line, for /v1/batches."""
     content = await request.body()
@@ -81,7 +80,7 @@ async def create_file(request: Request, service: HouseDep, batches: BatchesDep) 
     return _file(row)
 
 
-@router.get("/v1/files", responses=ERROR_RESPONSES, summary="List files")
+@router.get("/v1/files", summary="List files")
 async def list_files(
     request: Request,
     batches: BatchesDep,
@@ -100,7 +99,7 @@ async def list_files(
     return FileList(data=[_file(row) for row in rows], first_id=first, last_id=last, has_more=more)
 
 
-@router.get("/v1/files/{file_id}", responses=ERROR_RESPONSES, summary="Show a file")
+@router.get("/v1/files/{file_id}", summary="Show a file")
 async def get_file(file_id: Id, request: Request, batches: BatchesDep) -> FileObject:
     """Describe a file."""
     return _file(await _found(file_id, request, batches))
@@ -109,7 +108,7 @@ async def get_file(file_id: Id, request: Request, batches: BatchesDep) -> FileOb
 @router.get(
     "/v1/files/{file_id}/content",
     response_class=Response,
-    responses={200: {"content": {"application/octet-stream": {}}}, **ERROR_RESPONSES},
+    responses={200: {"content": {"application/octet-stream": {}}}},
     summary="Read a file",
 )
 async def get_content(file_id: Id, request: Request, batches: BatchesDep) -> Response:
@@ -119,7 +118,7 @@ async def get_content(file_id: Id, request: Request, batches: BatchesDep) -> Res
     return Response(content, media_type="application/octet-stream")
 
 
-@router.delete("/v1/files/{file_id}", responses=ERROR_RESPONSES, summary="Delete a file")
+@router.delete("/v1/files/{file_id}", summary="Delete a file")
 async def delete_file(file_id: Id, request: Request, batches: BatchesDep) -> FileDeleted:
     """Delete a file. The input of a batch that has not ended is kept."""
     if not await batches.store.do(batches.store.delete_file, file_id, tenant_of(request)):
@@ -140,7 +139,7 @@ def _file(row: Row) -> FileObject:
 # ---------------------------------------------------------------- batches
 
 
-@bodies.post("/v1/batches", responses=ERROR_RESPONSES, summary="Create a batch")
+@bodies.post("/v1/batches", summary="Create a batch")
 async def create_batch(
     body: Annotated[BatchRequest, Body(openapi_examples=examples.BATCH)],
     request: Request,
@@ -179,7 +178,7 @@ async def create_batch(
     return BatchObject(**made)
 
 
-@router.get("/v1/batches", responses=ERROR_RESPONSES, summary="List batches")
+@router.get("/v1/batches", summary="List batches")
 async def list_batches(
     request: Request, batches: BatchesDep, after: After = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
 ) -> BatchList:
@@ -192,14 +191,14 @@ async def list_batches(
     return BatchList(data=[BatchObject(**row) for row in rows], first_id=first, last_id=last, has_more=more)
 
 
-@router.get("/v1/batches/{batch_id}", responses=ERROR_RESPONSES, summary="Show a batch")
+@router.get("/v1/batches/{batch_id}", summary="Show a batch")
 async def get_batch(batch_id: Id, request: Request, batches: BatchesDep) -> BatchObject:
     """Show a batch and how far it is."""
     found = await batches.store.do(batches.store.batch, batch_id, tenant_of(request))
     return BatchObject(**(found or _missing("batch", batch_id)))
 
 
-@router.post("/v1/batches/{batch_id}/cancel", responses=ERROR_RESPONSES, summary="Cancel a batch")
+@router.post("/v1/batches/{batch_id}/cancel", summary="Cancel a batch")
 async def cancel_batch(batch_id: Id, request: Request, batches: BatchesDep) -> BatchObject:
     """End a batch. The lines that have an answer keep it. A batch that has ended does not change."""
     found = await batches.store.do(batches.store.cancel, batch_id, tenant_of(request))

@@ -9,7 +9,7 @@ from fastapi import Response
 from server.answering.chat import join_pieces
 from server.answering.conversation import ConversationRun
 from server.answering.endpoints import lacks_chat
-from server.answering.events import Chunks, Extra
+from server.answering.events import ChunkEvents, Extra
 from server.answering.pieces import PieceMaker
 from server.api import examples
 from server.api.chat_schemas import (
@@ -21,7 +21,7 @@ from server.api.chat_schemas import (
     PromptFields,
 )
 from server.api.schemas import Usage
-from server.routes.task_router import Call, TaskRouter
+from server.routes.task_router import TaskCall, TaskRouter
 
 router = TaskRouter("generating", one_text=True)
 
@@ -36,7 +36,7 @@ router = TaskRouter("generating", one_text=True)
     refuses=False,  # `shape_of` refuses unsupported fields
     summary="Create a chat completion",
 )
-async def create_chat_completion(call: Call[ChatCompletionRequest]) -> Response:
+async def create_chat_completion(call: TaskCall[ChatCompletionRequest]) -> Response:
     """Generate the assistant's next message in a conversation. The answer comes as a whole or as a stream."""
     return await ChatRun.of(call.body, call.service, call.arrival).respond(call.request)
 
@@ -66,8 +66,8 @@ class ChatRun(ConversationRun[ChatChoice]):
             **self.timed(choices),
         )
 
-    def events(self, maker: PieceMaker[ChatPiece]) -> Chunks[ChatPiece]:
-        return Chunks(maker, self._chunk, self.body.stream_options)
+    def events(self, maker: PieceMaker[ChatPiece]) -> ChunkEvents[ChatPiece]:
+        return ChunkEvents(maker, self._chunk, self.body.stream_options)
 
     def _chunk(self, pieces: list[ChatPiece], extra: Extra) -> ChatCompletionChunk:
         return ChatCompletionChunk(

@@ -31,23 +31,23 @@ from server.api.pooling_schemas import (
 )
 from server.api.schemas import IDS_SCHEMA, is_ids
 from server.errors import ApiError
-from server.routes.task_router import Call, TaskRouter
+from server.routes.task_router import TaskCall, TaskRouter
 
 router = TaskRouter("pooling")
 
 
-class Pair(tuple[str, str]):
+class TextPair(tuple[str, str]):
     """Two texts that the model reads as one input."""
 
     __slots__ = ()
 
 
-def _check_inputs(value: Any) -> list[str | Pair | list[int]]:
+def _check_inputs(value: Any) -> list[str | TextPair | list[int]]:
     """Any of the forms, as a list of texts, images, pairs and lists of ids."""
     given = [value] if isinstance(value, str | dict) or is_ids(value) else value
     if isinstance(given, list) and given:
         inputs = [(read_image(item) or _read_pair(item)) if isinstance(item, dict) else item for item in given]
-        if all(isinstance(item, str | Pair) for item in inputs) or all(is_ids(item) for item in inputs):
+        if all(isinstance(item, str | TextPair) for item in inputs) or all(is_ids(item) for item in inputs):
             return check_each(inputs, alone=given is not value)
     raise PydanticCustomError(
         "inputs",
@@ -56,14 +56,14 @@ def _check_inputs(value: Any) -> list[str | Pair | list[int]]:
     )
 
 
-def _read_pair(item: dict[Any, Any]) -> str | Pair | None:
+def _read_pair(item: dict[Any, Any]) -> str | TextPair | None:
     """A pair, or the single text of an object; None if it is neither."""
     text, pair = item.get("text"), item.get("text_pair")
     if not isinstance(text, str) or not isinstance(pair, str | None) or set(item) - {"text", "text_pair"}:
         return None
     if pair == "":
         raise PydanticCustomError("limit", "must not have an empty text_pair; leave it out")
-    return text if pair is None else Pair((text, pair)) if text else ""
+    return text if pair is None else TextPair((text, pair)) if text else ""
 
 
 _PAIR_SCHEMA: dict[str, Any] = {
@@ -178,7 +178,7 @@ def _lacks(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
     lacks=_lacks,
     summary="Classify texts or images",
 )
-async def create_classification(call: Call[ClassifyRequest]) -> Response:
+async def create_classification(call: TaskCall[ClassifyRequest]) -> Response:
     """Return the classes of each input, or its entities if the model classifies tokens. Also at /classify."""
     info, body = call.service.client.info, call.body
     check_boxes(call.service, body.bbox, body.input)
@@ -259,7 +259,7 @@ class _TokenRun(_ClassifyRun):
                 f"aggregation {self.aggregation!r} needs words, which token ids do not have. Send text, or use simple."
             )
             raise ApiError(400, message, param="aggregation", code="invalid_value")
-        if any(isinstance(item, Pair) for item in self.body.input):
+        if any(isinstance(item, TextPair) for item in self.body.input):
             message = f"{self.service.model_id} classifies the tokens of a single text. Remove text_pair."
             raise ApiError(400, message, param="input", code="unsupported_parameter")
         return await self.read(PoolingParams(task="token_classify", use_activation=self.use_activation))

@@ -22,7 +22,7 @@ from server.api.pooling_schemas import NumbersBody
 from server.api.scoring_schemas import Texts
 from server.context import Service
 from server.errors import ApiError
-from server.routes.task_router import Call, TaskRouter
+from server.routes.task_router import TaskCall, TaskRouter
 from server.routes.text_embeddings import own_fields
 
 router = TaskRouter("pooling")
@@ -63,7 +63,7 @@ _PROMPTS = {"search_query": "query", "search_document": "document"}  # the other
 
 
 @router.endpoint("/v2/embed", needs="/v1/embeddings")
-async def embed(call: Call[CohereEmbedRequest]) -> Response:
+async def embed(call: TaskCall[CohereEmbedRequest]) -> Response:
     """Return vectors of texts or images in the requested formats."""
     service, body, info = call.service, call.body, call.service.client.info
     kinds: list[EmbeddingType] = list(dict.fromkeys(body.embedding_types or ("float",)))
@@ -127,8 +127,6 @@ def _cut(body: CohereEmbedRequest, service: Service) -> int | None:
 
 @dataclass(slots=True)
 class _CohereRun(MatrixRun):
-    """One such request."""
-
     id_prefix = "embed"
     advice = "leave truncate out"
     param = "texts"

@@ -10,17 +10,17 @@ from pydantic import BaseModel
 from server.answering.answer import encode_prompts, estimate_size
 from server.answering.completion import TextRun
 from server.answering.endpoints import lacks_completions
-from server.answering.events import Chunks, Extra
+from server.answering.events import ChunkEvents, Extra
 from server.answering.infilling import Infilling
 from server.answering.pieces import PieceMaker
 from server.answering.prompt import Prompt, Room
-from server.answering.seq2seq import Decoder, read_decoder, refuse_echo
+from server.answering.seq2seq import DecoderFields, read_decoder, refuse_echo
 from server.api import examples
 from server.api.parameters import shape_of
 from server.api.schemas import CompletionChoice, CompletionRequest, CompletionResponse, Usage
 from server.context import Service
 from server.errors import ApiError
-from server.routes.task_router import Call, TaskRouter
+from server.routes.task_router import TaskCall, TaskRouter
 
 _DECODER = {
     "decoder_prompt", "decoder_start_token_id", "forced_bos_token", "forced_bos_token_id", "src_lang", "tgt_lang",
@@ -40,7 +40,7 @@ router = TaskRouter("generating")
     refuses=False,  # `shape_of` refuses unsupported fields
     summary="Complete a prompt",
 )
-async def create_completion(call: Call[CompletionRequest]) -> Response:
+async def create_completion(call: TaskCall[CompletionRequest]) -> Response:
     """Complete one or several prompts. The answer comes as a whole or as a stream."""
     if call.body.echo:
         refuse_echo(call.service)
@@ -53,7 +53,7 @@ class CompletionRun(TextRun):
 
     id_prefix = "cmpl-"
     body: CompletionRequest
-    decoder: Decoder | None = field(kw_only=True)
+    decoder: DecoderFields | None = field(kw_only=True)
     infilling: Infilling | None = field(default=None, kw_only=True)
 
     @classmethod
@@ -112,8 +112,8 @@ class CompletionRun(TextRun):
     def whole(self, choices: list[CompletionChoice], usage: Usage) -> BaseModel:
         return self._chunk(choices, {"usage": usage})
 
-    def events(self, maker: PieceMaker[CompletionChoice]) -> Chunks[CompletionChoice]:
-        return Chunks(maker, self._chunk, self.body.stream_options)
+    def events(self, maker: PieceMaker[CompletionChoice]) -> ChunkEvents[CompletionChoice]:
+        return ChunkEvents(maker, self._chunk, self.body.stream_options)
 
     def _chunk(self, pieces: list[CompletionChoice], extra: Extra) -> CompletionResponse:
         return CompletionResponse(

@@ -24,8 +24,8 @@ from server.api.response_schemas import (
 )
 from server.api.schemas import MAX_MESSAGES
 from server.context import HouseDep, Service
-from server.conversation_store import Conversation, Conversations, TooLargeError
-from server.errors import ERROR_RESPONSES, ApiError, shown
+from server.conversation_store import Conversations, ConversationTooLargeError, StoredConversation
+from server.errors import ApiError, shown
 
 router = APIRouter(route_class=StrictJsonRoute)  # with bodies
 plain = APIRouter()
@@ -38,14 +38,13 @@ ItemId = Annotated[str, Path(max_length=256)]
 
 
 async def _conversations(service: HouseDep) -> Conversations:
-    """The server's conversations. Raises ApiError if the server stores none."""
     return store_of(service, "conversations").conversations
 
 
 ConversationsDep = Annotated[Conversations, Depends(_conversations)]
 
 
-@router.post(_ENDPOINT, responses=ERROR_RESPONSES, summary="Begin a conversation")
+@router.post(_ENDPOINT, summary="Begin a conversation")
 async def create_conversation(
     body: Annotated[ConversationFields, Body(openapi_examples=examples.CONVERSATION)],
     request: Request,
@@ -58,11 +57,11 @@ async def create_conversation(
     try:
         created = conversations.create(tenant_of(request), body.metadata or {}, items, _max_size(service))
         return _shown(await asked(service, created))
-    except TooLargeError as problem:
+    except ConversationTooLargeError as problem:
         _too_large(problem)
 
 
-@plain.get(f"{_ENDPOINT}/{{conversation_id}}", responses=ERROR_RESPONSES, summary="Show a conversation")
+@plain.get(f"{_ENDPOINT}/{{conversation_id}}", summary="Show a conversation")
 async def get_conversation(
     conversation_id: Id, request: Request, service: HouseDep, conversations: ConversationsDep
 ) -> ConversationObject:
@@ -71,7 +70,7 @@ async def get_conversation(
     return _shown(found or _missing(conversation_id))
 
 
-@router.post(f"{_ENDPOINT}/{{conversation_id}}", responses=ERROR_RESPONSES, summary="Change a conversation's metadata")
+@router.post(f"{_ENDPOINT}/{{conversation_id}}", summary="Change a conversation's metadata")
 async def update_conversation(
     conversation_id: Id,
     body: Annotated[ConversationUpdate, Body(openapi_examples=examples.CONVERSATION_UPDATE)],
@@ -86,7 +85,7 @@ async def update_conversation(
     return _shown(changed or _missing(conversation_id))
 
 
-@plain.delete(f"{_ENDPOINT}/{{conversation_id}}", responses=ERROR_RESPONSES, summary="Delete a conversation")
+@plain.delete(f"{_ENDPOINT}/{{conversation_id}}", summary="Delete a conversation")
 async def delete_conversation(
     conversation_id: Id, request: Request, service: HouseDep, conversations: ConversationsDep
 ) -> ConversationDeleted:
@@ -96,7 +95,7 @@ async def delete_conversation(
     return ConversationDeleted(id=conversation_id)
 
 
-@plain.get(_ITEMS, responses=ERROR_RESPONSES, summary="List the items of a conversation")
+@plain.get(_ITEMS, summary="List the items of a conversation")
 async def list_items(
     conversation_id: Id,
     request: Request,
@@ -119,7 +118,7 @@ async def list_items(
     return ItemList.of(page.items, more=page.more)
 
 
-@router.post(_ITEMS, responses=ERROR_RESPONSES, summary="Add items to a conversation")
+@router.post(_ITEMS, summary="Add items to a conversation")
 async def add_items(
     conversation_id: Id,
     body: Annotated[NewItems, Body(openapi_examples=examples.CONVERSATION_ITEMS)],
@@ -133,14 +132,14 @@ async def add_items(
     try:
         more = conversations.add(conversation_id, tenant_of(request), items, MAX_MESSAGES, _max_size(service))
         added = await asked(service, more)
-    except TooLargeError as problem:
+    except ConversationTooLargeError as problem:
         _too_large(problem)
     if added is None:
         _missing(conversation_id)
     return ItemList.of(added, more=False)
 
 
-@plain.get(f"{_ITEMS}/{{item_id}}", responses=ERROR_RESPONSES, summary="Show an item of a conversation")
+@plain.get(f"{_ITEMS}/{{item_id}}", summary="Show an item of a conversation")
 async def get_item(
     conversation_id: Id, item_id: ItemId, request: Request, service: HouseDep, conversations: ConversationsDep
 ) -> Item:
@@ -150,7 +149,7 @@ async def get_item(
     )
 
 
-@plain.delete(f"{_ITEMS}/{{item_id}}", responses=ERROR_RESPONSES, summary="Delete an item of a conversation")
+@plain.delete(f"{_ITEMS}/{{item_id}}", summary="Delete an item of a conversation")
 async def delete_item(
     conversation_id: Id, item_id: ItemId, request: Request, service: HouseDep, conversations: ConversationsDep
 ) -> ConversationObject:
@@ -172,7 +171,7 @@ def _max_size(service: Service) -> int:
     return parse_bytes(service.settings.max_body_size, "max_body_size")
 
 
-def _too_large(problem: TooLargeError) -> NoReturn:
+def _too_large(problem: ConversationTooLargeError) -> NoReturn:
     fail("items", f"The conversation cannot take these items: {problem}.", "context_length_exceeded")
 
 
@@ -183,5 +182,5 @@ def _missing(id_: str, item: str | None = None) -> NoReturn:
     raise ApiError(404, message, param=param, code="not_found")
 
 
-def _shown(conversation: Conversation) -> ConversationObject:
+def _shown(conversation: StoredConversation) -> ConversationObject:
     return ConversationObject(id=conversation.id, created_at=conversation.created, metadata=conversation.metadata)

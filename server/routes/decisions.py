@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from fastapi import Response
 
-from server.answering.decisions import LETTERS, DecisionRun, Question, Reading, described
+from server.answering.decisions import LETTERS, DecisionRun, LabelQuestion, LabelReading, described
 from server.answering.endpoints import lacks_decisions
 from server.answering.rendering import check_variables
 from server.api import examples
@@ -37,7 +37,7 @@ from server.api.decision_schemas import (
 from server.api.schemas import Usage
 from server.api.structure import check_value
 from server.errors import ApiError
-from server.routes.task_router import Call, TaskRouter
+from server.routes.task_router import TaskCall, TaskRouter
 
 _TYPES = ("choice", "noul", "score")
 
@@ -51,12 +51,12 @@ router = TaskRouter("generating", one_text=True)
     lacks=lacks_decisions,
     summary="Create decisions",
 )
-async def create_decision(call: Call[DecisionRequest]) -> Response:
+async def create_decision(call: TaskCall[DecisionRequest]) -> Response:
     """Answer up to 400 questions (predicates, choices, scores) about one input with probabilities, in one batch."""
     body = call.body
     questions = [_question(f"questions.{place}", question) for place, question in enumerate(body.questions)]
 
-    def respond(readings: Sequence[Reading], usage: Usage, run: DecisionRun) -> DecisionResponse:
+    def respond(readings: Sequence[LabelReading], usage: Usage, run: DecisionRun) -> DecisionResponse:
         return DecisionResponse(
             model=run.service.name_of(run.terms),
             answers=[_answer(*pair) for pair in zip(body.questions, readings, strict=True)],
@@ -74,13 +74,13 @@ async def create_decision(call: Call[DecisionRequest]) -> Response:
     return await _run(call, state=body.input, questions=questions, answer=respond).respond(call.request)
 
 
-def _run(call: Call[Any], **fields: Any) -> DecisionRun:
+def _run(call: TaskCall[Any], **fields: Any) -> DecisionRun:
     return DecisionRun(call.service, *DecisionRun.request(call.body), call.arrival, given=call.body, **fields)
 
 
-def _question(where: str, question: DecisionQuestion) -> Question:
+def _question(where: str, question: DecisionQuestion) -> LabelQuestion:
     if isinstance(question, PredicateQuestion):
-        return Question(question.instructions, ("false", "true"), LETTERS[:2])
+        return LabelQuestion(question.instructions, ("false", "true"), LETTERS[:2])
     if isinstance(question, ChoiceQuestion):
         pairs = [(json.dumps(choice.value, ensure_ascii=False), choice.description) for choice in question.choices]
     else:
@@ -89,10 +89,10 @@ def _question(where: str, question: DecisionQuestion) -> Question:
         where += ".choices"
         message = f"{where} has {len(pairs)} items, but at most {len(LETTERS)} choices are supported."
         _fail(where, f"{message} Ask several questions.")
-    return Question(question.instructions, tuple(described(*pair) for pair in pairs), LETTERS[: len(pairs)])
+    return LabelQuestion(question.instructions, tuple(described(*pair) for pair in pairs), LETTERS[: len(pairs)])
 
 
-def _answer(question: DecisionQuestion, reading: Reading) -> PredicateAnswer | ChoiceAnswer | ScoreAnswer:
+def _answer(question: DecisionQuestion, reading: LabelReading) -> PredicateAnswer | ChoiceAnswer | ScoreAnswer:
     name, shares = question.name, reading.shares
     if isinstance(question, PredicateQuestion):
         return PredicateAnswer(type="predicate", name=name, probability=shares[1])
@@ -130,7 +130,7 @@ def _expected(shares: Sequence[float]) -> float:
     lacks=lacks_decisions,
     summary="Create decisions (vLLM's format)",
 )
-async def create_structured_decision(call: Call[SystemOneRequest]) -> Response:
+async def create_structured_decision(call: TaskCall[SystemOneRequest]) -> Response:
     """Answer choices, yes-or-no questions and scores about a state, which is text or JSON."""
     body = call.body
     variables = body.chat_template_kwargs or {}
@@ -144,7 +144,7 @@ async def create_structured_decision(call: Call[SystemOneRequest]) -> Response:
     if not isinstance(body.state, str):
         check_value(body.state, "state")
 
-    def respond(readings: Sequence[Reading], usage: Usage, run: DecisionRun) -> SystemOneResponse:
+    def respond(readings: Sequence[LabelReading], usage: Usage, run: DecisionRun) -> SystemOneResponse:
         named = dict(zip(body.questions, readings, strict=True))
         return SystemOneResponse(
             id=run.request_id,
@@ -172,7 +172,7 @@ async def create_structured_decision(call: Call[SystemOneRequest]) -> Response:
     return await run.respond(call.request)
 
 
-def _spec(where: str, spec: QuestionSpec) -> Question:
+def _spec(where: str, spec: QuestionSpec) -> LabelQuestion:
     """A question in vLLM's shape, in the form that the model reads. Raises ApiError: says what is wrong with the
     question."""
     if spec.model_extra:
@@ -185,23 +185,24 @@ def _spec(where: str, spec: QuestionSpec) -> Question:
         if len(criteria) > len(LETTERS):
             _fail(where, f"{where}: at most {len(LETTERS)} options are possible, got {len(criteria)}.")
         lines = tuple(described(name, text and str(text)) for name, text in criteria.items())
-        return Question(instructions, lines, LETTERS[: len(lines)])
+        return LabelQuestion(instructions, lines, LETTERS[: len(lines)])
     if spec.type == "noul":
         if criteria is not None and (not isinstance(criteria, dict) or not criteria.keys() <= {"true", "false"}):
             _fail(where, f"{where}: criteria must be an object with true and false.")
         lines = tuple(str((criteria or {}).get(side) or "") for side in ("true", "false"))
-        return Question(instructions, lines, ("yes", "no"), "Reply with yes or no.")
+        return LabelQuestion(instructions, lines, ("yes", "no"), "Reply with yes or no.")
     if spec.type == "score":
         most = len(string.digits)
         if not isinstance(criteria, list) or not 2 <= len(criteria) <= most:
             _fail(where, f"{where}: criteria must be an ordered list of levels, from 2 to {most}.")
         lines = tuple(map(str, criteria))
-        return Question(instructions, lines, tuple(string.digits[: len(lines)]), "Reply with the number of one level.")
+        return LabelQuestion(
+            instructions, lines, tuple(string.digits[: len(lines)]), "Reply with the number of one level."
+        )
     _fail(where, f"{where}: type must be one of {', '.join(_TYPES)}, got {spec.type!r}.")
 
 
-def _named(spec: QuestionSpec, reading: Reading) -> dict[str, Any]:
-    """An answer in vLLM's shape."""
+def _named(spec: QuestionSpec, reading: LabelReading) -> dict[str, Any]:
     shares, confidence = reading.shares, reading.confidence
     if spec.type == "noul":
         yes, no = shares

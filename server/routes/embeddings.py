@@ -25,7 +25,7 @@ from server.api.embedding_schemas import (
 )
 from server.api.pooling_schemas import PoolingUsage
 from server.errors import ApiError, shown
-from server.routes.task_router import Call, TaskRouter
+from server.routes.task_router import TaskCall, TaskRouter
 
 router = TaskRouter("pooling")
 
@@ -53,7 +53,7 @@ def _lacks_tasks(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
     lacks=_lacks_vectors,
     summary="Create embeddings",
 )
-async def create_embeddings(call: Call[EmbeddingRequest]) -> Response:
+async def create_embeddings(call: TaskCall[EmbeddingRequest]) -> Response:
     """Return a vector for each input. The model must have the task embed (`tasks` in /v1/models)."""
     body, info = call.body, call.service.client.info
     params = PoolingParams(task="embed", pooling=body.pooling, normalize=body.normalizes(), dimensions=body.dimensions)
@@ -85,7 +85,7 @@ def check_prompt_name(body: MatrixBody, run: MatrixRun) -> None:
     lacks=_lacks_tasks,
     summary="Run a pooling task",
 )
-async def create_pooling(call: Call[PoolingRequest]) -> Response:
+async def create_pooling(call: TaskCall[PoolingRequest]) -> Response:
     """Return the output of the model's head for each input, as in vLLM: a vector, class scores, class scores per token,
     a vector per token, or token weights. A list of tasks returns each kind by its name."""
     body, info = call.body, call.service.client.info
@@ -108,7 +108,6 @@ async def create_pooling(call: Call[PoolingRequest]) -> Response:
 
 
 def _check_together(body: PoolingRequest, tasks: Sequence[PoolingParams], info: EngineInfo) -> None:
-    """Refuse tasks that are not different kinds of vectors. Raises ApiError: says what is wrong."""
     names = [params.task for params in tasks]
     if len(set(names)) < len(names) or not set(names) <= set(PROMPTED):
         message = f"task as a list must contain distinct values of {', '.join(PROMPTED)}, got {shown(names)}."

@@ -30,7 +30,7 @@ from server.api.fields import at_most
 from server.api.pooling_schemas import ListAnswer, NumbersBody
 from server.api.scoring_schemas import Texts
 from server.errors import ApiError
-from server.routes.task_router import Call, TaskRouter
+from server.routes.task_router import TaskCall, TaskRouter
 
 MAX_CHARACTERS = 2**20  # maximum characters of a text: a tokenizer takes seconds for more
 router = TaskRouter("pooling")
@@ -108,7 +108,7 @@ _EXAMPLES: dict[str, Any] = {
     lacks=lacks_task("entities", "find entities by label"),
     summary="Find entities by label",
 )
-async def create_entities(call: Call[EntitiesRequest]) -> Response:
+async def create_entities(call: TaskCall[EntitiesRequest]) -> Response:
     """Find the parts of each text that match one of the labels. Long texts are read in overlapping windows. Also at
     /entities."""
     if (longest := max(map(len, call.body.input))) > MAX_CHARACTERS:

@@ -19,7 +19,7 @@ from server.answering.pooling import PoolingInput, PoolingRun, listed
 from server.api.examples import example
 from server.api.pooling_schemas import BoxedBody, Inputs, ListAnswer
 from server.errors import ApiError
-from server.routes.task_router import Call, TaskRouter
+from server.routes.task_router import TaskCall, TaskRouter
 
 MAX_FILLED = 2**20  # maximum tokens of all sequences in one answer: each token comes with the whole input
 router = TaskRouter("pooling")
@@ -72,7 +72,7 @@ _EXAMPLES: dict[str, Any] = {
     lacks=lacks_task("fill_mask", "predict masked tokens"),
     summary="Predict masked tokens",
 )
-async def create_filled_masks(call: Call[FillMaskRequest]) -> Response:
+async def create_filled_masks(call: TaskCall[FillMaskRequest]) -> Response:
     """Return the most probable tokens for each mask of each input. Also at /fill-mask."""
     check_boxes(call.service, call.body.bbox, call.body.input)
     truncate = longest(call.body.truncate_prompt_tokens, call.service.client.info)

@@ -17,7 +17,7 @@ from server.answering import message_input
 from server.answering.answer import encode_prompts, estimate_size
 from server.answering.completion import TextRun
 from server.answering.endpoints import lacks_generation
-from server.answering.events import Chunks, Extra
+from server.answering.events import ChunkEvents, Extra
 from server.answering.message_events import MessageRun
 from server.answering.pieces import PieceMaker
 from server.answering.prompt import Prompt
@@ -43,11 +43,11 @@ from server.api.response_schemas import ResponseRequest
 from server.api.schemas import CompletionChoice, CompletionRequest, GenerationBody, Usage
 from server.context import Service, ServiceDep
 from server.door.message_errors import MESSAGES_PATH
-from server.errors import ERROR_RESPONSES, ApiError
+from server.errors import ApiError
 from server.routes import messages, responses
 from server.routes.chat import ChatRun
 from server.routes.completions import CompletionRun
-from server.routes.task_router import Call, TaskRouter
+from server.routes.task_router import TaskCall, TaskRouter
 
 router = TaskRouter("generating", one_text=True)
 rendering = APIRouter(route_class=StrictJsonRoute)
@@ -56,7 +56,7 @@ rendering = APIRouter(route_class=StrictJsonRoute)
 _NOT_RENDERED = ("return_tokens_as_token_ids", "timings", "timings_per_token")
 
 
-@rendering.post("/v1/completions/render", responses=ERROR_RESPONSES, summary="Render prompts to token ids")
+@rendering.post("/v1/completions/render", summary="Render prompts to token ids")
 async def render_completion(
     body: Annotated[CompletionRequest, Body(openapi_examples=examples.RENDER)],
     request: Request,
@@ -71,7 +71,7 @@ async def render_completion(
     return await _rendered(run, "cmpl-", request, response)
 
 
-@rendering.post("/v1/chat/completions/render", responses=ERROR_RESPONSES, summary="Render messages to token ids")
+@rendering.post("/v1/chat/completions/render", summary="Render messages to token ids")
 async def render_chat(
     body: Annotated[ChatCompletionRequest, Body(openapi_examples=examples.CHAT)],
     request: Request,
@@ -99,7 +99,7 @@ async def render_message(
     return made
 
 
-@rendering.post("/v1/responses/render", responses=ERROR_RESPONSES, summary="Render a response's input")
+@rendering.post("/v1/responses/render", summary="Render a response's input")
 async def render_response(
     body: Annotated[ResponseRequest, Body(openapi_examples=examples.RESPONSES)],
     request: Request,
@@ -175,7 +175,6 @@ def _with_default(params: SamplingParams, service: Service, length: int) -> Samp
 
 
 def _given(params: Any) -> dict[str, Any]:
-    """The parameters that differ from the default, as JSON."""
     found = {}
     for each in dataclasses.fields(params):
         value = getattr(params, each.name)
@@ -192,7 +191,7 @@ def _given(params: Any) -> dict[str, Any]:
     lacks=lacks_generation,
     summary="Generate token ids from token ids",
 )
-async def generate(call: Call[GenerateRequest]) -> Response:
+async def generate(call: TaskCall[GenerateRequest]) -> Response:
     """Generate from token ids that another server made, as in vLLM. The answer comes as a whole or as a stream."""
     asked = call.body.asked()
     shape = replace(shape_of(asked, call.service), return_token_ids=True, tokens_as_ids=True)
@@ -216,8 +215,8 @@ class _GenerateRun(TextRun):
     def whole(self, choices: list[CompletionChoice], usage: Usage) -> BaseModel:
         return self._chunk(choices, {"usage": usage})
 
-    def events(self, maker: PieceMaker[CompletionChoice]) -> Chunks[CompletionChoice]:
-        return Chunks(maker, self._chunk, self.body.stream_options)
+    def events(self, maker: PieceMaker[CompletionChoice]) -> ChunkEvents[CompletionChoice]:
+        return ChunkEvents(maker, self._chunk, self.body.stream_options)
 
     def _chunk(self, pieces: Sequence[CompletionChoice], extra: Extra) -> GenerateResponse:
         told: dict[str, Any] = {"usage": extra["usage"]} if "usage" in extra else {}

@@ -29,7 +29,7 @@ from server.api.fields import Name, at_most
 from server.api.parameters import shape_of
 from server.api.schemas import CompletionChoice, GenerationBody, Timings, Usage
 from server.errors import ApiError
-from server.routes.task_router import Call, TaskRouter
+from server.routes.task_router import TaskCall, TaskRouter
 
 router = TaskRouter("generating", one_text=True)
 
@@ -107,7 +107,7 @@ def _lacks(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
     refuses=False,  # `shape_of` refuses unsupported fields
     summary="Fill in the middle of a text",
 )
-async def infill(call: Call[InfillRequest]) -> Response:
+async def infill(call: TaskCall[InfillRequest]) -> Response:
     """Return the text between a prefix and a suffix, at once or as a stream."""
     service, body = call.service, call.body
     infilling = Infilling.need(service, "input_prefix")

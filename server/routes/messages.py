@@ -18,7 +18,7 @@ from server.api.message_schemas import CountTokensRequest, MessageError, Message
 from server.api.reading import StrictJsonRoute
 from server.context import Service, ServiceDep
 from server.door.message_errors import MESSAGES_PATH
-from server.routes.task_router import Call, TaskRouter
+from server.routes.task_router import TaskCall, TaskRouter
 
 router = TaskRouter("generating", one_text=True)
 counting = APIRouter(route_class=StrictJsonRoute)
@@ -39,7 +39,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     refuses=False,  # `read_chat` refuses unsupported fields
     summary="Create a message",
 )
-async def create_message(call: Call[MessageRequest]) -> Response:
+async def create_message(call: TaskCall[MessageRequest]) -> Response:
     """Generate the assistant's next message, as in Anthropic's Messages API. The answer comes as a whole or as a
     stream."""
     return await run_of(call.body, call.service, call.arrival).respond(call.request)

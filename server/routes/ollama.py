@@ -12,7 +12,7 @@ from pydantic import RootModel
 from engine import CHAT_ROOM
 from server.answering.answer import Run
 from server.answering.chat import ChatPieces
-from server.answering.ollama_events import NDJSON, Form, Line, OllamaEvents, OllamaRun, failure, whole_of
+from server.answering.ollama_events import NDJSON, Line, OllamaEvents, OllamaForm, OllamaRun, failure, whole_of
 from server.answering.ollama_input import NAMES, check_generate, find_model, read_chat, read_options
 from server.answering.pieces import PieceMaker
 from server.answering.prompt import Prompt
@@ -77,10 +77,10 @@ async def chat(
     """Generate the assistant's next message, as in Ollama's API: as lines of JSON, or whole with `stream: false`."""
     arrival = time.monotonic()
     if service is None:
-        return _loaded(body, Form(body.model or "", chat=True))
+        return _loaded(body, OllamaForm(body.model or "", chat=True))
     model = find_model(service, body.model)
     service.require("/v1/chat/completions")
-    form = Form(body.model or service.model_id, chat=True)
+    form = OllamaForm(body.model or service.model_id, chat=True)
     if body.messages is None or _is_empty(body):
         return _loaded(body, form, service)
     ignored = Ignored(sees=service.chat_images is not None)
@@ -105,11 +105,11 @@ async def generate(
     conversation of the prompt, unless `raw` or `suffix` is set or the model has no template."""
     arrival = time.monotonic()
     if service is None:
-        return _loaded(body, Form(body.model or "", chat=False))
+        return _loaded(body, OllamaForm(body.model or "", chat=False))
     model = find_model(service, body.model)
     service.require("/v1/completions")
     check_generate(body, sees=service.chat_images is not None)
-    form = Form(body.model or service.model_id, chat=False)
+    form = OllamaForm(body.model or service.model_id, chat=False)
     if _is_empty(body):
         return _loaded(body, form, service)
     ignored = Ignored(sees=service.chat_images is not None)
@@ -128,7 +128,7 @@ async def generate(
     return await run.respond(request)
 
 
-def _loaded(body: OllamaAnswerBody, form: Form, service: Service | None = None) -> Response:
+def _loaded(body: OllamaAnswerBody, form: OllamaForm, service: Service | None = None) -> Response:
     """The answer to a request without a prompt, with which clients load and unload models. A single model stays
     loaded."""
     unloads = body.keep_alive == 0
@@ -146,15 +146,13 @@ def _check_context(ids: list[int], service: Service) -> None:
 
 
 class _TextRun(OllamaRun):
-    """A prompt of /api/generate, as a conversation."""
-
     def public_name(self, param: str | None) -> str | None:
         name = public_name(param, NAMES)
         return "prompt" if name is not None and name.startswith("messages") else name
 
 
 def _raw_run(
-    body: OllamaGenerateRequest, model: str | None, service: Service, arrival: float, form: Form, ignored: Ignored
+    body: OllamaGenerateRequest, model: str | None, service: Service, arrival: float, form: OllamaForm, ignored: Ignored
 ) -> _RawRun:
     """The run of a prompt that the chat template does not change. Raises ApiError, InvalidRequestError: something in
     the body is wrong, or not supported."""
@@ -173,14 +171,12 @@ def _raw_run(
 
 @dataclass(slots=True)
 class _RawRun(Run[ChatPiece, ChatPiece]):
-    """A completion, answered in Ollama's shape."""
-
     id_prefix = "ollama-"
     bytes_per_logprob = 400
     usual_answer = CHAT_ROOM
     stream_type = NDJSON
     inner: CompletionRun = field(kw_only=True)
-    form: Form = field(kw_only=True)
+    form: OllamaForm = field(kw_only=True)
     ignored: Ignored = field(kw_only=True)
     asked: list[Prompt] = field(default_factory=list)
 

@@ -107,8 +107,6 @@ def _numbers(arrival: float, tokens: int) -> Mapping[str, Any]:
 
 @dataclass(slots=True)
 class _EmbedRun(MatrixRun):
-    """Texts, and their vectors in Ollama's shape."""
-
     id_prefix = "ollama"
     advice = "send truncate: true"
     called: str = field(kw_only=True)  # the name that the client sent

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Annotated, Any, NoReturn
 
 from fastapi import APIRouter, Body, Response
@@ -119,44 +119,27 @@ def pulled(body: OllamaNameRequest) -> Response:
     return Response("".join(lines), media_type=NDJSON)
 
 
-def _refuse(action: str) -> NoReturn:
-    raise ApiError(400, _STORES.format(action=action), code="unsupported_endpoint")
+def _refuses(action: str) -> Callable[[], Coroutine[None, None, NoReturn]]:
+    async def refuse() -> NoReturn:
+        raise ApiError(400, _STORES.format(action=action), code="unsupported_endpoint")
+
+    return refuse
 
 
-@router.post("/api/create", include_in_schema=False)
-async def create() -> None:
-    """Refuse to create a model."""
-    _refuse("create")
-
-
-@router.post("/api/push", include_in_schema=False)
-async def push() -> None:
-    """Refuse to push a model."""
-    _refuse("push")
-
-
-@router.post("/api/copy", include_in_schema=False)
-async def copy() -> None:
-    """Refuse to copy a model."""
-    _refuse("copy")
-
-
-@router.delete("/api/delete", include_in_schema=False)
-async def delete() -> None:
-    """Refuse to delete a model."""
-    _refuse("delete")
+for _method, _path, _action in (
+    ("POST", "/api/create", "create"),
+    ("POST", "/api/push", "push"),
+    ("POST", "/api/copy", "copy"),
+    ("DELETE", "/api/delete", "delete"),
+    ("POST", "/api/blobs/{digest}", "receive"),
+):
+    router.add_api_route(_path, _refuses(_action), methods=[_method], response_model=None, include_in_schema=False)
 
 
 @router.get("/api/blobs/{digest}", include_in_schema=False)
 async def find_blob(digest: str) -> None:
     """Answer that there is no such blob."""
     raise ApiError(404, f"blob {shown(digest)} not found: this server stores no models.", code="unknown_route")
-
-
-@router.post("/api/blobs/{digest}", include_in_schema=False)
-async def create_blob(digest: str) -> None:
-    """Refuse to receive a blob."""
-    _refuse("receive")
 
 
 @home.get("/", include_in_schema=False)

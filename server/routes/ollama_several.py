@@ -10,7 +10,7 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Request, Response
 
 from engine import EngineInfo
-from engine.process.predict import Prediction
+from engine.process.predict import MemoryPrediction
 from server.answering.ollama_facts import written_template
 from server.answering.ollama_input import find_model
 from server.api import examples
@@ -123,7 +123,7 @@ def _shown(status: ModelStatus) -> OllamaShown:
 
 def _info(status: ModelStatus) -> EngineInfo:
     """The known facts of a model that is not loaded: at least its files."""
-    return status.info or expected_info(status.source, Prediction(path=str(Path(status.source).expanduser())))
+    return status.info or expected_info(status.source, MemoryPrediction(path=str(Path(status.source).expanduser())))
 
 
 def _date(seconds: float) -> str:

@@ -8,12 +8,12 @@ from server.api import examples
 from server.api.schemas import LoadResponse, ServerInfo, TokenizerInfo, VersionResponse
 from server.context import HouseDep, ServiceDep
 from server.door.drain import shutting_down
-from server.errors import ERROR_RESPONSES, ApiError
+from server.errors import ApiError
 
 router = APIRouter()
 
 
-@router.get("/health/live", responses=ERROR_RESPONSES, summary="Liveness")
+@router.get("/health/live", summary="Liveness")
 async def live(service: HouseDep) -> dict[str, str]:
     """Returns 200 while the engine is idle, makes progress or restarts. Returns 503 if it has work but has not
     completed a step for too long."""
@@ -29,8 +29,8 @@ async def live(service: HouseDep) -> dict[str, str]:
 
 @router.get("/ping", include_in_schema=False)
 @router.post("/ping", include_in_schema=False)
-@router.get("/health", responses=ERROR_RESPONSES, summary="Readiness (same as /health/ready)")
-@router.get("/health/ready", responses=ERROR_RESPONSES, summary="Readiness")
+@router.get("/health", summary="Readiness (same as /health/ready)")
+@router.get("/health/ready", summary="Readiness")
 async def ready(service: HouseDep) -> dict[str, str]:
     """Returns 200 while requests are served. Returns 503 while the service stops, uses too much memory, or restarts a
     crashed engine."""
@@ -44,13 +44,13 @@ async def ready(service: HouseDep) -> dict[str, str]:
     return {"status": "ok"}
 
 
-@router.get("/load", responses=ERROR_RESPONSES, summary="Number of running requests")
+@router.get("/load", summary="Number of running requests")
 async def load(service: HouseDep) -> LoadResponse:
     """Return the number of requests to the model that are running in this process, as in vLLM."""
     return LoadResponse(server_load=service.drain.num_running)
 
 
-@router.get("/server_info", responses=ERROR_RESPONSES, summary="Server information")
+@router.get("/server_info", summary="Server information")
 async def server_info(request: Request, service: ServiceDep) -> ServerInfo:
     """Return information about the service, the model and its memory, without secrets."""
     info = service.client.info
@@ -70,7 +70,7 @@ async def server_info(request: Request, service: ServiceDep) -> ServerInfo:
     )
 
 
-@router.get("/tokenizer_info", responses=ERROR_RESPONSES, summary="Tokenizer information")
+@router.get("/tokenizer_info", summary="Tokenizer information")
 async def tokenizer_info(service: ServiceDep) -> TokenizerInfo:
     """Return the tokenizer's class, size, special tokens and chat template."""
     tokenizer = service.tokenizer
@@ -87,7 +87,7 @@ async def tokenizer_info(service: ServiceDep) -> TokenizerInfo:
 @router.get(
     "/metrics",
     response_class=Response,
-    responses={200: {"content": examples.EXPOSITION}, **ERROR_RESPONSES},
+    responses={200: {"content": examples.EXPOSITION}},
     summary="Metrics for Prometheus",
 )
 async def metrics(request: Request, service: HouseDep) -> Response:
@@ -96,7 +96,7 @@ async def metrics(request: Request, service: HouseDep) -> Response:
     return Response(content, headers={"Content-Type": content_type})
 
 
-@router.get("/version", responses=ERROR_RESPONSES, summary="Version")
+@router.get("/version", summary="Version")
 async def version(request: Request) -> VersionResponse:
     """Return the version of Octavo."""
     return VersionResponse(version=request.app.version)

@@ -84,7 +84,6 @@ def make_router(*, feed: bool, key: bool) -> APIRouter:
 
 
 def _told(*, feed: bool, key: bool) -> dict[bytes, bytes]:
-    """The page with facts about this server inserted."""
     changed = {}
     if not feed:
         changed[b'data-feed="on"'] = b'data-feed="off"'

@@ -27,10 +27,10 @@ from server.api.reading import StrictJsonRoute
 from server.api.response_schemas import InputTokens, ItemList, ResponseDeleted, ResponseObject, ResponseRequest
 from server.api.schemas import MAX_MESSAGES
 from server.context import HouseDep, Service, ServiceDep
-from server.conversation_store import TooLargeError
-from server.errors import ERROR_RESPONSES, ApiError, shown
+from server.conversation_store import ConversationTooLargeError
+from server.errors import ApiError, shown
 from server.response_store import HistoryError, Kept
-from server.routes.task_router import Call, TaskRouter
+from server.routes.task_router import TaskCall, TaskRouter
 
 router = TaskRouter("generating", one_text=True)
 counting = APIRouter(route_class=StrictJsonRoute)
@@ -51,7 +51,7 @@ ResponseId = Annotated[str, Path(max_length=256)]
     refuses=False,  # `read_chat` refuses unsupported fields
     summary="Create a response",
 )
-async def create_response(call: Call[ResponseRequest]) -> Response:
+async def create_response(call: TaskCall[ResponseRequest]) -> Response:
     """Generate the next items of a conversation, as in OpenAI's Responses API. The answer comes as a whole or as a
     stream of typed events."""
     run = await run_of(call.body, call.request, call.service, call.arrival)
@@ -67,7 +67,7 @@ async def run_of(body: ResponseRequest, request: Request, service: Service, arri
         return ResponseRun.of(chat, service, arrival, asked=body, items=items, called=tools, ignored=ignored)
 
 
-@counting.post(f"{_ENDPOINT}/input_tokens", responses=ERROR_RESPONSES, summary="Count the tokens of an input")
+@counting.post(f"{_ENDPOINT}/input_tokens", summary="Count the tokens of an input")
 async def count_input_tokens(
     body: Annotated[ResponseRequest, Body(openapi_examples=examples.RESPONSES)],
     request: Request,
@@ -113,7 +113,7 @@ async def _read(
 @stored.get(
     f"{_ENDPOINT}/{{response_id}}",
     response_model=ResponseObject,
-    responses={200: {"content": examples.RESPONSE_STREAM}, **ERROR_RESPONSES},
+    responses={200: {"content": examples.RESPONSE_STREAM}},
     summary="Get a stored response",
 )
 async def get_response(
@@ -141,7 +141,7 @@ async def get_response(
     return EventStream(events, Wanted(service.drain, lambda reason: None))
 
 
-@stored.delete(f"{_ENDPOINT}/{{response_id}}", responses=ERROR_RESPONSES, summary="Delete a stored response")
+@stored.delete(f"{_ENDPOINT}/{{response_id}}", summary="Delete a stored response")
 async def delete_response(response_id: ResponseId, request: Request, service: HouseDep) -> ResponseDeleted:
     """Delete a response with its input. Responses that continue it can no longer be continued."""
     store, tenant = service.response_store, tenant_of(request)
@@ -155,7 +155,6 @@ async def delete_response(response_id: ResponseId, request: Request, service: Ho
 @stored.post(
     f"{_ENDPOINT}/{{response_id}}/cancel",
     response_model=ResponseObject,
-    responses=ERROR_RESPONSES,
     summary="Cancel a response",
 )
 async def cancel_response(response_id: ResponseId, request: Request, service: HouseDep) -> Response:
@@ -171,9 +170,7 @@ async def cancel_response(response_id: ResponseId, request: Request, service: Ho
     raise ApiError(400, message, param="response_id", code="invalid_value")
 
 
-@stored.get(
-    f"{_ENDPOINT}/{{response_id}}/input_items", responses=ERROR_RESPONSES, summary="List the input of a stored response"
-)
+@stored.get(f"{_ENDPOINT}/{{response_id}}/input_items", summary="List the input of a stored response")
 async def list_input_items(
     response_id: ResponseId,
     request: Request,
@@ -224,7 +221,7 @@ async def _conversation(service: Service, id_: str, tenant: str | None) -> list[
     most = parse_bytes(service.settings.max_body_size, "max_body_size")
     try:
         items = await asked(service, conversations.history(id_, tenant, MAX_MESSAGES, most))
-    except TooLargeError as problem:
+    except ConversationTooLargeError as problem:
         message = f"conversation {shown(id_)} cannot be continued: {problem}. Delete items, or start another."
         fail("conversation", message, code="context_length_exceeded")
     if items is None:

@@ -20,7 +20,7 @@ from server.api.scoring_schemas import RerankRequest, RerankResponse, ScoreReque
 from server.api.text_embeddings_schemas import EitherRerankRequest
 from server.context import ServiceDep
 from server.errors import ApiError
-from server.routes.task_router import Call, TaskRouter
+from server.routes.task_router import TaskCall, TaskRouter
 from server.routes.text_embeddings import cut_of
 
 router = TaskRouter("pooling")
@@ -42,7 +42,7 @@ def _lacks(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
     lacks=_lacks,
     summary="Score pairs of texts",
 )
-async def create_score(call: Call[ScoreRequest]) -> Response:
+async def create_score(call: TaskCall[ScoreRequest]) -> Response:
     """Score how well texts match: one text against many, or pair by pair. A cross-encoder reads both texts together;
     with other models, the score is the cosine of the two vectors. Also at /score."""
     (name, firsts), (other, seconds) = call.body.sides()
@@ -50,7 +50,7 @@ async def create_score(call: Call[ScoreRequest]) -> Response:
 
 
 async def _compare(
-    call: Call[ScoreRequest] | Call[RerankRequest],
+    call: TaskCall[ScoreRequest] | TaskCall[RerankRequest],
     run: type[_ScoreRun | _RerankRun],
     first: tuple[str, Sequence[str]],
     second: tuple[str, Sequence[str]],
@@ -77,8 +77,8 @@ async def create_either_rerank(
             message = "documents or texts is required."
             raise ApiError(400, message, param="documents", code="missing_required_parameter")
         asked = RerankRequest.model_validate(known)
-        return await create_rerank(Call.begin(service, asked, request, "/v1/rerank"))
-    call = Call.begin(service, body, request, "/v1/rerank")
+        return await create_rerank(TaskCall.begin(service, asked, request, "/v1/rerank"))
+    call = TaskCall.begin(service, body, request, "/v1/rerank")
     if body.documents is not None:
         message = "documents and texts are two names of the same field. Send only one of them."
         raise ApiError(400, message, param="documents", code="invalid_value")
@@ -99,7 +99,7 @@ async def create_either_rerank(
     lacks=_lacks,
     summary="Rerank documents for a query",
 )
-async def create_rerank(call: Call[RerankRequest]) -> Response:
+async def create_rerank(call: TaskCall[RerankRequest]) -> Response:
     """Sort documents by how well they match a query, best first. The scores are the same as for /v1/score. Also at
     /rerank and /v2/rerank."""
     return await _compare(call, _RerankRun, ("query", [call.body.query]), ("documents", call.body.documents))

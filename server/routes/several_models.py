@@ -10,7 +10,6 @@ from server.api.message_schemas import MessageModelList
 from server.api.model_schemas import LoadedCard, LoadModelRequest, ModelStates, UnloadedCard
 from server.api.reading import StrictJsonRoute
 from server.context import HouseDep, Models, Service
-from server.errors import ERROR_RESPONSES
 from server.models.seen import no_model
 from server.models.status import ModelStatus
 from server.routes.models import Version, card_of, message_model, whole
@@ -28,7 +27,6 @@ def models_of_house(house: Service) -> Models:
 
 
 def _state(status: ModelStatus) -> dict[str, Any]:
-    """The fields of `ModelState`."""
     return {
         "state": status.state,
         "reason": status.reason or None,
@@ -65,11 +63,7 @@ def _cards(house: Service, status: ModelStatus) -> list[_Card]:
 
 @router.get("/models", response_model=ModelStates, response_model_exclude_none=True, include_in_schema=False)
 @router.get(
-    "/v1/models",
-    response_model=ModelStates,
-    responses=ERROR_RESPONSES,
-    response_model_exclude_none=True,
-    summary="List the served models",
+    "/v1/models", response_model=ModelStates, response_model_exclude_none=True, summary="List the served models"
 )
 async def list_models(house: HouseDep, version: Version = None) -> ModelStates | Response:
     """List all models that the API key may use, with their states."""
@@ -86,7 +80,6 @@ async def list_models(house: HouseDep, version: Version = None) -> ModelStates |
 @router.get(
     "/v1/models/{model_id:path}",
     response_model=_Card,
-    responses=ERROR_RESPONSES,
     response_model_exclude_none=True,
     summary="Describe a served model",
 )
@@ -101,25 +94,13 @@ async def get_model(model_id: str, house: HouseDep, version: Version = None) -> 
     return next((card for card in cards if card.id == model_id), cards[0])
 
 
-@_loading.post(
-    "/v1/models/load",
-    response_model=_Card,
-    responses=ERROR_RESPONSES,
-    response_model_exclude_none=True,
-    summary="Load a model",
-)
+@_loading.post("/v1/models/load", response_model=_Card, response_model_exclude_none=True, summary="Load a model")
 async def load_model(body: Annotated[LoadModelRequest, Body(openapi_examples=_EXAMPLE)], house: HouseDep) -> _Card:
     """Load a model, and answer when it serves. The least recently used models may be unloaded for it."""
     return _cards(house, await models_of_house(house).load(body.model))[0]
 
 
-@_loading.post(
-    "/v1/models/unload",
-    response_model=_Card,
-    responses=ERROR_RESPONSES,
-    response_model_exclude_none=True,
-    summary="Unload a model",
-)
+@_loading.post("/v1/models/unload", response_model=_Card, response_model_exclude_none=True, summary="Unload a model")
 async def unload_model(body: Annotated[LoadModelRequest, Body(openapi_examples=_EXAMPLE)], house: HouseDep) -> _Card:
     """Unload a model that no request uses. The next request to it loads it again."""
     return _cards(house, await models_of_house(house).unload(body.model))[0]

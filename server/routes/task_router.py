@@ -7,6 +7,7 @@ import inspect
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar, get_args, get_type_hints
 
 from fastapi import APIRouter, Body, Request, Response
@@ -16,14 +17,13 @@ from server.answering.endpoints import Reason
 from server.api.reading import StrictJsonRoute
 from server.api.schemas import ServedBody
 from server.context import Service, ServiceDep
-from server.errors import ERROR_RESPONSES
 
 B = TypeVar("B", bound=ServedBody)
 R = TypeVar("R")
-Handler = Callable[["Call[B]"], Awaitable[Response]]
+Handler = Callable[["TaskCall[B]"], Awaitable[Response]]
 
 
-class Run(Protocol):
+class TaskRun(Protocol):
     """A request being answered."""
 
     async def respond(self, request: Request) -> Response:
@@ -31,7 +31,7 @@ class Run(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Call(Generic[B]):
+class TaskCall(Generic[B]):
     """A request with a valid body, to an endpoint that the model can serve."""
 
     service: Service
@@ -40,7 +40,7 @@ class Call(Generic[B]):
     arrival: float  # seconds of time.monotonic()
 
     @classmethod
-    def begin(cls, service: Service, body: B, request: Request, endpoint: str, *, refuses: bool = True) -> Call[B]:
+    def begin(cls, service: Service, body: B, request: Request, endpoint: str, *, refuses: bool = True) -> TaskCall[B]:
         """The call of a request that has just arrived. Raises ApiError: the model cannot serve it, or, unless `refuses`
         is false, it has an unsupported field."""
         arrival = time.monotonic()
@@ -54,7 +54,7 @@ class Call(Generic[B]):
         """The object that answers the request."""
         return kind(self.service, self.body, self.arrival, **fields)
 
-    async def respond(self, kind: Callable[..., Run], **fields: Any) -> Response:
+    async def respond(self, kind: Callable[..., TaskRun], **fields: Any) -> Response:
         """The answer of the object of this class and these fields."""
         return await self.run(kind, **fields).respond(self.request)
 
@@ -91,11 +91,11 @@ class TaskRouter(APIRouter):
         refuses: bool = True,
         examples: dict[str, Any] | None = None,
         events: Mapping[str, Any] | None = None,
-        errors: Mapping[int | str, dict[str, Any]] = ERROR_RESPONSES,
+        errors: Mapping[int | str, dict[str, Any]] = MappingProxyType({}),
         **described: Any,
     ) -> Callable[[Handler[B]], Handler[B]]:
-        """A decorator: the function answers POST requests to a path. Its argument must be annotated as a `Call` of the
-        class of their bodies.
+        """A decorator: the function answers POST requests to a path. Its argument must be annotated as a `TaskCall` of
+        the class of their bodies.
 
         Args:
             names: other paths of the endpoint, which the documentation leaves out.
@@ -104,7 +104,7 @@ class TaskRouter(APIRouter):
             refuses: whether unsupported fields are refused before all else.
             examples: example bodies.
             events: the content type of a streamed answer, and its description.
-            errors: the descriptions of the error responses.
+            errors: the descriptions of the error responses, if they differ from the app's.
             described: further facts for the documentation. An endpoint without `response_model` is not in it.
         """
         if lacks is not None:
@@ -114,7 +114,7 @@ class TaskRouter(APIRouter):
 
         def declare(answer: Handler[B]) -> Handler[B]:
             async def respond(body: B, request: Request, service: Service) -> Response:
-                return await answer(Call.begin(service, body, request, needed, refuses=refuses))
+                return await answer(TaskCall.begin(service, body, request, needed, refuses=refuses))
 
             (kind,) = get_args(get_type_hints(answer)["call"])
             read = Annotated[kind, Body(openapi_examples=examples)]  # type: ignore[valid-type]

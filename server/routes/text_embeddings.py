@@ -30,7 +30,7 @@ from server.api.text_embeddings_schemas import (
 )
 from server.context import Service, ServiceDep
 from server.errors import ApiError
-from server.routes.task_router import Call, TaskRouter
+from server.routes.task_router import TaskCall, TaskRouter
 
 router = TaskRouter("pooling")
 facts = APIRouter()
@@ -167,7 +167,7 @@ class _PredictRun(PoolingRun):
 
 
 @router.endpoint("/similarity", needs="/v1/score")
-async def similarity(call: Call[SimilarityRequest]) -> Response:
+async def similarity(call: TaskCall[SimilarityRequest]) -> Response:
     """Score how similar each sentence is to the first one: a list of the scores of /v1/score."""
     body = call.body
     how = body.parameters or SimilarityParameters()

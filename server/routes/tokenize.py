@@ -26,7 +26,7 @@ from server.api.reading import StrictJsonRoute
 from server.api.schemas import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from server.api.template_fields import TemplateFields
 from server.context import Service, ServiceDep
-from server.errors import ERROR_RESPONSES, ApiError
+from server.errors import ApiError
 
 router = APIRouter(route_class=StrictJsonRoute)
 
@@ -60,7 +60,7 @@ class _Countable(Room):
         return cls(max(Room.of_prompt(service.client.info).tokens, MAX_TOKENIZED), param)
 
 
-@router.post("/tokenize", responses=ERROR_RESPONSES, summary="Tokenize text or messages")
+@router.post("/tokenize", summary="Tokenize text or messages")
 async def tokenize(
     body: Annotated[TokenizeRequest, Body(openapi_examples=examples.TOKENIZE)], response: Response, service: ServiceDep
 ) -> TokenizeResponse:
@@ -111,7 +111,7 @@ async def tokenize(
     return TokenizeResponse(count=len(tokens), max_model_len=longest, tokens=tokens, token_strs=names)
 
 
-@router.post("/apply-template", responses=ERROR_RESPONSES, summary="Apply the chat template")
+@router.post("/apply-template", summary="Apply the chat template")
 async def apply_template(
     body: Annotated[ApplyTemplateRequest, Body(openapi_examples=examples.CHAT)], response: Response, service: ServiceDep
 ) -> ApplyTemplateResponse:
@@ -127,7 +127,7 @@ async def apply_template(
     return ApplyTemplateResponse(prompt=prompt.text or "")
 
 
-@router.post("/detokenize", responses=ERROR_RESPONSES, summary="Detokenize token ids")
+@router.post("/detokenize", summary="Detokenize token ids")
 async def detokenize(
     body: Annotated[DetokenizeRequest, Body(openapi_examples=examples.DETOKENIZE)],
     response: Response,

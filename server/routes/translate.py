@@ -12,16 +12,16 @@ from pydantic import BaseModel, Field
 from engine import EngineInfo
 from engine.text.processor import Tokenizer
 from server.answering.endpoints import NO_TOKENIZER, kind_of
-from server.answering.seq2seq import Decoder, read_decoder
+from server.answering.seq2seq import DecoderFields, read_decoder
 from server.api.examples import example
 from server.api.fields import Name, at_most
 from server.api.parameters import shape_of
 from server.api.schemas import MAX_PROMPTS, CompletionChoice, CompletionRequest, ServedBody, Usage
 from server.api.urlencoded import KIND, PARTS, FormOrJsonRoute
 from server.context import Service, ServiceDep
-from server.errors import ERROR_RESPONSES, ApiError, shown
+from server.errors import ApiError, shown
 from server.routes.completions import CompletionRun
-from server.routes.task_router import Call, TaskRouter
+from server.routes.task_router import TaskCall, TaskRouter
 
 ENDPOINT = "/translate"
 _NAMES = {"prompt": "q", "src_lang": "source", "tgt_lang": "target", "n": "alternatives", "num_beams": "alternatives"}
@@ -80,7 +80,7 @@ _EXAMPLES: dict[str, Any] = {
 listing = APIRouter()
 
 
-@listing.get("/languages", responses=ERROR_RESPONSES, summary="List languages for translation")
+@listing.get("/languages", summary="List languages for translation")
 async def list_languages(service: ServiceDep) -> list[Language]:
     """List the source languages of the model, each with its target languages."""
     service.require(ENDPOINT)
@@ -109,7 +109,7 @@ def _lacks(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
     openapi_extra=_FORM,
     summary="Translate texts",
 )
-async def translate(call: Call[TranslateRequest]) -> Response:
+async def translate(call: TaskCall[TranslateRequest]) -> Response:
     """Translate one or several texts in one batch. The number of beams comes from the model's
     generation_config.json."""
     service, body = call.service, call.body
@@ -133,7 +133,7 @@ def _tokenizer(service: Service) -> Tokenizer:
     return service.tokenizer
 
 
-def _decoder(body: TranslateRequest, texts: Sequence[str], service: Service) -> Decoder | None:
+def _decoder(body: TranslateRequest, texts: Sequence[str], service: Service) -> DecoderFields | None:
     """The fields of encoder and decoder for the languages. Raises ApiError, InvalidRequestError if the model cannot
     translate between these languages."""
     languages = _tokenizer(service).languages

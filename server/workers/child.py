@@ -18,24 +18,26 @@ from typing import Any
 import msgspec
 
 from engine import InvalidRequestError, StructuredOutputsParams
+from engine.host.children import leave_signals_to_parent
+from engine.host.frames import framed, receive
 from engine.host.resident import give_back_code
 from engine.text.conversations import load_renderer
 from server.workers.configs import find_config
-from server.workers.frames import LENGTH, MEMORY, Job, Outcome, framed
+from server.workers.frames import MEMORY, Job, JobOutcome
 from server.workers.grammars import load_trial, try_grammar
-from server.workers.images import ChatPicture, Picture, load_decoders, read_crops, read_picture
+from server.workers.images import ChatPicture, ImageInput, load_decoders, read_crops, read_picture
 from server.workers.sound import SoundPart, decode
-from server.workers.templates import Conversation, render
-from server.workers.texts import Text, tokenize
+from server.workers.templates import TemplateInput, render
+from server.workers.texts import TextInput, tokenize
 
 _JOBS: dict[str, tuple[type[Any], Callable[[Any], Any]]] = {
     "config": (str, find_config),
     "crops": (ChatPicture, read_crops),
     "grammar": (StructuredOutputsParams, try_grammar),
-    "image": (Picture, read_picture),
-    "render": (Conversation, render),
+    "image": (ImageInput, read_picture),
+    "render": (TemplateInput, render),
     "sound": (SoundPart, decode),
-    "tokenize": (Text, tokenize),
+    "tokenize": (TextInput, tokenize),
 }
 # Jobs with a lower priority than computing answers, and by how much; their workers end with them, because they cannot
 # raise it again.
@@ -46,8 +48,7 @@ _ONCE = frozenset({"config"})
 
 def main() -> None:
     """Fork a worker for each socket that arrives over standard input; end when it closes."""
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)  # the service decides when workers end
+    leave_signals_to_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps children that have ended
     load_decoders()
     load_renderer()
@@ -71,7 +72,6 @@ def main() -> None:
 
 
 def _size() -> int:
-    """Bytes of this process's address space."""
     with open("/proc/self/statm", encoding="ascii") as facts:
         return int(facts.read().split()[0]) * resource.getpagesize()
 
@@ -86,22 +86,19 @@ def _work(line: socket.socket) -> None:
     """Run jobs until the service hangs up. The kernel ends a late job, whatever it is doing."""
     begun = _size()
     _bound_memory(begun + MEMORY)
-    line.sendall(LENGTH.pack(os.getpid()))  # ready
-    while (head := _receive(line, LENGTH.size)) is not None:
-        content = _receive(line, LENGTH.unpack(head)[0])
-        if content is None:
-            return
+    line.sendall(framed(b"%d" % os.getpid()))  # ready
+    while (content := receive(line)) is not None:
         job = msgspec.msgpack.decode(content, type=Job)
         _bound_memory(begun + job.memory)
         signal.setitimer(signal.ITIMER_REAL, job.seconds)
         outcome = _do(job)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        line.sendall(framed(outcome))
+        line.sendall(framed(msgspec.msgpack.encode(outcome)))
         if outcome.is_last:
             return
 
 
-def _do(job: Job) -> Outcome:
+def _do(job: Job) -> JobOutcome:
     kind, function = _JOBS[job.name]
     lowered = _NICE.get(job.name, 0)
     is_last = lowered > 0 or job.name in _ONCE
@@ -109,21 +106,11 @@ def _do(job: Job) -> Outcome:
         os.nice(lowered)
     try:
         result = function(msgspec.msgpack.decode(job.payload, type=kind))
-        return Outcome(result=msgspec.Raw(msgspec.msgpack.encode(result)), is_last=is_last)
+        return JobOutcome(result=msgspec.Raw(msgspec.msgpack.encode(result)), is_last=is_last)
     except ValueError as problem:
-        return Outcome(refused=str(problem), is_last=is_last)
+        return JobOutcome(refused=str(problem), is_last=is_last)
     except MemoryError:
-        return Outcome(out_of_memory=True, is_last=True)
-
-
-def _receive(line: socket.socket, size: int) -> bytes | None:
-    content = bytearray()
-    while len(content) < size:
-        part = line.recv(min(size - len(content), 1 << 20))
-        if not part:
-            return None
-        content += part
-    return bytes(content)
+        return JobOutcome(out_of_memory=True, is_last=True)
 
 
 if __name__ == "__main__":

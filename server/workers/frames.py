@@ -1,12 +1,9 @@
-"""The messages between the service and its workers: MessagePack, preceded by its length."""
+"""The messages between the service and its workers: frames of MessagePack."""
 
 from __future__ import annotations
 
-import struct
-
 import msgspec
 
-LENGTH = struct.Struct("!I")
 MEMORY = 512 * 1024 * 1024  # default bytes of a worker's job, in addition to its memory at start
 
 
@@ -19,16 +16,10 @@ class Job(msgspec.Struct, array_like=True):
     memory: int = MEMORY  # maximum bytes
 
 
-class Outcome(msgspec.Struct, array_like=True):
+class JobOutcome(msgspec.Struct, array_like=True):
     """The result of a job."""
 
     result: msgspec.Raw = msgspec.Raw(b"\xc0")  # the function's result, encoded; empty if it failed
     refused: str | None = None  # the message if it refused its argument (its ValueError)
     out_of_memory: bool = False  # whether it needed more memory than a worker may have
     is_last: bool = False  # whether the worker ends with it
-
-
-def framed(message: Job | Outcome) -> bytes:
-    """A message in the form that is sent."""
-    content = msgspec.msgpack.encode(message)
-    return LENGTH.pack(len(content)) + content

@@ -17,7 +17,7 @@ def load_decoders() -> None:
     PIL.Image.MAX_IMAGE_PIXELS = None  # the image's own limit is checked before its pixels are decoded
 
 
-class Picture(msgspec.Struct, array_like=True):
+class ImageInput(msgspec.Struct, array_like=True):
     """The input."""
 
     content: str  # a data: URL, or base64
@@ -36,7 +36,7 @@ class Pixels(msgspec.Struct, array_like=True):
     code: str | None = None
 
 
-def read_picture(picture: Picture) -> Pixels:
+def read_picture(picture: ImageInput) -> Pixels:
     """The pixels in the form that the model reads, or the reason why the image cannot be read."""
     try:
         image = decode(

@@ -10,14 +10,15 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from engine.host.children import start_child
+from engine.host.frames import framed, receive_later
 from server.errors import ApiError
-from server.workers.frames import LENGTH, MEMORY, Job, Outcome, framed
+from server.workers.frames import MEMORY, Job, JobOutcome
 
 logger = logging.getLogger("octavo.server")
 
@@ -46,7 +47,6 @@ class WorkerStuckError(ApiError):
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process is suspended by a signal or a debugger."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(") ")[2][:1] in "Tt"
     except OSError:
@@ -54,8 +54,6 @@ def _is_stopped(pid: int) -> bool:
 
 
 class _Worker:
-    """A worker's process and the connection to it."""
-
     def __init__(self, line: socket.socket):
         self._line = line
         self._pid = 0
@@ -63,28 +61,18 @@ class _Worker:
 
     async def ready(self) -> bool:
         """Wait until it can work; returns whether it can."""
-        head = await self._receive(LENGTH.size)
-        self._pid = 0 if head is None else LENGTH.unpack(head)[0]
-        return head is not None
+        number = await receive_later(self._line)
+        self._pid = 0 if number is None else int(number)
+        return number is not None
 
-    async def exchange(self, job: bytes) -> Outcome | None:
+    async def exchange(self, job: bytes) -> JobOutcome | None:
         """A job's outcome, or None if the process has ended."""
         try:
             await asyncio.get_running_loop().sock_sendall(self._line, job)
-            head = await self._receive(LENGTH.size)
-            content = None if head is None else await self._receive(LENGTH.unpack(head)[0])
+            content = await receive_later(self._line)
         except ConnectionError:
             return None
-        return None if content is None else msgspec.msgpack.decode(content, type=Outcome)
-
-    async def _receive(self, size: int) -> bytes | None:
-        loop, content = asyncio.get_running_loop(), bytearray()
-        while len(content) < size:
-            part = await loop.sock_recv(self._line, min(size - len(content), 1 << 20))
-            if not part:
-                return None
-            content += part
-        return bytes(content)
+        return None if content is None else msgspec.msgpack.decode(content, type=JobOutcome)
 
     @property
     def is_stopped(self) -> bool:
@@ -127,13 +115,9 @@ class WorkerPool:
             self._forker.kill()
         self.close()
         environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
-        environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        self._control, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-P", "-m", f"{__package__}.child"]
-            self._forker = subprocess.Popen(
-                command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment, start_new_session=True
-            )
+        self._control, self._forker = start_child(
+            f"{__package__}.child", environment, stdout=subprocess.DEVNULL, start_new_session=True
+        )
 
     def close(self) -> None:
         """End all workers; a job that still runs ends with its time limit."""
@@ -164,7 +148,8 @@ class WorkerPool:
             WorkerLostError: it took too much memory.
             WorkerStuckError: its process is suspended.
         """
-        job = framed(Job(name, seconds, msgspec.Raw(msgspec.msgpack.encode(payload)), memory))
+        wanted = Job(name, seconds, msgspec.Raw(msgspec.msgpack.encode(payload)), memory)
+        job = framed(msgspec.msgpack.encode(wanted))
         while self._idle:
             worker = self._idle.pop()
             if worker.is_stopped:
@@ -180,7 +165,6 @@ class WorkerPool:
         return _result(outcome, kind)
 
     async def _fork(self) -> _Worker:
-        """A new worker, once it is ready."""
         self.start()
         assert self._control is not None
         ours, theirs = socket.socketpair()
@@ -199,7 +183,7 @@ class WorkerPool:
             raise
         return worker
 
-    async def _outcome(self, worker: _Worker, job: bytes, seconds: float) -> Outcome | None:
+    async def _outcome(self, worker: _Worker, job: bytes, seconds: float) -> JobOutcome | None:
         """A job's outcome; None if the worker ended before its time limit. The worker is kept if possible."""
         began = asyncio.get_running_loop().time()
         try:
@@ -222,7 +206,7 @@ class WorkerPool:
         return outcome
 
 
-def _result(outcome: Outcome, kind: type[T]) -> T:
+def _result(outcome: JobOutcome, kind: type[T]) -> T:
     if outcome.refused is not None:
         raise RefusedError(outcome.refused)
     if outcome.out_of_memory:

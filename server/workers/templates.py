@@ -29,7 +29,7 @@ _MOST_PROBES = 256
 _probed: dict[tuple[str, Roles, bool], bool] = {}
 
 
-class Conversation(msgspec.Struct, array_like=True):
+class TemplateInput(msgspec.Struct, array_like=True):
     """The input."""
 
     template: str
@@ -48,14 +48,14 @@ class Conversation(msgspec.Struct, array_like=True):
     image_text: str | None = None
 
 
-class Rendered(msgspec.Struct, array_like=True):
+class RenderedTemplate(msgspec.Struct, array_like=True):
     """The text, or None if it is too long, and its number of characters."""
 
     text: str | None
     length: int
 
 
-def render(conversation: Conversation) -> Rendered:
+def render(conversation: TemplateInput) -> RenderedTemplate:
     """Messages to the text of a prompt. Raises ValueError if the template refuses these messages or fails; has its
     message."""
     writing = conversation.writing or HERMES
@@ -64,15 +64,15 @@ def render(conversation: Conversation) -> Rendered:
         conversation.tools = None
     conversation.messages = fitted(conversation.messages, lambda roles: _shows(conversation, roles), writing)
     text = _rendered(conversation)
-    return Rendered(text if len(text) <= conversation.longest else None, len(text))
+    return RenderedTemplate(text if len(text) <= conversation.longest else None, len(text))
 
 
-def _shows(conversation: Conversation, roles: Roles) -> bool:
+def _shows(conversation: TemplateInput, roles: Roles) -> bool:
     """Whether the template shows all messages with these roles; see `fitting`."""
     key = conversation.template, roles, conversation.tools is not None
     if key not in _probed:
         tools = [_PROBE_TOOL] if conversation.tools is not None else None
-        asked = Conversation(conversation.template, probe(roles), conversation.special, {}, True, 0, tools)
+        asked = TemplateInput(conversation.template, probe(roles), conversation.special, {}, True, 0, tools)
         try:
             shown = shows_all(_rendered(asked), roles)
         except ValueError:
@@ -83,7 +83,7 @@ def _shows(conversation: Conversation, roles: Roles) -> bool:
     return _probed[key]
 
 
-def _rendered(conversation: Conversation) -> str:
+def _rendered(conversation: TemplateInput) -> str:
     try:
         return render_conversation(
             conversation.template,

@@ -9,7 +9,7 @@ import msgspec
 import tokenizers
 
 
-class Text(msgspec.Struct, array_like=True):
+class TextInput(msgspec.Struct, array_like=True):
     """The input."""
 
     tokenizer: str  # the path of a tokenizer.json
@@ -17,7 +17,7 @@ class Text(msgspec.Struct, array_like=True):
     special: bool  # whether the tokenizer adds its special tokens
 
 
-def tokenize(text: Text) -> list[int]:
+def tokenize(text: TextInput) -> list[int]:
     """The text's token ids."""
     ids: list[int] = _load(text.tokenizer).encode(text.text, add_special_tokens=text.special).ids
     return ids

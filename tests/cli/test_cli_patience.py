@@ -12,7 +12,7 @@ from cli.errors import DroppedError, LoadingError, NoServerError, TalkError
 from cli.talking import patience
 from cli.talking.model import open_model
 from cli.talking.patience import once_loaded
-from cli.talking.wire import Place, Wire
+from cli.talking.wire import ServerPlace, Wire
 from server.door.loading import _response
 
 READY: tuple[int, Any] = (200, {"data": [{"id": "m", "max_model_len": 50}]})
@@ -107,7 +107,7 @@ def test_something_else_than_a_model_server_gets_one_line(body: Any) -> None:
     with FakeServer() as server:
         server.other["/v1/models"] = (404, body)
         with pytest.raises(TalkError) as caught:
-            Wire(Place.parse(server.url)).json("GET", "/v1/models")
+            Wire(ServerPlace.parse(server.url)).json("GET", "/v1/models")
     assert str(caught.value) == (
         f"{server.url}/v1/models answered with status 404. Is it an OpenAI-compatible server? (--url)"
     )
@@ -120,4 +120,4 @@ def test_llama_cpp_loads_in_its_own_words(body: Any) -> None:
     with FakeServer() as server:
         server.other["/v1/models"] = (503, body)
         with pytest.raises(LoadingError):
-            Wire(Place.parse(server.url)).json("GET", "/v1/models")
+            Wire(ServerPlace.parse(server.url)).json("GET", "/v1/models")

@@ -27,7 +27,7 @@ from support.fake_server import FakeServer
 from support.service import PATIENCE, ROOT, Service, environment
 from test_cli import ESCAPE, in_terminal, octavo
 
-from cli.talking.answers import Answer
+from cli.talking.answers import ChatAnswer
 from server.config.settings import DEMO_MODEL
 
 pytestmark = pytest.mark.slow
@@ -159,7 +159,7 @@ def test_complete_writes_the_answer_alone_to_stdout(url: str) -> None:
     ("first", "seconds", "speed"), [(0.2, 2.2, "10.0 tokens/s"), (0.2, 0.205, "102.4 tokens/s"), (0.2, 0.2, "105.0")]
 )
 def test_the_speed_is_no_fiction_where_all_came_at_once(first: float, seconds: float, speed: str) -> None:
-    line = Answer(tokens=21, first=first, seconds=seconds).line()
+    line = ChatAnswer(tokens=21, first=first, seconds=seconds).line()
     assert line.startswith(f"21 tokens, 0.20 s to the first, {speed}")
 
 

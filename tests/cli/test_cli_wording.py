@@ -14,7 +14,7 @@ from support.service import PATIENCE, ROOT
 from cli.commands import COMMANDS, overview
 from cli.errors import TalkError
 from cli.main import main
-from cli.talking.conversation import Conversation
+from cli.talking.conversation import TerminalConversation
 from cli.talking.slash import Slash
 from cli.terminal.paragraphs import fill
 from engine import ModelLoadError, find_here, lacks_chat_template
@@ -168,7 +168,7 @@ def test_a_base_model_is_refused_before_it_is_loaded(
 
 def test_settings_are_commands_of_a_chat() -> None:
     settings: dict[str, object] = {}
-    slash = Slash(Conversation(), settings, "m", {})
+    slash = Slash(TerminalConversation(), settings, "m", {})
     assert slash.run("/temperature 0") == ("temperature = 0.0", None)
     assert settings == {"temperature": 0.0}
     assert slash.run("/top-k=5") == ("top_k = 5", None)
@@ -191,7 +191,7 @@ def test_settings_show_the_models_defaults() -> None:
         "decoding": {"temperature": 0.8, "top_k": 40, "min_p": 0.05, "repetition_penalty": 1.0},
         "given_up_for_temperature": ["top_k"],
     }
-    slash = Slash(Conversation(), {"stop": ["x"], "min_p": 0.1}, "m", card)
+    slash = Slash(TerminalConversation(), {"stop": ["x"], "min_p": 0.1}, "m", card)
     lines = str(slash.run("/set")[0]).splitlines()
     assert lines[0] == "stop = ['x']"
     assert {"temperature = 0.8 (default)", "top_k = 40 (default)", "min_p = 0.1", "seed = random (default)"} <= {*lines}

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_client import EOS, FakeClient, Script, Step, byte_tokenizer, entry, say
-from support.asgi import Call, error, leave, request
+from support.asgi import Call, Called, error, events, leave
 
 from engine import (
     ChoiceDelta,
@@ -40,15 +40,12 @@ def repeat_prompt(request_id: str, source: TokenInput, params: SamplingParams) -
     return deltas
 
 
-class Api:
+class Api(Called):
     """An app over a script, called in process."""
 
     def __init__(self, script: Script = repeat_prompt, *, tokenizer: bool = True):
         self.client = FakeClient(script)
         self.app = create_app(self.client, byte_tokenizer() if tokenizer else None, MODEL)
-
-    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
-        return request(self.app, method, path, **options)
 
     def complete(self, **body: Any) -> httpx.Response:
         return self.request("POST", "/v1/completions", json=body)
@@ -58,12 +55,8 @@ class Api:
         assert answer.status_code == 200, answer.text
         assert answer.headers["content-type"].startswith("text/event-stream")
         assert answer.headers["cache-control"] == "no-cache"
-        blocks = answer.text.split("\n\n")
-        assert blocks.pop() == ""
-        assert all(block.startswith("data: ") for block in blocks)
-        data = [block.removeprefix("data: ") for block in blocks]
-        assert data.pop() == "[DONE]"
-        return [json.loads(item) for item in data]
+        assert all(block.startswith("data: ") for block in answer.text.split("\n\n")[:-1])
+        return events(answer.text)
 
     def leave(self, body: dict[str, Any], sent: int) -> Call:
         """A client that leaves once all prompts run and so many messages have come."""

@@ -18,7 +18,7 @@ import httpx
 import openai
 import pytest
 from fake_client import EOS, FakeClient, Script, Step, entry, hf_byte_tokenizer, say
-from support.asgi import error, request, until
+from support.asgi import error, events, request, until
 from support.service import PATIENCE, Service
 
 from engine import FILTERS, ChoiceDelta, InvalidRequestError, RequestDelta, SamplingParams, TokenInput
@@ -65,9 +65,7 @@ class Api:
     def stream(self, **body: Any) -> list[Any]:
         answer = self.chat(stream=True, **body)
         assert answer.status_code == 200, answer.text
-        *events, done, rest = answer.text.split("\n\n")
-        assert (done, rest) == ("data: [DONE]", "")
-        return [json.loads(event.removeprefix("data: ")) for event in events]
+        return events(answer.text)
 
     def asked(self) -> tuple[str, SamplingParams]:
         ((source, params),) = self.client.asked.values()

@@ -6,10 +6,9 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
-import httpx
 import pytest
 from fake_client import FEATURES, FakeClient, Script, hf_byte_tokenizer, pool
-from support.asgi import Call, request
+from support.asgi import Call, Called
 from support.service import PATIENCE
 
 from engine import PoolingParams
@@ -73,7 +72,7 @@ REASONS = {
 }
 
 
-class Api:
+class Api(Called):
     """An app whose model is of a kind."""
 
     def __init__(
@@ -93,9 +92,6 @@ class Api:
     def _answer(self, request_id: str, source: Any, params: Any) -> Any:
         assert isinstance(params, PoolingParams), "only vectors are asked for here"
         return pool(request_id, source, params)
-
-    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
-        return request(self.app, method, path, **options)
 
     def card(self) -> dict[str, Any]:
         (card,) = self.request("GET", "/v1/models").json()["data"]

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_client import EOS, FEATURES, FakeClient, Step, entry, hf_byte_tokenizer, pool, say
-from support.asgi import error, request
+from support.asgi import Called, error, events
 from tokenizers import processors
 
 from engine import PoolingParams, RequestDelta, SamplingParams, TokenInput
@@ -55,7 +55,7 @@ def answer_x(request_id: str, source: TokenInput, params: SamplingParams | Pooli
     return deltas
 
 
-class Api:
+class Api(Called):
     """An app over a script, called in process; the engine's steps hold 200 sequences, and its model embeds, too."""
 
     def __init__(self, **settings: Any):
@@ -67,9 +67,6 @@ class Api:
         self.app = create_app(
             self.client, Tokenizer(hf), "org/fake", settings=ServerSettings(**{"max_queue_time": 0} | settings)
         )
-
-    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
-        return request(self.app, method, path, **options)
 
     def post(self, path: str, **fields: Any) -> httpx.Response:
         return self.request("POST", path, json={**MINIMAL[path], **fields})
@@ -345,9 +342,7 @@ def test_a_batch_is_scored_as_evaluation_harnesses_ask_for_it(max_tokens: int, s
     answer = Api().post(COMPLETIONS, **fields, stream=stream)
     assert answer.status_code == 200, answer.text
     if stream:
-        *events, done, _ = answer.text.split("\n\n")
-        assert done == "data: [DONE]"
-        choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+        choices = [event["choices"][0] for event in events(answer.text)]
     else:
         body = answer.json()
         choices = body["choices"]
@@ -368,8 +363,7 @@ def test_a_batch_is_scored_as_evaluation_harnesses_ask_for_it(max_tokens: int, s
 def test_usage_in_every_chunk() -> None:
     for path in (COMPLETIONS, CHAT):
         options = {"include_usage": True, "continuous_usage_stats": True}
-        *events, _, _ = Api().post(path, stream=True, stream_options=options).text.split("\n\n")
-        chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+        chunks = events(Api().post(path, stream=True, stream_options=options).text)
         counted = [chunk["usage"]["completion_tokens"] for chunk in chunks]
         assert counted == sorted(counted)
         assert set(counted) == ({0, 1, 2, 3} if path == CHAT else {1, 2, 3}), "a role is no token"

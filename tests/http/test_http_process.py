@@ -194,25 +194,6 @@ def test_concurrent_answers_equal_lonely_ones(service: Service, http: httpx.Clie
 # ---------------------------------------------------------------- clients that leave
 
 
-@pytest.mark.parametrize("prompt", ["Bye", ["Bye", "bye", "BYE"]])
-def test_leaving_a_stream_frees_its_pages(service: Service, http: httpx.Client, prompt: Any) -> None:
-    aborted = 'octavo_request_success_total{finished_reason="abort"}'
-    before = service.metric(aborted)
-    with http.stream("POST", "/v1/completions", json={"prompt": prompt, "stream": True, **LONG}) as answer:
-        received = events(answer)  # kept: giving it up closes the connection
-        next(received)
-        assert service.metric('octavo_kv_pages{state="held"}') > 0
-    service.wait_metric('octavo_kv_pages{state="held"}', 0)
-    service.wait_metric(aborted, before + (1 if isinstance(prompt, str) else 3))
-
-
-def test_leaving_an_unstreamed_request_frees_its_pages(service: Service, http: httpx.Client) -> None:
-    with pytest.raises(httpx.ReadTimeout):
-        http.post("/v1/completions", json={"prompt": "Bye", "n": 4, **LONG}, timeout=0.5)
-    service.wait_metric('octavo_kv_pages{state="held"}', 0)
-    service.wait_metric("octavo_num_requests_running", 0)
-
-
 # ---------------------------------------------------------------- start and stop
 
 

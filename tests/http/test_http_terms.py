@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_client import FEATURES, FakeClient, Script, Step, hf_byte_tokenizer, pool, say
-from support.asgi import Call, counts
+from support.asgi import Call, Called
 from support.checkpoints import Checkpoint
 from support.local_client import LocalClient
 
@@ -22,7 +22,6 @@ from server.answering.terms import scoped_salt
 from server.api.schemas import MAX_SALT, MAX_TIMEOUT
 from server.app import create_app
 from server.config.settings import ServerSettings
-from server.context import Service
 
 COMPLETIONS, EMBEDDINGS = "/v1/completions", "/v1/embeddings"
 BODIES: dict[str, dict[str, Any]] = {
@@ -33,7 +32,7 @@ BODIES: dict[str, dict[str, Any]] = {
 LATE = ChoiceDelta(index=0, token_ids=(), finish_reason="abort", stop_reason="deadline")
 
 
-class Api:
+class Api(Called):
     """An app over a client, with two keys."""
 
     def __init__(
@@ -49,7 +48,6 @@ class Api:
         hf.chat_template = "{{ messages[0].content }}"
         chosen = ServerSettings(api_key=keys, **{"max_queue_time": 0} | settings)
         self.app = create_app(client, Tokenizer(hf), "tiny", settings=chosen)
-        self.service: Service = self.app.state.service
 
     def call(self, path: str = COMPLETIONS, *, key: str = "one", timeout: str | None = None, **body: Any) -> Call:
         headers = [(b"authorization", f"Bearer {key}".encode())]
@@ -66,10 +64,6 @@ class Api:
             return call
 
         return asyncio.run(whole())
-
-    def counts(self, name: str) -> dict[str, float]:
-        """A counter's values by label, without zeros."""
-        return counts(self.service, name)
 
 
 def answer(request_id: str, source: TokenInput, params: Any) -> Iterator[Step]:

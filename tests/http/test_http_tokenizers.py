@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_client import FakeClient, Step
-from support.asgi import request
+from support.asgi import events, request
 from support.structured import tokenizer_of
 from test_detokenizer import DATA, REAL, TEXTS, _data, _folder, in_context
 
@@ -72,11 +71,9 @@ class Api:
 
     def streamed(self, path: str, **body: Any) -> dict[int, list[dict[str, Any]]]:
         """The events' choices by index; each event holds one, and each choice ends once."""
-        *events, done, _ = self.post(path, {**body, "stream": True}).text.split("\n\n")
-        assert done == "data: [DONE]"
         found: dict[int, list[dict[str, Any]]] = {}
-        for event in events:
-            (choice,) = json.loads(event.removeprefix("data: "))["choices"]
+        for event in events(self.post(path, {**body, "stream": True}).text):
+            (choice,) = event["choices"]
             found.setdefault(choice["index"], []).append(choice)
         for choices in found.values():
             ends = [choice["finish_reason"] is not None for choice in choices]

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 from fake_client import EOS, FakeClient, Step, entry, hf_byte_tokenizer, say
-from support.asgi import error, request
+from support.asgi import error, events, request
 from support.service import PATIENCE, Service
 from tokenizers import AddedToken
 
@@ -82,9 +82,7 @@ class Api:
     def events(self, **body: Any) -> list[dict[str, Any]]:
         answer = self.chat(stream=True, **body)
         assert answer.status_code == 200, answer.text
-        *events, done, rest = answer.text.split("\n\n")
-        assert (done, rest) == ("data: [DONE]", "")
-        return [json.loads(event.removeprefix("data: ")) for event in events]
+        return events(answer.text)
 
 
 def assemble(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:

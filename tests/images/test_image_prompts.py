@@ -16,7 +16,7 @@ from support.seeing import IMAGE, SeeingModel, make_seeing_model, picture
 from engine import Engine, InvalidRequestError, SamplingParams, TokenInput
 from engine.interface.request import Decoding, Request
 from engine.interface.vision import PlacedImage, SeenImage, VisionInfo
-from engine.process.messages import Add, decode_command, encode_add
+from engine.process.messages import AddRequest, decode_command, encode_add
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.budget import Costs, StepLimit, StepWork
 from engine.scheduling.limits import SchedulerConfig
@@ -209,7 +209,7 @@ def test_many_images_do_not_hold_up_a_stream() -> None:
 def test_images_travel_to_the_engines_process(model: SeeingModel, engine: Engine) -> None:
     prompt = model.prompt([*WORDS, picture(50, 20, 2), 12], info_of(engine))
     arrived = decode_command(encode_add("one", prompt, GREEDY))
-    assert isinstance(arrived, Add)
+    assert isinstance(arrived, AddRequest)
     found = arrived.input
     assert isinstance(found, TokenInput)
     assert list(found.token_ids) == list(prompt.token_ids)

@@ -19,7 +19,7 @@ from engine import LLM, BeamSearchParams, ConfigError, EngineConfig, InvalidRequ
 from engine.interface.argument_names import as_arguments, names_arguments
 from engine.offline.arguments import engine_config
 from server.config.settings import DEMOS
-from server.workers.templates import Conversation, render
+from server.workers.templates import TemplateInput, render
 
 ROOT = Path(__file__).resolve().parents[2]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -185,7 +185,7 @@ def test_tools_are_described_as_the_server_does_where_the_template_supports_none
         LETTERS.replace("{% if", "{% if m.role == 'system' %}{{ raise_exception('no') }}{% elif"),
     ):
         (answer,) = llm.chat(messages, GREEDY, tools=[TOOL], chat_template=template)
-        served = render(Conversation(template, messages, {}, {}, True, 10_000, [TOOL], prompted=True))
+        served = render(TemplateInput(template, messages, {}, {}, True, 10_000, [TOOL], prompted=True))
         assert answer.prompt == served.text
         assert '"name": "add"' in served.text, "the tool"
         assert '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>' in served.text

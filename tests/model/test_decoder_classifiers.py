@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from support.checkpoints import restore
 from support.decoder_classes import logits, make_classifier
 from support.driving import finish, make_engine
 from support.families import FAMILY_SHAPES
@@ -21,13 +19,6 @@ from engine import InvalidRequestError, ModelLoadError, PoolingParams, SamplingP
 
 Tensors = dict[str, Tensor]
 SHAPE = FAMILY_SHAPES["mistral"]
-
-
-def rewrite(folder: Path, change: Callable[[Tensors], Mapping[str, Tensor]], **settings: Any) -> None:
-    path = folder / "model.safetensors"
-    save_file(dict(change(load_file(path))), path, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps(config | settings), encoding="utf-8")
 
 
 @pytest.fixture
@@ -62,7 +53,7 @@ def test_other_forms_load(kind: str, change: Callable[[Tensors], Tensors], reque
     assert {"head.output.weight", "head.output.bias"} - expected.keys() == (
         {"head.output.bias"} if kind == "texts" else set()
     )
-    rewrite(folder, change)
+    restore(folder, change)
     found = load(folder).state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -72,25 +63,25 @@ def test_a_classifier_of_tokens_may_have_no_bias(tokens: Path) -> None:
     def unbiased(held: Tensors) -> Tensors:
         return {name: tensor for name, tensor in held.items() if name != "score.bias"}
 
-    rewrite(tokens, unbiased)
+    restore(tokens, unbiased)
     with pytest.raises(ModelLoadError, match=r"lacks tensors that its config requires: score\.bias"):
         load(tokens)
-    rewrite(tokens, dict, token_classification_bias=False)
+    restore(tokens, dict, token_classification_bias=False)
     assert "head.output.bias" not in load(tokens).state_dict()
 
 
 def test_a_classifier_must_be_stored(texts: Path) -> None:
-    rewrite(texts, lambda held: {name: tensor for name, tensor in held.items() if name != "score.weight"})
+    restore(texts, lambda held: {name: tensor for name, tensor in held.items() if name != "score.weight"})
     with pytest.raises(ModelLoadError, match=r"lacks tensors that its config requires: score\.weight"):
         load(texts)
 
 
 def test_heads_that_no_endpoint_asks_for_are_left_unused(texts: Path) -> None:
     """As transformers leaves them where the config names the model without a head."""
-    rewrite(texts, with_lm_head, architectures=["MistralModel"], tie_word_embeddings=False)
+    restore(texts, with_lm_head, architectures=["MistralModel"], tie_word_embeddings=False)
     model = load(texts)
     assert model.head is None
-    rewrite(texts, lambda held: held | {"other.weight": torch.zeros(1)})
+    restore(texts, lambda held: held | {"other.weight": torch.zeros(1)})
     with pytest.raises(ModelLoadError, match=r"do not match its config: other\.weight"):
         load(texts)
 
@@ -103,7 +94,7 @@ def test_tasks_without_a_head_for_them_are_refused(texts: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"cannot serve embed: .* It serves classify\."):
         engine.add_request("1", [1, 2], PoolingParams())
     engine.close()
-    rewrite(texts, dict, architectures=["MistralModel"], tie_word_embeddings=False)
+    restore(texts, dict, architectures=["MistralModel"], tie_word_embeddings=False)
     engine = make_engine(texts, max_model_len=64)
     assert engine.info.tasks == ("embed",)
     for task in ("classify", "token_classify", "fill_mask"):
@@ -133,7 +124,7 @@ def test_the_token_that_is_classified(padding: int | None, tmp_path: Path) -> No
 
 
 def test_names_of_classes(texts: Path) -> None:
-    rewrite(texts, dict, id2label={"0": "bad", "1": "fair", "2": "good"}, problem_type="multi_label_classification")
+    restore(texts, dict, id2label={"0": "bad", "1": "fair", "2": "good"}, problem_type="multi_label_classification")
     engine = make_engine(texts, max_model_len=64)
     assert engine.info.labels == ("bad", "fair", "good")
     assert engine.info.activation == "sigmoid"

@@ -40,10 +40,10 @@ from engine.interface.structured import StructuredOutputsParams
 from engine.process.main import MOST_COMMANDS, Loop
 from engine.process.messages import (
     Abort,
-    Add,
+    AddRequest,
     Dismiss,
     Failed,
-    Join,
+    JoinEngine,
     LoadAdapter,
     Loading,
     News,
@@ -97,9 +97,9 @@ VALUES = np.array([[0.1, -0.0, 1e-45], [3.4e38, -2.5, 1 / 3]], dtype=np.float32)
 IDS = np.array([[0, 5, 2**31 - 1], [1, 2, 3]], dtype=np.int32)
 
 
-def added(input: Any, params: Any, **terms: Any) -> Add:
+def added(input: Any, params: Any, **terms: Any) -> AddRequest:
     command = decode_command(encode_add("id", input, params, **terms))
-    assert isinstance(command, Add)
+    assert isinstance(command, AddRequest)
     return command
 
 
@@ -182,9 +182,9 @@ def test_what_is_no_signal_is_not_sent(values: Any, problem: str) -> None:
 @pytest.mark.parametrize("shape", [(2, 3), (-2, -2), (2**62, 4)])
 def test_a_signal_whose_bytes_do_not_fit_its_shape(shape: tuple[int, ...]) -> None:
     """It is refused as it is read; only that request is."""
-    message = Add(request_id="a", signal=Signal("image", shape, b"\0" * 16), pooling=PoolingParams())
+    message = AddRequest(request_id="a", signal=Signal("image", shape, b"\0" * 16), pooling=PoolingParams())
     command = decode_command(msgspec.msgpack.encode(message))
-    assert isinstance(command, Add)
+    assert isinstance(command, AddRequest)
     with pytest.raises(InvalidRequestError, match="16 bytes are not the float32 numbers of a signal of shape"):
         _ = command.input
 
@@ -432,7 +432,7 @@ def test_the_loop_goes_on_while_an_adapter_is_read() -> None:
     info = AdapterInfo(name="a", path="p", rank=4, digest=b"d", num_bytes=5, slot=1)
     engine.finish_adapter = lambda name, done: engine.adapters.update({name: info})  # type: ignore[attr-defined]
     load, add = encode(LoadAdapter("call", "a", "p")), encode_add("b", [1], SamplingParams())
-    channel = Channel((b"x", encode(Join())), load, add)
+    channel = Channel((b"x", encode(JoinEngine())), load, add)
     loop = Loop(engine, channel)  # type: ignore[arg-type]
     loop.turn()
     assert [delta.request_id for news in channel.sent for delta in news.deltas] == ["b", "b"]
@@ -464,7 +464,7 @@ def test_a_fault_while_adding_fails_that_request_alone(caplog: pytest.LogCapture
 
 def test_each_client_hears_of_its_own_requests() -> None:
     first, second = encode_add("a", [1], SamplingParams()), encode_add("b", [1], SamplingParams())
-    channel = Channel((b"x", encode(Join())), (b"y", encode(Join())), (b"z", encode(Join())))
+    channel = Channel((b"x", encode(JoinEngine())), (b"y", encode(JoinEngine())), (b"z", encode(JoinEngine())))
     loop = Loop(FaultyEngine(), channel)  # type: ignore[arg-type]
     loop._obey()
     assert [(name, news.num_commands, news.deltas) for name, news in channel.told] == [
@@ -483,7 +483,7 @@ def test_the_requests_of_a_client_that_is_gone_end() -> None:
     engine = FaultyEngine()
     added = [(name, encode_add(request, [1], SamplingParams())) for name, request in ((b"x", "a"), (b"y", "b"))]
     late = encode_add("late", [1], SamplingParams())
-    channel = Channel((b"z", encode(Join())), *added, (b"z", encode(Dismiss(b"x"))), (b"x", late))
+    channel = Channel((b"z", encode(JoinEngine())), *added, (b"z", encode(Dismiss(b"x"))), (b"x", late))
     loop = Loop(engine, channel)  # type: ignore[arg-type]
     loop._obey()
     assert engine.running == ["b"]

@@ -16,7 +16,7 @@ import pytest
 from support.faults import Gate, patch_engines
 from support.service import PATIENCE, Service, is_running, stopped, wait_for
 from test_http_process import LONG
-from test_process import loading, prefilling, sockets, start, status, wait_back  # noqa: F401
+from test_process import loading, sockets, start, status, wait_back  # noqa: F401
 
 pytestmark = pytest.mark.slow
 
@@ -171,16 +171,4 @@ def test_a_hung_engine_does_not_hold_up_the_end(phase: str, start: Callable[...,
             service.wait_metric("octavo_num_requests_running", 1)
         with stopped(engine):
             assert service.stop() == 0
-    assert not is_running(engine)
-
-
-def test_sigterm_in_prefill(start: Callable[..., Service]) -> None:  # noqa: F811
-    service = start("--shutdown-timeout", "300")
-    service.wait_ready()
-    engine = service.engine()
-    with prefilling(service, tokens=12_000) as answers:
-        service.process.send_signal(signal.SIGTERM)
-    assert isinstance(answers[0], httpx.Response)
-    assert answers[0].status_code == 200
-    assert service.process.wait(PATIENCE) == 0
     assert not is_running(engine)

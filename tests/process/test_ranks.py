@@ -40,7 +40,7 @@ from engine.execution.runner import ModelRunner
 from engine.model.gguf import folder as folders
 from engine.model.layers import Linear
 from engine.model.quantisation import Held, Parts
-from engine.process.runner import Answer, Failure, LoadAdapter, ProcessExecutor, UnloadAdapter, _Late, _Reading
+from engine.process.runner import Do, Failure, FillSlot, ProcessExecutor, RunnerAnswer, _Late, _Reading
 
 ORACLE = Path(sys.prefix) / "clients" / "quantised"  # tools/setup.py puts it there
 
@@ -147,14 +147,14 @@ def test_an_adapter_that_one_rank_cannot_load_stays_in_no_slot(monkeypatch: pyte
     def send(message: object) -> _Late:
         sent.append(message)
         late = _Late(executor, 2)
-        broken = isinstance(message, LoadAdapter)
-        late.replies = [Answer(), Failure("MemoryError", "no room", True) if broken else Answer()]
+        broken = isinstance(message, FillSlot)
+        late.replies = [RunnerAnswer(), Failure("MemoryError", "no room", True) if broken else RunnerAnswer()]
         return late
 
     monkeypatch.setattr(executor, "send", send)
     with pytest.raises(MemoryError, match="no room"):
         executor.load_adapter(_Reading(executor, 2, "own", 1), 3)
-    assert sent == [LoadAdapter("own", 3), UnloadAdapter(3)]
+    assert sent == [FillSlot("own", 3), Do("unload_adapter", [3])]
 
 
 # ---- whole models

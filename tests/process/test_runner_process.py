@@ -40,7 +40,7 @@ from engine.execution.executor import LocalExecutor
 from engine.execution.pending import LateStep
 from engine.host.logs import LineFormatter, LogFormat
 from engine.interface.token_sides import SIDES
-from engine.process.runner import AdapterRead, Answer, Failure, ProcessExecutor, _encoder, _serve
+from engine.process.runner import AdapterRead, Failure, ProcessExecutor, RunnerAnswer, _encoder, _serve
 from engine.scheduling.plan import StepPlan, StepResult
 
 APART: dict[str, Any] = {"distributed_executor_backend": "mp"}
@@ -281,8 +281,8 @@ def test_a_plan_survives_the_way(engines: Callable[..., Engine], monkeypatch: py
     width = len(plans[0].token_ids)
     sides = {name: side.array([*range(side.width * width)]) for name, side in SIDES.items()}
     for plan in (*plans, replace(plans[0], sides=sides)):
-        order = wire._orders.decode(wire._encoder.encode(wire.Launch(plan)))
-        assert isinstance(order, wire.Launch)
+        order = wire._orders.decode(wire._encoder.encode(wire.LaunchStep(plan)))
+        assert isinstance(order, wire.LaunchStep)
         compare(plan, order.plan)
 
 
@@ -346,7 +346,7 @@ def test_an_answer_that_nobody_waits_for_is_not_taken_for_a_later_one(monkeypatc
     again = executor.read_adapter("a", "path")
     theirs.send_bytes(_encoder.encode(AdapterRead("a", Failure("AdapterError", "damaged", False), 1)))
     assert not again.ready
-    theirs.send_bytes(_encoder.encode(AdapterRead("a", Answer(), 2)))
+    theirs.send_bytes(_encoder.encode(AdapterRead("a", RunnerAnswer(), 2)))
     again.wait()
     theirs.close()
 

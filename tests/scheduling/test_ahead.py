@@ -254,8 +254,8 @@ def test_a_search_goes_on_in_another_process(engines: Callable[..., Engine]) -> 
     def remote(plan: StepPlan) -> LateStep:
         nonlocal sent
         sent += plan.searches is not None
-        order = wire._orders.decode(wire._encoder.encode(wire.Launch(plan)))
-        assert isinstance(order, wire.Launch)
+        order = wire._orders.decode(wire._encoder.encode(wire.LaunchStep(plan)))
+        assert isinstance(order, wire.LaunchStep)
         return launch(order.plan)
 
     one.runner.launch = remote  # type: ignore[method-assign]

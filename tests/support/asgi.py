@@ -36,6 +36,34 @@ def error(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
     return dict(body["error"])
 
 
+class Called:
+    """What tests ask of an app that they have made."""
+
+    app: Any
+
+    @property
+    def service(self) -> Service:
+        service = self.app.state.service
+        assert isinstance(service, Service)
+        return service
+
+    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        return request(self.app, method, path, **options)
+
+    def counts(self, name: str) -> dict[str, float]:
+        """A counter's values by label, without zeros."""
+        return counts(self.service, name)
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """What a whole stream of data says, without comments; at its end it says that it is done."""
+    *blocks, rest = text.split("\n\n")
+    assert rest == ""
+    blocks = [block for block in blocks if not block.startswith(":")]
+    assert blocks.pop() == "data: [DONE]"
+    return [json.loads(block.removeprefix("data: ")) for block in blocks]
+
+
 async def until(what: Callable[[], object]) -> None:
     """Wait until it is so."""
     async with asyncio.timeout(PATIENCE):

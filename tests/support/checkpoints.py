@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 MAX_POSITIONS = 1536
 
@@ -163,3 +166,12 @@ def _randomize(model: Any, shape: Shape) -> None:
             inputs = parameter.shape[0] if shape.family == "gpt2" else parameter.shape[1]
             parameter.copy_(noise * 1.2 * inputs**-0.5)
     model.get_output_embeddings().weight[list(shape.eos)] *= shape.eos_gain
+
+
+def restore(folder: Path, change: Callable[[dict[str, Tensor]], Mapping[str, Tensor]] = dict, **settings: Any) -> None:
+    """Store a folder's tensors and config with changes."""
+    file = folder / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in change(load_file(file)).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | settings), encoding="utf-8")

@@ -147,7 +147,9 @@ def build_reference(shape: FamilyShape) -> Any:
     model = model_class(config)
     model.set_attn_implementation("eager")
     randomise(model, shape)
-    model.generation_config = transformers.GenerationConfig(eos_token_id=eos, pad_token_id=0)
+    # transformers does not reorder their states with the beams.
+    cached = shape.architecture not in ("MiniMaxForCausalLM", "RecurrentGemmaForCausalLM")
+    model.generation_config = transformers.GenerationConfig(eos_token_id=eos, pad_token_id=0, use_cache=cached)
     run(model.eval(), [1] * shape.max_model_len)
     return model
 
@@ -222,7 +224,8 @@ def watching_routers(model: Any) -> Iterator[list[float]]:
         elif len(inputs) > 1:
             odds = odds.sigmoid() + inputs[1]
         elif hasattr(module, "e_score_correction_bias"):
-            odds = odds.sigmoid() + module.e_score_correction_bias
+            of_logits = type(module).__name__.startswith("Kolibri1")
+            odds = (odds if of_logits else odds.sigmoid()) + module.e_score_correction_bias
         by_pairs = hasattr(module, "e_score_correction_bias") or type(module).__name__.startswith("Mistral4")
         if by_pairs and getattr(module, "topk_group", 1) < getattr(module, "num_group", 1):
             scores = odds if hasattr(module, "e_score_correction_bias") else odds.softmax(-1)

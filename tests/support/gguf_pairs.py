@@ -79,9 +79,9 @@ def _qwen_names(name: str, tensor: Tensor, config: Any) -> Named:
         yield "v.patch_embd.weight", tensor[:, :, 0]
         yield "v.patch_embd.weight.1", tensor[:, :, 1]
     elif name.startswith("visual.deepstack_merger_list."):
-        number, part, ending = name.split(".")[2:]
+        number, kind, ending = name.split(".")[2:]
         layer = config.vision_config.deepstack_visual_indexes[int(number)]
-        yield f"v.deepstack.{layer}.{part.removeprefix('linear_')}.{ending}", tensor
+        yield f"v.deepstack.{layer}.{kind.removeprefix('linear_')}.{ending}", tensor
     elif name.startswith("visual.merger.") and name.split(".")[2] in merged:
         yield f"{merged[name.split('.')[2]]}.{name.rpartition('.')[2]}", tensor
     else:

@@ -75,11 +75,6 @@ class Mirror:
             if self._live.poll(100):
                 self._take(self._live.recv_multipart())
 
-    def read_what_is_there(self, wait: float = 0.5) -> None:
-        """Take messages in until none comes for so many seconds."""
-        while self._live.poll(int(1000 * wait)):
-            self._take(self._live.recv_multipart())
-
     def fetch(self, first: int) -> list[tuple[int, bytes]]:
         """What the publisher sends again from a number on."""
         assert self._replay is not None

@@ -177,6 +177,8 @@ def build_reference(shape: Seq2SeqShape) -> Any:
     if "encoder" in settings:  # two configs in one
         sizes = {"encoder": shape.encoder_vocab, "decoder": shape.vocab}
         settings |= {side: {**settings[side], "vocab_size": size} for side, size in sizes.items()}
+        if "text_config" in settings["encoder"]:
+            settings["encoder"]["text_config"] = {**settings["encoder"]["text_config"], "vocab_size": shape.vocab}
     config = model_class.config_class(**(vocabularies | special | settings))
     config.architectures = [shape.architecture]
     torch.manual_seed(shape.seed)

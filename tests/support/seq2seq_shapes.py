@@ -74,6 +74,26 @@ GEMMA: dict[str, Any] = {
     "max_position_embeddings": MAX_LEN,
     "sliding_window": 9,
 }
+GEMMA3 = GEMMA | {
+    "sliding_window_pattern": 2,
+    "layer_types": None,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
+# A vision tower that no text needs.
+SIGHT = {
+    "vision_config": {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "image_size": 8,
+        "patch_size": 4,
+    },
+    "mm_tokens_per_image": 4,
+}
 
 SHAPES = {
     "t5": Seq2SeqShape("T5ForConditionalGeneration", T5, seeds=(0, 0, 0, 0, 0)),
@@ -288,6 +308,26 @@ SHAPES = {
         eos=(11, 40),
         eos_gain=2.4,
         seeds=(0, 0, 0, 0, 0),
+    ),
+    "t5gemma2": Seq2SeqShape(
+        "T5Gemma2ForConditionalGeneration",
+        {"encoder": {"text_config": GEMMA3} | SIGHT, "decoder": GEMMA3},
+        seeds=(0, 0, 0, 0, 0),
+    ),
+    "t5gemma2-odd-biases": Seq2SeqShape(
+        "T5Gemma2ForConditionalGeneration",
+        {
+            "encoder": {"text_config": GEMMA3 | {"num_hidden_layers": 3, "sliding_window": 8, "head_dim": 6}} | SIGHT,
+            "decoder": GEMMA3
+            | {
+                "num_key_value_heads": 1,
+                "head_dim": 14,
+                "attention_bias": True,
+                "final_logit_softcapping": 8.0,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
+        },
+        seeds=(1, 4, 0, 0, 8),
     ),
     "t5gemma": Seq2SeqShape(
         "T5GemmaForConditionalGeneration", {"encoder": GEMMA, "decoder": GEMMA}, seeds=(1, 0, 1, 0, 0)

@@ -65,6 +65,26 @@ def test_merges_as_lines(tmp_path: Path) -> None:
     assert large_vocabulary._built(file) is not None
 
 
+@pytest.mark.parametrize("lines", [False, True])
+def test_pieces_of_merges_may_end_anywhere(lines: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also within a token that looks like the end of a merge."""
+    held = content()
+    tokens = held["model"]["vocab"]
+    for pair in (["]", ","], ['"', ","], ['",', "a"], ["],", '"'], ["],", "["]):
+        tokens.setdefault("".join(pair), len(tokens))
+        held["model"]["merges"].insert(3, pair)
+    ordered = sorted(held["model"]["merges"], key=lambda pair: len("".join(pair)))
+    held["model"]["merges"] = [" ".join(pair) for pair in ordered] if lines else ordered
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(held))
+    whole = check(file).to_str()
+    for piece in range(1, 90, 8):
+        monkeypatch.setattr(large_vocabulary, "_PIECE", piece)
+        found = large_vocabulary._built(file)
+        assert found is not None
+        assert found.to_str() == whole
+
+
 def test_the_chat_models_own() -> None:
     check(DEMO_MODEL / "tokenizer.json")
 

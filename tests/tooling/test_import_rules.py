@@ -177,6 +177,7 @@ def test_server_and_command_line_use_some_doors_of_the_engine(path: Path) -> Non
         "engine.process.known",
         "engine.process.predict",
         "engine.host.children",
+        "engine.host.frames",
         "engine.host.gpus",
         "engine.host.loading",
         "engine.host.logs",

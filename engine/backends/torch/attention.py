@@ -98,8 +98,11 @@ class TorchReference(AttentionBackend):
         softcap: float | None = None,
         sinks: Tensor | None = None,
         own: OwnKey | None = None,
+        sums: Tensor | None = None,
     ) -> Tensor:
+        """As `AttentionBackend`. `sums` [T, heads] float32 receives the logarithm of each query's sum of exp(score)."""
         plain = not causal and window is None and bias is None and softcap is None and sinks is None and own is None
+        plain = plain and sums is None
         if plain and isinstance(kv, Ragged) and whole.serves(q, kv, metadata):
             return whole.attend(q, kv, metadata, scale)
         check_shapes(q, kv, metadata, None if isinstance(bias, QueryBias) else bias, sinks)
@@ -117,10 +120,12 @@ class TorchReference(AttentionBackend):
             keys, values = _Vectors(kv.keys.reshape(-1, head_dim)), _Vectors(kv.values.reshape(-1, head_dim))
         out = q.new_zeros(q.shape)
         for group in groups:
-            result = _attend_group(q, keys, values, group, kv_heads, scale, bias, softcap, sinks, own)
+            result, total = _attend_group(q, keys, values, group, kv_heads, scale, bias, softcap, sinks, own)
             if group.places is not None:
-                result = result.index_select(0, group.places)
+                result, total = (part.index_select(0, group.places) for part in (result, total))
             out.index_copy_(0, group.tokens, result.to(q.dtype))
+            if sums is not None:
+                sums.index_copy_(0, group.tokens, total)
         return out
 
     def _groups(self, metadata: AttentionMetadata, kv: Paged | Ragged, shape: Shape) -> tuple[Group, ...]:
@@ -165,8 +170,9 @@ def _attend_group(
     softcap: float | None,
     sinks: Tensor | None,
     own: OwnKey | None,
-) -> Tensor:
-    """Results [tiles * width, heads, head_dim] float32 of a group."""
+) -> tuple[Tensor, Tensor]:
+    """Results [tiles * width, heads, head_dim] float32 of a group, and the logarithms of the sums of exp(score), [tiles
+    * width, heads]."""
     heads, head_dim = q.shape[1:]
     fold = heads // kv_heads
     rows = -(-fold // ROWS) * ROWS if group.width == 1 else fold
@@ -214,7 +220,8 @@ def _attend_group(
         _add_own(own, folded, best, total, acc, group, shape, fold)
     acc.div_(total.clamp_min_(torch.finfo(torch.float32).tiny))
     result = acc.view(*shape, padded)[:, :, :fold, :, :head_dim].permute(0, 3, 1, 2, 4)
-    return result.reshape(group.tiles * group.width, heads, head_dim)
+    sums = total.log_().add_(best).view(*shape)[:, :, :fold].permute(0, 3, 1, 2)
+    return result.reshape(-1, heads, head_dim), sums.reshape(-1, heads)
 
 
 def _add_own(

@@ -54,7 +54,8 @@ def apply_delta(
 
     Args:
         x: queries and keys [N, heads, key_dim], values [N, heads, value_dim]; float32.
-        decays, shares: [N, heads] the factors of the matrices, and of corrections.
+        decays: [N, heads, 1 or key_dim] the factors of the matrices, or of their rows.
+        shares: [N, heads] the factors of corrections.
         state: [heads, key_dim, value_dim].
 
     Returns:
@@ -62,7 +63,7 @@ def apply_delta(
     """
     out = torch.empty_like(x[2])
     for token, (query, key, value) in enumerate(zip(*x, strict=True)):
-        state = state * decays[token, :, None, None]
+        state = state * decays[token, :, :, None]
         known = (state * key[:, :, None]).sum(dim=1)
         change = (value - known) * shares[token, :, None]
         state = state + key[:, :, None] * change[:, None, :]

@@ -353,7 +353,7 @@ def _apply_delta(operation: ApplyDelta, state: Pass) -> None:
     def step(known: Tensor, tokens: slice) -> Tensor:
         matrices = known.view(part.value_heads, part.key_dim, part.value_dim)
         given = (queries[tokens], keys[tokens], values[tokens])
-        attended[tokens], left = apply_delta(given, decays[tokens], shares[tokens], matrices)
+        attended[tokens], left = apply_delta(given, decays[tokens, :, None], shares[tokens], matrices)
         return left.flatten()
 
     begin = (part.kernel - 1) * part.convolved

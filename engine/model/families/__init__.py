@@ -188,7 +188,6 @@ _REASONS = {
     "MiMoV2Flash": "values have a different size from keys",
     "MiniMaxM3": "a sparse index chooses the tokens that attention sees",
     "PaddleOCRVL": "its tower of images is of a kind of its own",
-    "T5Gemma2": "one softmax covers a decoder's own tokens and the encoder's",
 }
 
 
@@ -201,7 +200,7 @@ def _unknown(config: Any) -> UnsupportedModelError:
     elif keeps_state(config):
         why = (
             ": it keeps a state (recurrent or state-space layers) of a kind that is not implemented; implemented: "
-            "gated short convolutions, the gated delta rule of Qwen3.5 and Qwen3-Next, the selective scan of Mamba-2"
+            "gated short convolutions, gated delta rules, selective scans, RG-LRU and lightning attention"
         )
         instead = "No supported architecture can replace it."
     elif getattr(config, "text_config", None):

@@ -42,7 +42,7 @@ def decoder(
     crosses: Callable[[Any], bool] | None = None,
     head: Callable[[Any], Lm] = lm,
     residual_scale: Callable[[Any], float] | None = None,
-    factors: Callable[[Any], Factors] | None = None,
+    factors: Callable[[Any], Factors | list[Factors]] | None = None,
     projection: Callable[[Any], int | None] | None = None,
     context_length: Callable[[Any], int] | None = None,
     refuse: Callable[[Any], None] | None = None,
@@ -59,7 +59,8 @@ def decoder(
         norm: the norm of the layers, and of the end unless `final_norm` is set.
         placement: the placement of a layer's norms, from the config and the norm: one for all layers, or a list.
         crosses: whether layers also attend to an encoder, by attention of the same form.
-        residual_scale, factors, projection, context_length: see `Block`, `Stack` and `ModelSpec`.
+        residual_scale, factors, projection, context_length: see `Block`, `Stack` and `ModelSpec`; factors may be a list
+            with those of each layer.
         refuse: raises UnsupportedModelError for settings that no part expresses.
         names: names of the weights; None for LLaMA's.
         weights: the table of weights, if names are not sufficient.
@@ -76,6 +77,7 @@ def decoder(
         if crossing:
             order = Pre(own, own, own)
         orders = order if isinstance(order, list) else [order] * layers
+        multiplied = () if factors is None else factors(config)
         blocks = tuple(
             Block(
                 placement=place,
@@ -84,13 +86,14 @@ def decoder(
                 cross=part if crossing else None,
                 ffn=network,
                 residual_scale=factor,
-                factors=() if factors is None else factors(config),
+                factors=own_factors,
             )
-            for place, part, state, network in zip(
+            for place, part, state, network, own_factors in zip(
                 orders,
                 attentions,
                 [None] * layers if mixing is None else mixing(config),
                 networks if isinstance(networks, list) else [networks] * layers,
+                multiplied if isinstance(multiplied, list) else [multiplied] * layers,
                 strict=True,
             )
         )

@@ -34,18 +34,8 @@ def _attention(config: Any) -> Attention:
     turned, content = config.qk_rope_head_dim, config.qk_nope_head_dim
     # Mistral 4 gives the share of a whole head that rotates, GLM the share of what may rotate.
     share_of = turned + content if config.model_type == "mistral4" else turned
-    latent = Latent(
-        width=config.kv_lora_rank,
-        rotary=turned,
-        content=content,
-        values=config.v_head_dim,
-        norm=Norm("rms", 1e-6),  # whatever the others have
-        query_width=config.q_lora_rank,
-    )
-    return Attention(
-        heads=config.num_attention_heads,
-        kv_heads=1,
-        head_dim=latent.width + turned,
+    return latent_attention(
+        config,
         scale=(content + turned) ** -0.5 * _stretched(config) ** 2,
         position=rotary(
             config,
@@ -55,9 +45,28 @@ def _attention(config: Any) -> Attention:
             in_float32=second,
         ),
         temperature=tempered(config) if config.model_type == "mistral4" else None,
+    )
+
+
+def latent_attention(config: Any, *, scale: float, **parts: Any) -> Attention:
+    """Attention over latents, with a config's sizes and biases; `parts` are further fields."""
+    latent = Latent(
+        width=config.kv_lora_rank,
+        rotary=config.qk_rope_head_dim,
+        content=config.qk_nope_head_dim,
+        values=config.v_head_dim,
+        norm=Norm("rms", 1e-6),  # whatever the others have
+        query_width=config.q_lora_rank,
+    )
+    return Attention(
+        heads=config.num_attention_heads,
+        kv_heads=1,
+        head_dim=latent.width + latent.rotary,
+        scale=scale,
         qkv_bias=config.attention_bias,
         out_bias=config.attention_bias,
         latent=latent,
+        **parts,
     )
 
 
@@ -138,7 +147,7 @@ def _experts(config: Any, second: bool, bias: bool) -> FeedForward:
     return Shared(experts, Gated(config.moe_intermediate_size * shared, act, bias))
 
 
-def _latent_weights(target: str, layer: str, part: Attention) -> list[Entry]:
+def latent_weights(target: str, layer: str, part: Attention) -> list[Entry]:
     latent = part.latent
     assert latent is not None
     source, queries = f"{layer}.self_attn", "q_proj"
@@ -159,7 +168,7 @@ def _latent_weights(target: str, layer: str, part: Attention) -> list[Entry]:
     ]
 
 
-NAMES = DecoderNames(attention=_latent_weights, guesses=True)
+NAMES = DecoderNames(attention=latent_weights, guesses=True)
 
 FAMILIES = (
     decoder(

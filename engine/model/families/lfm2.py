@@ -1,11 +1,12 @@
-"""LFM2 and LFM2-MoE: layers of attention among layers of gated short convolutions (arXiv:2511.23404)."""
+"""LFM2, LFM2-MoE and LFM3: layers of attention among layers of gated short convolutions (arXiv:2511.23404)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.model.families.common import attention, layer_kinds, linear, rotary, routed
+from engine.model.families.common import attention, layer_kinds, layer_window, linear, rotary, routed
 from engine.model.families.decoder import decoder, pairs
 from engine.model.families.names import DecoderNames, ExpertNames
 from engine.model.normalisation import Norm
@@ -15,7 +16,11 @@ from engine.model.spec import (
     Corrected,
     FeedForward,
     Gated,
+    OutputGate,
     PerHead,
+    Placement,
+    Pre,
+    Sandwich,
     ShortConvolution,
     StateLayer,
 )
@@ -33,6 +38,27 @@ def _attends(c: Any) -> list[bool]:
     return [kind == "full_attention" for kind in layer_kinds(c, "conv", "full_attention", family=" for LFM2")]
 
 
+def _third_kinds(c: Any) -> list[str]:
+    return layer_kinds(c, "conv", "full_attention", "sliding_attention", family=" for LFM3")
+
+
+def _third_attention(c: Any) -> list[Attention]:
+    """Each kind of layer has its rotary positions."""
+    gate = OutputGate(per_head=True) if c.use_attention_gate else None
+    parts: dict[str, Any] = {"qk_norm": PerHead(_norm(c)), "gate": gate, "bias": c.attention_bias}
+    return [
+        NO_ATTENTION
+        if kind == "conv"
+        else attention(
+            c,
+            position=rotary(c, layer_type=kind, in_float32=True, shares=True),
+            window=layer_window(c, kind),
+            **parts,
+        )
+        for kind in _third_kinds(c)
+    ]
+
+
 def _attention(c: Any) -> list[Attention]:
     own = attention(c, position=rotary(c), qk_norm=PerHead(_norm(c)))
     return [own if attends else NO_ATTENTION for attends in _attends(c)]
@@ -42,7 +68,10 @@ def _mixing(c: Any) -> list[StateLayer | None]:
     if c.conv_L_cache < 2:
         raise UnsupportedModelError(f"conv_L_cache of the config must be at least 2, got {c.conv_L_cache}.")
     own = ShortConvolution(width=c.hidden_size, kernel=c.conv_L_cache, bias=c.conv_bias)
-    return [None if attends else own for attends in _attends(c)]
+    third = c.model_type == "lfm3"
+    return [
+        None if attends else own for attends in ([kind != "conv" for kind in _third_kinds(c)] if third else _attends(c))
+    ]
 
 
 def _network(c: Any) -> Gated:
@@ -71,6 +100,11 @@ def _networks(c: Any) -> list[FeedForward]:
         routing=Corrected(added=1e-6, scale=c.routed_scaling_factor),
     )
     return networks + [chosen] * (c.num_hidden_layers - first)
+
+
+def _third_norms(placement: Placement) -> tuple[str, ...]:
+    names = ("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm")
+    return names if isinstance(placement, Sandwich) else names[::2]
 
 
 def _convolution_weights(target: str, layer: str, part: StateLayer) -> list[Entry]:
@@ -111,6 +145,24 @@ FAMILIES = (
         ffn=_network,
         norm=_norm,
         names=_NAMES,
+    ),
+    decoder(
+        "LFM3",
+        pairs("Lfm3"),
+        "gated short convolutions with a state in most layers, sandwich norms, gated heads, windows in some layers",
+        attention=_third_attention,
+        mixing=_mixing,
+        ffn=lambda c: Gated(c.intermediate_size, "silu"),
+        norm=_norm,
+        placement=lambda c, norm: Sandwich(norm, norm, norm, norm) if c.use_sandwich_norm else Pre(norm, norm),
+        names=replace(
+            _NAMES,
+            out="self_attn.o_proj",
+            qk_norm="self_attn.{}_norm",
+            norms=_third_norms,
+            gate="self_attn.g_proj",
+            renamed=((r"\.self_attn\.gate_proj\.", ".self_attn.g_proj."),),
+        ),
     ),
     decoder(
         "LFM2-MoE",

@@ -59,6 +59,7 @@ class ExpertNames:
         fused: the prefix of matrices of all experts in one; `fused_router` is then the router's name, if different.
         always: the network for every token; `opening` is the matrix of its gate.
         corrections: possible names of the score correction, stored according to `correction_form`.
+        uncorrected: whether checkpoints may have none.
     """
 
     router: str = "mlp.gate"
@@ -70,6 +71,7 @@ class ExpertNames:
     opening: str = "mlp.shared_expert_gate"
     corrections: tuple[str, ...] = ("mlp.gate.e_score_correction_bias",)
     correction_form: Transform | None = None
+    uncorrected: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,5 +317,7 @@ def _experts(target: str, source: str, part: Experts, names: ExpertNames) -> lis
         entries += fused_experts(target, f"{source}.{names.fused}", f"{source}.{names.fused_router or names.router}")
     if isinstance(part.routing, Corrected):
         form = names.correction_form or Same()
-        entries += [Entry(f"{target}.correction", (f"{source}.{name}",), form) for name in names.corrections]
+        default = 0.0 if names.uncorrected else None
+        for name in names.corrections:
+            entries.append(Entry(f"{target}.correction", (f"{source}.{name}",), form, default=default))
     return entries

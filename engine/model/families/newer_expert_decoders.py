@@ -10,6 +10,7 @@ from engine.model.families.common import (
     activation,
     attention,
     corrected,
+    gated,
     gated_network,
     layer_window,
     layer_windows,
@@ -36,7 +37,9 @@ from engine.model.spec import (
     Routing,
     Sandwich,
     Shared,
+    Sinks,
 )
+from engine.model.table import Entry, Turned
 
 
 def by_layer(c: Any, dense: FeedForward, experts: FeedForward) -> list[FeedForward]:
@@ -135,6 +138,53 @@ def _laguna_networks(c: Any) -> list[FeedForward]:
     routing = Corrected(scale=c.moe_routed_scaling_factor)
     experts = _shared(c, c.moe_intermediate_size, routing, always=c.shared_expert_intermediate_size)
     return by_layer(c, gated_network(c), experts)
+
+
+# ---------------------------------------------------------------- Flint, Kolibri 1 and Aria
+
+
+def _flint(c: Any) -> list[Attention]:
+    """Only layers with a window have positions; all have sinks."""
+    parts: dict[str, Any] = {"qk_norm": PerHead(rms_in_float32(c)), "sinks": Sinks(), "bias": c.attention_bias}
+    return [attention(c, position=rotary(c) if window else None, window=window, **parts) for window in layer_windows(c)]
+
+
+def _flint_networks(c: Any) -> list[FeedForward]:
+    every, width = c.decoder_sparse_step, c.shared_expert_intermediate_size
+    chosen = [
+        c.num_experts > 0 and i not in c.mlp_only_layers and not (i + 1) % every for i in range(c.num_hidden_layers)
+    ]
+    if not any(chosen):
+        return [gated_network(c)] * len(chosen)
+    experts = _shared(c, c.moe_intermediate_size, Corrected(), always=width, normalize=c.norm_topk_prob)
+    return [experts if own else gated_network(c) for own in chosen]
+
+
+def _kolibri_networks(c: Any) -> FeedForward:
+    routing, width = Corrected(of_logits=True), c.shared_expert_intermediate_size
+    return _shared(c, c.moe_intermediate_size, routing, always=width, normalize=c.norm_topk_prob)
+
+
+def _aria_networks(c: Any) -> FeedForward:
+    expert = Gated(c.intermediate_size, "silu")
+    chosen = routed(expert, count=c.moe_num_experts, active=c.moe_topk)
+    width = c.intermediate_size * c.moe_num_shared_experts
+    return Shared(chosen, Gated(width, activation(c.hidden_act), bias=c.mlp_bias))
+
+
+def _aria_weights(target: str, source: str, part: FeedForward) -> list[Entry]:
+    assert isinstance(part, Shared)
+    assert isinstance(part.always, Gated)
+    stored, own = f"{source}.mlp.experts", f"{target}.routed"
+    return [
+        Entry(f"{own}.router.weight", (f"{source}.mlp.router.weight",)),
+        *(
+            Entry(f"{own}.{ours}.weight", (f"{stored}.{theirs}",), Turned())
+            for ours, names in (("up", ("fc1.weight", "gate_up_proj")), ("down", ("fc2.weight", "down_proj")))
+            for theirs in names
+        ),
+        *gated(f"{target}.always", f"{source}.mlp.shared_experts", part.always),
+    ]
 
 
 # ---------------------------------------------------------------- Command A with experts
@@ -238,6 +288,47 @@ FAMILIES = (
             ),
             renamed=((r"\.mlp\.shared_experts\.", ".mlp.shared_expert."),),
         ),
+    ),
+    decoder(
+        "Flint",
+        pairs("Flint"),
+        "sinks, QK norms per head, full-attention layers without positions, MoE routed by sigmoid scores",
+        attention=_flint,
+        ffn=_flint_networks,
+        norm=rms_in_float32,
+        names=DecoderNames(
+            experts=ExpertNames(always="mlp.shared_expert", uncorrected=True),
+            renamed=((r"\.softmax_offset$", ".sinks"),),
+        ),
+    ),
+    decoder(
+        "Kolibri 1",
+        pairs("Kolibri1"),
+        "EXAONE 4's attention with sandwich norms, MoE routed by corrected logits",
+        attention=exaone4,
+        ffn=_kolibri_networks,
+        placement=lambda c, norm: Sandwich(norm, norm, norm, norm),
+        names=DecoderNames(
+            norms=(
+                "input_layernorm",
+                "post_self_attn_layernorm",
+                "post_attention_layernorm",
+                "post_mlp_layernorm",
+            ),
+            experts=ExpertNames(corrections=("mlp.gate.e_score_correction_bias", "moe.router.expert_bias")),
+            renamed=(
+                (r"\.post_attn_norm\.", ".post_self_attn_layernorm."),
+                (r"\.post_ffn_norm\.", ".post_mlp_layernorm."),
+            ),
+        ),
+    ),
+    decoder(
+        "Aria text",
+        ("AriaTextForCausalLM", "AriaTextModel"),
+        "LLaMA's attention, MoE with a shared expert",
+        attention=lambda c: attention(c, position=rotary(c), bias=c.attention_bias),
+        ffn=_aria_networks,
+        names=DecoderNames(ffn=_aria_weights),
     ),
     decoder(
         "Mellum 2",

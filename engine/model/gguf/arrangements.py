@@ -118,7 +118,7 @@ class Frames(Arrangement):
         return (stored[0] // 2, stored[1], 2, *stored[2:])
 
     def arrange(self, stored: Tensor) -> Tensor:
-        return stored.unflatten(0, (2, -1)).movedim(0, 2)
+        return stored.view(2, -1, *stored.shape[1:]).movedim(0, 2)
 
 
 @dataclass(frozen=True)

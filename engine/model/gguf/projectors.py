@@ -44,7 +44,7 @@ class Projector:
         outer, layer: transformers' names of tensors, as in `Architecture`.
         layers: the prefix of a layer's index.
         arranged: tensors, named as in `outer` or `layer`, with another layout.
-        joined: tensors that are stored in parts; the parts that follow the first, by its name.
+        joined: tensors that are stored in parts: what stands for a part of the first one's name in those of the others.
     """
 
     settings: Callable[[Metadata, Config], Settings]
@@ -102,21 +102,27 @@ def place_projector(file: Gguf) -> Iterator[Placed]:
     """The tensors of a projector under transformers' names, in the file's order. Raises UnsupportedModelError if its
     type is not supported."""
     kind, metadata = _kind_of(file), Metadata(file)
-    parts = {name: first for first, others in kind.joined.items() for name in others}
-    swapped = _swapped(file)
+    swapped, following = _swapped(file), _following(kind, file)
+    parts = {info.name for infos in following.values() for info in infos}
     for info in file.tensors.values():
-        if _UNSEEN.fullmatch(info.name) and not any(_known(kind, info.name)):
+        stem = info.name.rpartition(".")[0]
+        unseen = _UNSEEN.fullmatch(info.name) is not None and info.name not in kind.outer and stem not in kind.outer
+        if info.name in parts or unseen:
             continue
-        found = _LAYER.fullmatch(info.name)
-        stem = found[3] if found and found[1] == "blk" else info.name.removesuffix(".weight").removesuffix(".bias")
-        if stem in parts or info.name in parts:
-            continue
-        others = tuple(_part(file, info.name, stem, other) for other in kind.joined.get(stem, ()))
-        others += tuple(_part(file, info.name, info.name, other) for other in kind.joined.get(info.name, ()))
-        make = kind.arranged.get(info.name, kind.arranged.get(stem))
+        make = kind.arranged.get(info.name, kind.arranged.get(stem.rpartition(".")[2], kind.arranged.get(stem)))
         arrangement = AsStored() if make is None else make(metadata)
-        name = _name(kind, metadata, info.name, swapped)
-        yield Placed(name, info, arrangement, others=tuple(other for other in others if other is not None))
+        yield Placed(_name(kind, metadata, info.name, swapped), info, arrangement, others=following.get(info.name, ()))
+
+
+def _following(kind: Projector, file: Gguf) -> dict[str, tuple[TensorInfo, ...]]:
+    """The tensors whose rows follow those of another, by its name."""
+    found = {}
+    for name in file.tensors:
+        for first, others in kind.joined.items():
+            if first in name:
+                parts = (file.tensors.get(name.replace(first, other)) for other in others)
+                found[name] = tuple(part for part in parts if part is not None)
+    return found
 
 
 def _name(kind: Projector, metadata: Metadata, stored: str, swapped: Mapping[str, str]) -> str:
@@ -137,16 +143,6 @@ def _name(kind: Projector, metadata: Metadata, stored: str, swapped: Mapping[str
     if known is not None:
         return f"{kind.layers}.{number}.{known}"
     return f"{kind.layers}.{number}.{kind.layer[part]}.{found[4]}" if part in kind.layer else stored
-
-
-def _known(kind: Projector, stored: str) -> Iterator[bool]:
-    yield stored in kind.outer
-    yield stored.rpartition(".")[0] in kind.outer
-
-
-def _part(file: Gguf, whole: str, stem: str, other: str) -> TensorInfo | None:
-    """The tensor that follows another; None if the file stores both together."""
-    return file.tensors.get(whole.replace(stem, other) if stem != whole else other)
 
 
 def _swapped(file: Gguf) -> Mapping[str, str]:
@@ -248,8 +244,7 @@ def _llava(metadata: Metadata, text: Config) -> Settings:
     activation = _activation(metadata, "gelu")
     layer, count = -1, tower["num_hidden_layers"]
     if metadata.has("vision.feature_layer"):
-        found = metadata.each("vision.feature_layer", 1)
-        layer = int(found[0])
+        layer = metadata.count("vision.feature_layer")
     side = tower["image_size"]
     config: Config = {
         "model_type": "llava",
@@ -468,14 +463,14 @@ _LAYERS = {
 _MERGED = {"v.patch_embd": "visual.patch_embed.proj", "v.position_embd": "visual.pos_embed"}
 _BLOCK = {"attn_qkv": "attn.qkv", "attn_q": "attn.qkv", "attn_out": "attn.proj", "ln1": "norm1", "ln2": "norm2"}
 _FRAMES: dict[str, Callable[[Metadata], Arrangement]] = {"v.patch_embd.weight": lambda metadata: Frames()}
-_QKV = {"attn_q": ("attn_k", "attn_v")}
+_QKV = {".attn_q.": (".attn_k.", ".attn_v.")}
 _TURNED: Callable[[Metadata], Arrangement] = lambda metadata: Interleaved(  # noqa: E731
     metadata.count("vision.attention.head_count")
 )
 _OF_LLAVA = ("llama", "qwen2", "qwen3", "phi3")
 
 
-def _of_qwen(settings: Callable[[Metadata, Config], Settings], whole: str, network: Mapping[str, str]) -> Projector:
+def _of_qwen(settings: Callable[[Metadata, Config], Settings], whole: str, network: dict[str, str]) -> Projector:
     return Projector(
         settings,
         {"qwen2vl": whole},

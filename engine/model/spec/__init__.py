@@ -83,16 +83,25 @@ from engine.model.spec.networks import (
 )
 from engine.model.spec.sparse import BeforeToken, BlockSums, FirstToken, GlobalStream, GlobalTokens, SparseBlocks
 from engine.model.spec.stack import LayerVectors, PredictingStream, Repeated, Stack, Versions
-from engine.model.spec.states import DeltaRule, SelectiveScan, ShortConvolution, StateLayer
+from engine.model.spec.states import (
+    ChannelScan,
+    DeltaRule,
+    FadingAttention,
+    FeatureDelta,
+    GatedRecurrence,
+    SelectiveScan,
+    ShortConvolution,
+    StateLayer,
+)
 from engine.model.spec.vision import Pooled, Projector, Shuffled, Vision
 
 __all__ = [
     "NO_ATTENTION", "NO_NETWORK",
     "Activation", "AfterRotation", "AfterSublayer", "AnswerSpan", "AtToken", "Attention", "BeforeToken",
-    "Block", "BlockSums", "Bottleneck", "Clamped", "Classifier", "Convolution", "Corrected", "DeltaRule", "Dense",
-    "EachHead", "Embedder", "Embedding", "Experts", "FeedForward", "FirstStates", "FirstToken", "Fourier", "Gated",
-    "GlobalStream", "GlobalTokens", "GroupLimited", "Head", "HeadLayer",
-    "Joined", "LabelledSpans", "Latent", "LayerInput",
+    "Block", "BlockSums", "Bottleneck", "ChannelScan", "Clamped", "Classifier", "Convolution", "Corrected", "DeltaRule",
+    "Dense", "EachHead", "Embedder", "Embedding", "Experts", "FadingAttention", "FeatureDelta", "FeedForward",
+    "FirstStates", "FirstToken", "Fourier", "Gated", "GatedRecurrence", "GlobalStream", "GlobalTokens",
+    "GroupLimited", "Head", "HeadLayer", "Joined", "LabelledSpans", "Latent", "LayerInput",
     "LayerVectors", "Likeliest", "Lm", "LowRank", "MaskedLm", "MaskedOut", "ModelSpec", "Neighbours", "NormedResidual",
     "NormedSum", "Opened", "OutputGate", "Parallel", "Patches", "PerHead", "Placement", "Pool", "Pooled", "Post", "Pre",
     "PredictingStream", "Probe", "Projector", "Pyramid", "PyramidStage",

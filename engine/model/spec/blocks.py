@@ -135,6 +135,7 @@ class Block:
     """One layer. `cross` attends to the encoder's output; `beside` runs beside the whole layer.
 
     Attributes:
+        merged: whether one softmax covers the tokens of both attentions, which have the same matrices.
         attention, ffn: `NO_ATTENTION` and `NO_NETWORK` for none. A layer of a decoder with norms before its sublayers
             may lack either.
         mixing: an alternative way to mix tokens, if there is no attention; a state beside attention adds its result to
@@ -156,6 +157,7 @@ class Block:
     mixing: Fourier | StateLayer | None = None
     bottleneck: Bottleneck | None = None
     cross: Attention | None = None
+    merged: bool = False
     beside: Convolution | None = None
     input: LayerInput | None = None
     low_rank: LowRank | None = None

@@ -87,6 +87,7 @@ class Corrected:
     least: float = 0.0  # minimum of the sum that divides the weights
     added: float = 0.0
     scale: float = 1.0  # factor of the weights
+    of_logits: bool = False  # whether the correction is added to logits, not to scores
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.model.normalisation import Norm
+from engine.model.spec.networks import Activation
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConvolution:
@@ -105,4 +108,110 @@ class SelectiveScan:
         return (self.kernel - 1) * self.convolved + self.width * self.size
 
 
-StateLayer = ShortConvolution | DeltaRule | SelectiveScan
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelScan:
+    """Features that each keep a few numbers, which every token decays and adds to: s = exp(-t * a) * s + B (t * x), and
+    whose result is C s + d * x, times SiLU of a gate. Each feature has its own t, and all share B and C
+    (arXiv:2312.00752). x passes a short convolution and SiLU; t, B and C are made from it.
+
+    Attributes:
+        width: number of features.
+        size: numbers of each.
+        rank: features of the vector from which every t is made.
+        kernel: tokens that the convolution sees, the token itself included.
+        norm: the norm of that vector, of B and of C; None for no norm.
+        bias, kernel_bias: whether the projections and the convolution have biases.
+    """
+
+    width: int
+    size: int
+    rank: int
+    kernel: int
+    norm: Norm | None = None
+    bias: bool = False
+    kernel_bias: bool = False
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of a sequence's state."""
+        return (self.kernel - 1 + self.size) * self.width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedRecurrence:
+    """Features that each keep a number: h = a * h + sqrt(1 - a^2) * i * x, where the token makes a and i, and whose
+    result h is multiplied by a gate (RG-LRU, arXiv:2402.19427, 2.4). x passes a short convolution. The first token of a
+    sequence has a = 0 and no root.
+
+    Attributes:
+        width: number of features.
+        blocks: a and i of a feature are made from the x of its own block.
+        kernel: tokens that the convolution sees, the token itself included.
+        activation: of the gate.
+    """
+
+    width: int
+    blocks: int
+    kernel: int
+    activation: Activation
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of a sequence's state."""
+        return self.kernel * self.width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FadingAttention:
+    """Heads that each keep a matrix, which fades at a fixed rate: S = exp(-slope) * S + k v, and whose result is q S
+    (lightning attention, arXiv:2405.17381). Queries, keys and values pass an activation; the results of all heads are
+    normed together, and multiplied by the sigmoid of a gate.
+
+    Attributes:
+        heads, head_dim: their number, and features of each.
+        slopes: of each head.
+        norm: the norm of the results.
+    """
+
+    heads: int
+    head_dim: int
+    slopes: tuple[float, ...]
+    activation: Activation
+    norm: Norm
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of a sequence's state."""
+        return self.heads * self.head_dim**2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureDelta:
+    """The gated delta rule whose decay d is a number for each feature of a key (arXiv:2510.26692). The decays and the
+    gates are made from a vector of head_dim features each; gates pass the sigmoid.
+
+    Attributes:
+        heads, head_dim: their number, and features of a query, a key and a value.
+        kernel: tokens that the convolution sees, the token itself included.
+        eps: of the norm.
+    """
+
+    heads: int
+    head_dim: int
+    kernel: int
+    eps: float
+
+    @property
+    def width(self) -> int:
+        """Features of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of a sequence's state."""
+        return (self.kernel - 1) * 3 * self.width + self.width * self.head_dim
+
+
+StateLayer = (
+    ShortConvolution | DeltaRule | SelectiveScan | ChannelScan | GatedRecurrence | FadingAttention | FeatureDelta
+)

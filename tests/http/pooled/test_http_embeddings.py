@@ -15,21 +15,20 @@ import numpy as np
 import pytest
 from fake_client import FEATURES, VOCAB_SIZE, FakeClient, Script, Step, hf_byte_tokenizer, pool
 from structlog.testing import capture_logs
-from support.asgi import Call, counts, error, request, until
+from support.asgi import Call, Called, error, until
 
 from engine import EngineDeadError, InvalidRequestError, PoolingParams, RequestDelta, RequestFailedError, TokenInput
 from engine.text.processor import Tokenizer
 from server.answering import encoding
 from server.app import create_app
 from server.config.settings import ServerSettings
-from server.context import Service
 from server.door.drain import Drain
 
 PATH, MODEL, LONGEST = "/v1/embeddings", "org/fake", 64
 ENDED = RequestDelta(request_id="x", choices=(), finished=True)
 
 
-class Api:
+class Api(Called):
     """An app over a script whose model reads inputs whole, three in a step."""
 
     def __init__(self, script: Script = pool, *, info: dict[str, Any] | None = None, **settings: Any):
@@ -43,15 +42,6 @@ class Api:
         made = ServerSettings(**settings)
         self.app = create_app(self.client, Tokenizer(hf_byte_tokenizer()), MODEL, settings=made, drain=self.drain)
 
-    @property
-    def service(self) -> Service:
-        service = self.app.state.service
-        assert isinstance(service, Service)
-        return service
-
-    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
-        return request(self.app, method, path, **options)
-
     def embed(self, **body: Any) -> httpx.Response:
         return self.request("POST", PATH, json=body)
 
@@ -64,10 +54,6 @@ class Api:
         (asked,) = self.client.asked.values()
         assert isinstance(asked[1], PoolingParams)
         return asked[1]
-
-    def counts(self, name: str) -> dict[str, float]:
-        """A counter's values by label, without zeros."""
-        return counts(self.service, name)
 
     def check_empty(self) -> None:
         """Nothing is left of any request."""

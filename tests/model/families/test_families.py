@@ -46,12 +46,16 @@ UNREAD: dict[str, str] = {
     "layoutlm": r"pooler\..*",
     # Projections for global tokens, where a head has none of these.
     r"longformer(-windows|-masked.*|-tokens.*)?$": r"encoder\.layer\.\d+\.attention\.self\.\w+_global\.(weight|bias)",
+    # What follows from the number of heads.
+    r"minimax(-odd-scaled)?$": r"layers\.\d+\.self_attn\.(slope_rate|(query|key|diagonal)_decay)",
     "mobilebert-inside": r"encoder\.layer\.\d+\.bottleneck\.attention\..*",
     "mobilebert-masked-untied": r"encoder\.layer\.\d+\.bottleneck\.attention\..*",
     "mobilebert-masked-wide": r"embeddings\.embedding_transformation\..*|cls\.predictions\.dense\.weight",
     "mobilebert-numbers": r"encoder\.layer\.\d+\.bottleneck\.attention\..*",
     "mobilebert-tokens-wide": r"embeddings\.embedding_transformation\..*",
     "mobilebert-wide": r"embeddings\.embedding_transformation\..*",
+    # For images.
+    "t5gemma2": r".*\.eoi_embedding|encoder\.(vision_tower|multi_modal_projector)\..*",
     "roformer": r"encoder\.embed_positions\.weight",
     # Vectors of languages, which no request names.
     "xlm": r"lang_embeddings\.weight",
@@ -310,8 +314,6 @@ def test_another_head_of_a_family_that_is_served() -> None:
     [
         of_type("mamba", "MambaForCausalLM"),
         of_type("rwkv", "RwkvForCausalLM"),
-        of_type("jamba", "JambaForCausalLM"),
-        of_type("recurrent_gemma", "RecurrentGemmaForCausalLM"),
         of_type("zamba2", "Zamba2ForCausalLM"),
         of_type("xlstm", "xLSTMForCausalLM"),
         transformers.PretrainedConfig(architectures=["NewForCausalLM"], ssm_state_size=16),
@@ -325,7 +327,8 @@ def test_models_that_keep_a_state_of_another_kind(config: Any) -> None:
 
 
 def test_a_hybrid_family_without_a_layer_that_keeps_a_state_is_refused_as_any_other() -> None:
-    config = of_type("minimax", "MiniMaxForCausalLM", layer_types=["full_attention"] * 2, num_hidden_layers=2)
+    kinds = ["full_attention"] * 2
+    config = of_type("bailing_hybrid", "BailingHybridForCausalLM", layer_types=kinds, num_hidden_layers=2)
     assert " cannot replace it: " in refusal(config)
 
 

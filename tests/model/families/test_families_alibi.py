@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from support.checkpoints import restore
 from support.pages import Pages, close, load, scattered_tables
 from support.published import (
     BLOOM_560M,
@@ -137,14 +135,6 @@ def make(architecture: str, folder: Path, **changes: Any) -> Any:
     return model
 
 
-def rename(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], **config: Any) -> None:
-    """Rewrite the stored tensors, and settings of the config."""
-    file = folder / "model.safetensors"
-    save_file(change(load_file(file)), file, metadata={"format": "pt"})
-    values = folder / "config.json"
-    values.write_text(json.dumps(json.loads(values.read_text()) | config))
-
-
 def logits(folder: Path) -> Tensor:
     model = load(folder)
     (hidden,) = Pages(model, scattered_tables([len(PROMPT)])).step([PROMPT])
@@ -170,16 +160,16 @@ def test_names_without_prefix_and_stored_buffers_load(architecture: str, tmp_pat
         assert not short.keys() & tensors.keys()
         return short | {name: torch.ones(2) for name in BUFFERS.get(architecture, ())}
 
-    rename(tmp_path, headless)
+    restore(tmp_path, headless)
     close(logits(tmp_path), expected)
-    rename(tmp_path, dict, architectures=[architecture.removesuffix("ForCausalLM") + "Model"])
+    restore(tmp_path, dict, architectures=[architecture.removesuffix("ForCausalLM") + "Model"])
     close(logits(tmp_path), expected)
 
 
 @pytest.mark.parametrize("architecture", TINY)
 def test_a_stored_head_of_its_own_is_used(architecture: str, tmp_path: Path) -> None:
     model = make(architecture, tmp_path, tie_word_embeddings=False)
-    rename(tmp_path, dict, tie_word_embeddings=True)
+    restore(tmp_path, dict, tie_word_embeddings=True)
     close(logits(tmp_path), reference(model))
 
 
@@ -212,7 +202,7 @@ def test_falcon_turns_by_scaled_frequencies(kind: str, values: dict[str, Any], t
         model(torch.ones(1, 40, dtype=torch.long))
     expected = reference(model)
     close(logits(tmp_path), expected)
-    rename(tmp_path, dict, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    restore(tmp_path, dict, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
     with pytest.raises(AssertionError):
         close(logits(tmp_path), expected)
 
@@ -229,6 +219,6 @@ def test_mpt_is_what_the_reference_makes_of_it(tmp_path: Path, caplog: pytest.Lo
 def test_mpt_with_tensors_that_the_reference_passes_over_is_refused(name: str, tmp_path: Path) -> None:
     """Learned positions, biases: transformers leaves them out without a word in the config."""
     make("MptForCausalLM", tmp_path, no_bias=False)
-    rename(tmp_path, lambda tensors: tensors | {name: torch.ones(3)})
+    restore(tmp_path, lambda tensors: tensors | {name: torch.ones(3)})
     with pytest.raises(ModelLoadError, match=f"has tensors that do not match its config: {name}"):
         load(tmp_path)

@@ -3,7 +3,6 @@ not see each other, and what is refused. Its numbers are compared in test_golden
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from support.checkpoints import restore
 from support.encoder_shape import EncoderCheckpoint, run
 from support.encoders import ENCODER_SHAPES, make_encoder_checkpoint
 from support.pages import CPU, close, load
@@ -167,14 +167,6 @@ def read_inputs(model: Transformer, inputs: list[list[int]]) -> list[Tensor]:
     with torch.inference_mode():
         inputs = Inputs(token_ids=ids, positions=positions, metadata=metadata, tokens=len(ids))
         return list(model(inputs).split(lengths))
-
-
-def restore(folder: Path, change: Callable[[Tensors], Tensors], **changes: Any) -> None:
-    """Store a folder's tensors and config with changes."""
-    file = folder / "model.safetensors"
-    save_file(change(load_file(file)), file, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps(config | changes), encoding="utf-8")
 
 
 IDS = [3, 17, 41, 5, 9, 26, 5, 0, 33]

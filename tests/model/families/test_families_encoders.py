@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from support.checkpoints import restore
 from support.driving import make_engine
 from support.encoder_shape import EncoderCheckpoint, run
 from support.encoders import ENCODER_SHAPES, make_encoder_checkpoint
@@ -41,15 +41,6 @@ Tensors = dict[str, Tensor]
 def make(tmp_path: Path) -> Callable[[str], EncoderCheckpoint]:
     """The checkpoint of a shape, in a folder of its own."""
     return lambda name: make_encoder_checkpoint(ENCODER_SHAPES[name], tmp_path / name)
-
-
-def restore(folder: Path, change: Callable[[Tensors], Tensors] = dict, **settings: Any) -> None:
-    """Store a folder's tensors and config with changes."""
-    file = folder / "model.safetensors"
-    tensors = {name: tensor.clone() for name, tensor in change(load_file(file)).items()}
-    save_file(tensors, file, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps(config | settings), encoding="utf-8")
 
 
 IDS = [3, 2, 41, 5, 9, 26, 5, 0]  # none that RoBERTa's positions leave out

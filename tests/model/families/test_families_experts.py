@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from support.checkpoints import restore
 from support.families import FAMILY_SHAPES
 from support.family_shape import build_reference
 from support.pages import load
@@ -141,10 +142,8 @@ def test_a_checkpoint_without_its_head(name: str, tmp_path: Path) -> None:
 
 def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
     build_reference(FAMILY_SHAPES["mixtral"]).save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    del tensors["model.layers.1.block_sparse_moe.experts.3.w3.weight"]
-    save_file(tensors, file, {"format": "pt"})
+    gone = "model.layers.1.block_sparse_moe.experts.3.w3.weight"
+    restore(tmp_path, lambda held: {name: tensor for name, tensor in held.items() if name != gone})
     with pytest.raises(ModelLoadError, match=r"lacks tensors.*layers\.1\.block_sparse_moe\.experts\.3\.w3\.weight"):
         load(tmp_path)
 
@@ -153,10 +152,8 @@ def test_layers_that_guess_later_tokens_are_left_unread(tmp_path: Path) -> None:
     """They stand after the last layer of a checkpoint of GLM-4.5."""
     shape = FAMILY_SHAPES["glm4-moe"]
     build_reference(shape).save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file) | {"model.layers.3.eh_proj.weight": torch.zeros(4, 4)}
-    save_file(tensors, file, metadata={"format": "pt"})
+    restore(tmp_path, lambda held: held | {"model.layers.3.eh_proj.weight": torch.zeros(4, 4)})
     load(tmp_path, torch.float32)
-    save_file(tensors | {"model.layers.4.eh_proj.weight": torch.zeros(4, 4)}, file, metadata={"format": "pt"})
+    restore(tmp_path, lambda held: held | {"model.layers.4.eh_proj.weight": torch.zeros(4, 4)})
     with pytest.raises(ModelLoadError, match=r"model\.layers\.4\.eh_proj"):
         load(tmp_path, torch.float32)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from support.checkpoints import restore
 from support.families import FAMILY_SHAPES, FamilyShape, make_family_checkpoint
 from support.family_shape import run
 from support.pages import Pages, close, load, scattered_tables
@@ -54,11 +54,6 @@ def test_what_no_part_expresses_is_refused(
 
 
 Tensors = dict[str, Tensor]
-
-
-def rewrite(path: Path, change: Callable[[Tensors], Tensors]) -> None:
-    held = load_file(path / "model.safetensors")
-    save_file(change(held), path / "model.safetensors", metadata={"format": "pt"})
 
 
 def without(prefix: str) -> Callable[[Tensors], Tensors]:
@@ -119,7 +114,7 @@ def test_published_forms_load(shape: str, changes: list[Callable[[Tensors], Tens
     made = make_family_checkpoint(FAMILY_SHAPES[shape], tmp_path)
     expected = load(made.path).state_dict()
     for change in changes:
-        rewrite(made.path, change)
+        restore(made.path, change)
     found = load(made.path).state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -127,7 +122,7 @@ def test_published_forms_load(shape: str, changes: list[Callable[[Tensors], Tens
 
 def test_a_head_under_both_names_is_refused(tmp_path: Path) -> None:
     path = make_family_checkpoint(FAMILY_SHAPES["gpt-neox"], tmp_path).path
-    rewrite(path, lambda held: held | {"lm_head.weight": held["embed_out.weight"].clone()})
+    restore(path, lambda held: held | {"lm_head.weight": held["embed_out.weight"].clone()})
     with pytest.raises(
         ModelLoadError,
         match=r"lm_head\.weight twice: as (lm_head|embed_out)\.weight and as (lm_head|embed_out)\.weight",

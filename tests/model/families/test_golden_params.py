@@ -75,35 +75,51 @@ def assert_equal(ours: list[CompletionOutput], expected: Reference) -> None:
             assert answer.score == pytest.approx(other.score, abs=1e-4)
 
 
+@pytest.fixture(scope="module")
+def plain(checkpoint: Callable[[str], Checkpoint]) -> dict[int, list[Reference]]:
+    """The reference's answers without any setting, by the number of beams."""
+    model = checkpoint(NAME)
+    arguments = [(model.model, prompt, model.eos) for prompt in model.prompts()]
+    return {
+        1: [reference.greedy(*each, LENGTH) for each in arguments],
+        4: [reference.beams(*each, BEAM_LENGTH, num_beams=4, n=4) for each in arguments],
+    }
+
+
 @pytest.mark.filterwarnings("ignore:Unfeasible length")
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_greedy_setting(setting: str, checkpoint: Callable[[str], Checkpoint], shared_llm: Any) -> None:
+def test_greedy_setting(
+    setting: str, checkpoint: Callable[[str], Checkpoint], shared_llm: Any, plain: dict[int, list[Reference]]
+) -> None:
     """Each parameter alone and all together; each changes at least one of the answers."""
     model = checkpoint(NAME)
     ours, theirs = SETTINGS[setting]
     params = SamplingParams(temperature=0.0, max_tokens=LENGTH, **ours)
     changed = 0
-    for prompt, output in zip(model.prompts(), shared_llm(NAME).generate(model.prompts(), params), strict=True):
+    outputs = shared_llm(NAME).generate(model.prompts(), params)
+    for prompt, output, other in zip(model.prompts(), outputs, plain[1], strict=True):
         expected = reference.greedy(model.model, prompt, model.eos, LENGTH, **theirs)
         assert_equal(output.outputs, expected)
-        changed += expected.answers != reference.greedy(model.model, prompt, model.eos, LENGTH).answers
+        changed += expected.answers != other.answers
     assert changed > 0
 
 
 @pytest.mark.filterwarnings("ignore:Unfeasible length")
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_beam_setting(setting: str, checkpoint: Callable[[str], Checkpoint], shared_llm: Any) -> None:
+def test_beam_setting(
+    setting: str, checkpoint: Callable[[str], Checkpoint], shared_llm: Any, plain: dict[int, list[Reference]]
+) -> None:
     """The same for beams, where processors act on log-probabilities."""
     reference.skip_if_older(setting == "prompt_rewarded")
     model = checkpoint(NAME)
     ours, theirs = SETTINGS[setting]
     params = SamplingParams(num_beams=4, n=4, max_tokens=BEAM_LENGTH, **ours)
     changed = 0
-    for prompt, output in zip(model.prompts(), shared_llm(NAME).generate(model.prompts(), params), strict=True):
+    outputs = shared_llm(NAME).generate(model.prompts(), params)
+    for prompt, output, other in zip(model.prompts(), outputs, plain[4], strict=True):
         expected = reference.beams(model.model, prompt, model.eos, BEAM_LENGTH, num_beams=4, n=4, **theirs)
         assert_equal(output.outputs, expected)
-        plain = reference.beams(model.model, prompt, model.eos, BEAM_LENGTH, num_beams=4, n=4)
-        changed += expected.answers != plain.answers
+        changed += expected.answers != other.answers
     assert changed > 0
 
 

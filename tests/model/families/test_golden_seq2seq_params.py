@@ -3,6 +3,7 @@ limits of their inputs."""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -127,10 +128,16 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def plain(models: Models) -> Callable[[Case, int], Reference]:
+    """Gives the reference's answer to a case without any setting, computed once."""
+    return functools.cache(lambda case, num_beams: expect(models(NAME)[0], case, num_beams, {}))
+
+
 @pytest.mark.parametrize("num_beams", [1, 3])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.slow
-def test_setting(setting: str, num_beams: int, models: Models) -> None:
+def test_setting(setting: str, num_beams: int, models: Models, plain: Callable[[Case, int], Reference]) -> None:
     """Each parameter alone and all together; each changes at least one of the answers."""
     reference.skip_if_older(num_beams > 1 and setting in ("encoder_penalty", "encoder_reward", "together"))
     model, llm = models(NAME)
@@ -143,7 +150,7 @@ def test_setting(setting: str, num_beams: int, models: Models) -> None:
         expected = expect(model, case, num_beams, theirs)
         if is_clear(expected):
             assert_equal(ask(llm, case, num_beams, **ours), expected)
-            changed += expected.answers != expect(model, case, num_beams, {}).answers
+            changed += expected.answers != plain(case, num_beams).answers
             compared += 1
     assert changed > 0
     assert compared >= 3

@@ -17,6 +17,7 @@ from support.gguf_files import library
 from support.gguf_pairs import PAIRS, write_pair, write_projector
 from support.seeing import VOCAB, SeeingModel, make_seeing_model, picture
 
+from cli.main import main
 from engine import LLM, SamplingParams
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.images import crop, read_cropping
@@ -125,6 +126,19 @@ def test_choosing_a_projector(pair: tuple[SeeingModel, Path, Path], tmp_path: Pa
         stand_in(projector)
     with pytest.raises(ModelLoadError, match=r"but .* is a folder in Hugging Face's format"):
         locate(str(pair[0].path), mmproj=str(projector))
+
+
+def test_models_shows_what_a_pair_sees(
+    pair: tuple[SeeingModel, Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, text, projector = pair
+    assert main(["models", str(text), "--mmproj", str(projector), "--kv-cache-memory", "1MiB"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"images +at most 4096 tokens for each in a chat, read by mmproj-tiny\.gguf\n", shown)
+    assert re.search(r"stored as +F32 .*Q8_0", shown)
+    assert f"octavo serve {text} --mmproj {projector}" in shown
+    assert main(["models", str(text), "--mmproj", "none", "--kv-cache-memory", "1MiB"]) == 0
+    assert "images" not in capsys.readouterr().out
 
 
 PROBLEMS: dict[str, tuple[Any, str]] = {

@@ -16,7 +16,7 @@ from transformers.utils.chat_parsing import parse_response
 from engine import ConfigError
 from server.answering.formats import CALLS, REASONING, Formats, _files, choose_formats
 from server.answering.parsing import AnswerParser, AnswerReader
-from server.answering.parts import Call, Part, Reasoning, Text
+from server.answering.parts import CallPart, Part, Reasoning, TextPart
 from server.answering.tools import Tools, read_tools
 
 TEMPLATES = Path(__file__).resolve().parents[4] / "shared" / "data" / "chat_templates" / "models" / "templates"
@@ -39,14 +39,14 @@ def read(reader: AnswerReader, pieces: list[str], prompt: str = "", final: str |
     assert parsing is not None
     parser = AnswerParser(parsing)
     parts = [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
-    assert parser.called == any(isinstance(part, Call) for part in parts)
+    assert parser.called == any(isinstance(part, CallPart) for part in parts)
     return joined(parts)
 
 
 def joined(parts: list[Part]) -> tuple[str, str, list[tuple[str, str]]]:
     calls: list[tuple[str, str]] = []
     for part in parts:
-        if isinstance(part, Call):
+        if isinstance(part, CallPart):
             if part.index == len(calls):
                 assert part.id is not None
                 assert part.id.isalnum()
@@ -58,7 +58,7 @@ def joined(parts: list[Part]) -> tuple[str, str, list[tuple[str, str]]]:
             calls[-1] = (calls[-1][0], calls[-1][1] + part.arguments)
         else:
             assert part.text
-    text = "".join(part.text for part in parts if isinstance(part, Text))
+    text = "".join(part.text for part in parts if isinstance(part, TextPart))
     return text, "".join(part.text for part in parts if isinstance(part, Reasoning)), calls
 
 
@@ -238,7 +238,9 @@ def test_a_call_is_told_while_it_is_written() -> None:
     assert parsing is not None
     parser = AnswerParser(parsing)
     said = ['<tool_call>{"na', 'me": "add"', ', "arguments": ', '{"b": "x', " y", '", "a', '": 2}', "}</tool_call>"]
-    told = [[(part.name, part.arguments) for part in parser.feed(piece) if isinstance(part, Call)] for piece in said]
+    told = [
+        [(part.name, part.arguments) for part in parser.feed(piece) if isinstance(part, CallPart)] for piece in said
+    ]
     assert told == [
         [], [], [], [("add", ""), (None, '{"b": "x')], [(None, " y")], [(None, '", "a')], [(None, '": 2}')], []
     ]  # fmt: skip
@@ -287,8 +289,8 @@ def test_without_tools_calls_are_text() -> None:
     parser = AnswerParser(parsing)
     assert parser.feed("<think>a</think>" + WRITTEN[0][1]) + parser.finish() == [
         Reasoning("a"),
-        Text(WRITTEN[0][1].rstrip("\n")),
-        Text("\n"),
+        TextPart(WRITTEN[0][1].rstrip("\n")),
+        TextPart("\n"),
     ]
 
 

@@ -17,7 +17,7 @@ from server.answering.call_grammar import call_grammar
 from server.answering.formats import CALLS, _files, choose_formats
 from server.answering.lark_regex import lark_to_regex
 from server.answering.parsing import AnswerParser, AnswerReader, Parsing
-from server.answering.parts import Call, Reasoning
+from server.answering.parts import CallPart, Reasoning
 from server.answering.tools import read_tools
 
 llguidance = pytest.importorskip("llguidance")
@@ -246,7 +246,7 @@ def test_whatever_the_grammar_allows_is_read_as_calls(name: str, choice: str) ->
         parts = parser.feed(written.decode()) + parser.finish()
         calls: dict[int, list[str]] = {}
         for part in parts:
-            if isinstance(part, Call):
+            if isinstance(part, CallPart):
                 call = calls.setdefault(part.index, ["", ""])
                 call[0] += part.name or ""
                 call[1] += part.arguments
@@ -363,7 +363,7 @@ def test_calls_in_xml_are_held_to_their_schemas_and_read(special: Mapping[int, s
             assert not accepts(grammar, special, text_), (choice, text_)
         assert accepts(grammar, special, "Hello <tool") == (choice == "auto")
         parser = AnswerParser(parsing)
-        read = [part for part in (*parser.feed(whole), *parser.finish()) if isinstance(part, Call)]
+        read = [part for part in (*parser.feed(whole), *parser.finish()) if isinstance(part, CallPart)]
         arguments = json.loads("".join(part.arguments for part in read))
         assert arguments == {"path": text, "lines": [1, 2], "mode": "w", "all": True}
     free = reader.parsing(read_tools(tools, "auto"), "")
@@ -455,7 +455,7 @@ def test_calls_in_other_forms_are_held_to_their_schemas_and_read(
             parser = AnswerParser(parsing)
             read: dict[int, str] = {}
             for part in (*parser.feed(written), *parser.finish()):
-                assert isinstance(part, Call)
+                assert isinstance(part, CallPart)
                 read[part.index] = read.get(part.index, "") + part.arguments
             assert [json.loads(one) for one in read.values()] == arguments
         for wrong in wrongs:
@@ -542,7 +542,7 @@ def test_texts_in_xml_are_written_as_they_are(schema: Any, right: dict[str, Any]
     for text, value in right.items():
         assert accepts(grammar, {}, in_xml("f", a=text)), text
         parser = AnswerParser(parsing)
-        read = [part for part in (*parser.feed(in_xml("f", a=text)), *parser.finish()) if isinstance(part, Call)]
+        read = [part for part in (*parser.feed(in_xml("f", a=text)), *parser.finish()) if isinstance(part, CallPart)]
         assert json.loads("".join(part.arguments for part in read)) == {"a": value}
     for text in wrong:
         assert not accepts(grammar, {}, in_xml("f", a=text)), text

@@ -28,7 +28,7 @@ from server.config.settings import DEMO_MODEL, ServerSettings
 from server.early import read_early
 from server.errors import ApiError
 from server.workers.pool import WorkerPool
-from server.workers.templates import Conversation
+from server.workers.templates import TemplateInput
 from server.workers.templates import render as render_job
 
 TEMPLATES = Path(__file__).resolve().parents[4] / "shared" / "data" / "chat_templates" / "models" / "templates"
@@ -249,7 +249,7 @@ MOVED = "mistralai-Mistral-Nemo-Instruct-2407"  # shows the system's message bef
 
 def rendered(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
     """As a worker does it, in this process."""
-    asked = Conversation(template, messages, {"bos_token": "<s>", "eos_token": "</s>"}, {}, True, 1 << 20, **options)
+    asked = TemplateInput(template, messages, {"bos_token": "<s>", "eos_token": "</s>"}, {}, True, 1 << 20, **options)
     text = render_job(asked).text
     assert text is not None
     return text

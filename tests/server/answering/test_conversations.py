@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.conversing import PARSERS, THOUGHT_AND_CALLS, Conversing, file_in, saying
 
-from server.conversation_store import TooLargeError
+from server.conversation_store import ConversationTooLargeError
 from server.response_store import ResponseStore
 
 PATH = "/v1/conversations"
@@ -220,9 +220,9 @@ async def test_age_and_size_are_limited(tmp_path: Path) -> None:
         now[0] += 2
         assert await kept.get(old, None) is None
         assert await kept.get(used, None) is not None
-        with pytest.raises(TooLargeError, match="3 items, but at most 2"):
+        with pytest.raises(ConversationTooLargeError, match="3 items, but at most 2"):
             await kept.add(used, None, [item(3)], 2)
-        with pytest.raises(TooLargeError, match="bytes, but at most 30 are read"):
+        with pytest.raises(ConversationTooLargeError, match="bytes, but at most 30 are read"):
             await kept.history(used, None, 10, 30)
         for number in range(10):
             await kept.add(used, "", [item(number + 10, 500)])

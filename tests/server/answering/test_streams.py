@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_client import FakeClient, Script, Step, entry, hf_byte_tokenizer, say
-from support.asgi import Call, counts, until
+from support.asgi import Call, Called, events, until
 from support.service import PATIENCE
 
 from engine import ChoiceDelta, EngineDeadError, InvalidRequestError, RequestDelta, SamplingParams, TokenInput
@@ -19,7 +19,6 @@ from engine.text.processor import Tokenizer
 from server.answering.streaming import Wanted
 from server.app import create_app
 from server.config.settings import ServerSettings
-from server.context import Service
 from server.door.drain import Drain, shutting_down
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -30,7 +29,7 @@ def accepted(request_id: str) -> RequestDelta:
     return RequestDelta(request_id=request_id, choices=())
 
 
-class Api:
+class Api(Called):
     """An app over a script."""
 
     def __init__(self, script: Script, template: str = TEMPLATE, **settings: Any):
@@ -41,19 +40,9 @@ class Api:
         made = ServerSettings(**{"max_queue_time": 0} | settings)
         self.app = create_app(self.client, Tokenizer(hf), "fake", settings=made, drain=self.drain)
 
-    @property
-    def service(self) -> Service:
-        service = self.app.state.service
-        assert isinstance(service, Service)
-        return service
-
     def call(self, path: str = COMPLETIONS, **body: Any) -> Call:
         given = {"prompt": "a"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "a"}]}
         return Call(self.app, path, {**given, **body})
-
-    def counts(self, name: str) -> dict[str, float]:
-        """A counter's values by label, without zeros."""
-        return counts(self.service, name)
 
     def check_empty(self) -> None:
         """Nothing is left of any request."""
@@ -62,14 +51,6 @@ class Api:
         assert (self.service.tokenizing.num_prompts, self.service.tokenizing.num_queued_tokens) == (0, 0)
         assert self.drain.num_running == 0
         assert not self.drain._interruptions
-
-
-def events(text: str) -> list[dict[str, Any]]:
-    *blocks, rest = text.split("\n\n")
-    assert rest == ""
-    blocks = [block for block in blocks if not block.startswith(":")]
-    assert blocks.pop() == "data: [DONE]"
-    return [json.loads(block.removeprefix("data: ")) for block in blocks]
 
 
 # ---------------------------------------------------------------- keep-alive

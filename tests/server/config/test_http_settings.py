@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from cli.main import main
-from cli.settings import Loaded, SettingsParser
+from cli.settings import LoadedSettings, SettingsParser
 from engine import ConfigError, EngineConfig, SamplingParams
 from engine.interface.kv_events import parse_kv_events
 from octavo.checkout import shadowed
@@ -29,7 +29,8 @@ from server.facts import served_model_id
 ROOT = Path(__file__).resolve().parents[3]
 # A valid value for every setting, unlike its default.
 ENGINE = {
-    "model": "some/model", "mmproj": "m.gguf", "tokenizer": "tok", "skip_tokenizer_init": True, "revision": "main", "hf_token": "t",
+    "model": "some/model", "mmproj": "m.gguf", "tokenizer": "tok", "skip_tokenizer_init": True,
+    "revision": "main", "hf_token": "t",
     "dtype": "float16", "quantization": "int8", "quantization_cache": "kept", "share_weights": True,
     "device": "cuda:1", "threads": 2, "max_model_len": 128, "max_num_seqs": 3,
     "max_num_batched_tokens": 99, "max_step_time": 1.25, "async_scheduling": True, "block_size": 8,
@@ -67,10 +68,10 @@ VALUES: dict[str, Any] = ENGINE | SERVICE
 
 
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loaded]:
+def load(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LoadedSettings]:
     """Settings from arguments and variables, nothing else being set."""
 
-    def load(arguments: list[str] | None = None, environ: dict[str, str] | None = None) -> Loaded:
+    def load(arguments: list[str] | None = None, environ: dict[str, str] | None = None) -> LoadedSettings:
         for name in Settings.model_fields:
             monkeypatch.delenv(variable(name), raising=False)
         for name, value in (environ or {}).items():
@@ -101,7 +102,7 @@ def as_file(folder: Path, values: dict[str, Any]) -> str:
     return str(path)
 
 
-def values_of(loaded: Loaded) -> dict[str, Any]:
+def values_of(loaded: LoadedSettings) -> dict[str, Any]:
     return {name: getattr(loaded.settings, name) for name in VALUES}
 
 
@@ -113,7 +114,7 @@ def test_the_values_cover_every_setting() -> None:
     assert not [name for name, value in VALUES.items() if getattr(defaults, name) == value]
 
 
-def test_every_setting_is_a_flag(load: Callable[..., Loaded]) -> None:
+def test_every_setting_is_a_flag(load: Callable[..., LoadedSettings]) -> None:
     loaded = load([part for name in VALUES for part in as_flags(name)])
     assert values_of(loaded) == VALUES
     assert loaded.engine == EngineConfig(**ENGINE)
@@ -122,7 +123,7 @@ def test_every_setting_is_a_flag(load: Callable[..., Loaded]) -> None:
     assert loaded.origins["model"].name == "MODEL"
 
 
-def test_a_switch_without_a_default(load: Callable[..., Loaded]) -> None:
+def test_a_switch_without_a_default(load: Callable[..., LoadedSettings]) -> None:
     """On, off, or left to the engine."""
     given = (["--async-scheduling"], ["--no-async-scheduling"], [])
     assert [load(arguments).engine.async_scheduling for arguments in given] == [True, False, None]
@@ -135,7 +136,7 @@ def test_a_switch_without_a_default(load: Callable[..., Loaded]) -> None:
 
 
 @pytest.mark.parametrize("name", ["quantization_cache", "speculative_config", "tool_prompt"])
-def test_off_needs_no_quotation_marks_in_a_file(name: str, load: Callable[..., Loaded], tmp_path: Path) -> None:
+def test_off_needs_no_quotation_marks_in_a_file(name: str, load: Callable[..., LoadedSettings], tmp_path: Path) -> None:
     """YAML reads it as false."""
     path = tmp_path / "octavo.yaml"
     path.write_text(f"{name}: off\n")
@@ -144,7 +145,7 @@ def test_off_needs_no_quotation_marks_in_a_file(name: str, load: Callable[..., L
     assert load(["--config", str(path)]).engine.speculative_config == '{"method": "off"}'
 
 
-def test_where_events_go_is_a_mapping_in_a_file(load: Callable[..., Loaded], tmp_path: Path) -> None:
+def test_where_events_go_is_a_mapping_in_a_file(load: Callable[..., LoadedSettings], tmp_path: Path) -> None:
     events = {"enable_kv_cache_events": True, "endpoint": "tcp://*:1234", "hwm": 5}
     loaded = load(["--config", as_file(tmp_path, {"kv_events_config": events})])
     assert loaded.engine.kv_events == parse_kv_events(events)
@@ -152,7 +153,7 @@ def test_where_events_go_is_a_mapping_in_a_file(load: Callable[..., Loaded], tmp
         load(["--config", as_file(tmp_path, {"kv_events_config": {"to": "tcp://*:1234"}})])
 
 
-def test_every_setting_is_a_variable(load: Callable[..., Loaded]) -> None:
+def test_every_setting_is_a_variable(load: Callable[..., LoadedSettings]) -> None:
     loaded = load([], {variable(name): as_text(value) for name, value in VALUES.items()})
     assert values_of(loaded) == VALUES
     assert loaded.engine == EngineConfig(**ENGINE)
@@ -161,7 +162,7 @@ def test_every_setting_is_a_variable(load: Callable[..., Loaded]) -> None:
 
 @pytest.mark.parametrize("spell", [str, lambda name: name.replace("_", "-")])
 def test_every_setting_is_a_key_of_the_file(
-    spell: Callable[[str], str], load: Callable[..., Loaded], tmp_path: Path
+    spell: Callable[[str], str], load: Callable[..., LoadedSettings], tmp_path: Path
 ) -> None:
     path = as_file(tmp_path, {spell(name): value for name, value in VALUES.items()})
     for loaded in (load(["--config", path]), load([], {"OCTAVO_CONFIG": path})):
@@ -170,7 +171,9 @@ def test_every_setting_is_a_key_of_the_file(
         assert all(loaded.origins[name].name == path for name in VALUES)
 
 
-def test_the_file_is_weaker_than_variables_and_they_than_flags(load: Callable[..., Loaded], tmp_path: Path) -> None:
+def test_the_file_is_weaker_than_variables_and_they_than_flags(
+    load: Callable[..., LoadedSettings], tmp_path: Path
+) -> None:
     path = as_file(tmp_path, {"port": 1, "max_num_seqs": 1, "model": "a", "log_prompts": True, "block_size": 4})
     environ = {"OCTAVO_CONFIG": path, "OCTAVO_PORT": "2", "OCTAVO_MAX_NUM_SEQS": "2", "OCTAVO_MODEL": "b"}
     loaded = load(["c", "--port", "3", "--no-log-prompts"], environ)
@@ -183,7 +186,7 @@ def test_the_file_is_weaker_than_variables_and_they_than_flags(load: Callable[..
     assert load(["--config", as_file(tmp_path, {"port": 5})], environ).settings.port == 2
 
 
-def test_without_settings_the_demo_model_and_the_defaults(load: Callable[..., Loaded], tmp_path: Path) -> None:
+def test_without_settings_the_demo_model_and_the_defaults(load: Callable[..., LoadedSettings], tmp_path: Path) -> None:
     loaded = load([], {"OCTAVO_SEED": "", "OCTAVO_API_KEY": "", "OCTAVO_CONFIG": ""})
     assert loaded.engine == EngineConfig(model=str(DEMO_MODEL))
     defaults = ServerSettings()
@@ -196,7 +199,7 @@ def test_without_settings_the_demo_model_and_the_defaults(load: Callable[..., Lo
 
 
 @pytest.mark.parametrize("demo", DEMOS)
-def test_a_demo_is_a_bundled_model(demo: str, load: Callable[..., Loaded], tmp_path: Path) -> None:
+def test_a_demo_is_a_bundled_model(demo: str, load: Callable[..., LoadedSettings], tmp_path: Path) -> None:
     path = as_file(tmp_path, {"demo": demo})
     for loaded, kind in (
         (load(["--demo", demo]), "flag"),
@@ -217,7 +220,7 @@ def test_a_demo_is_a_bundled_model(demo: str, load: Callable[..., Loaded], tmp_p
     ],
 )
 def test_a_demo_and_a_model_are_one_too_many(
-    arguments: list[str], environ: dict[str, str], begins: str, load: Callable[..., Loaded]
+    arguments: list[str], environ: dict[str, str], begins: str, load: Callable[..., LoadedSettings]
 ) -> None:
     with pytest.raises(ConfigError, match="some/model") as problem:
         load(arguments, environ)
@@ -226,12 +229,12 @@ def test_a_demo_and_a_model_are_one_too_many(
     )
 
 
-def test_an_unknown_demo_is_refused_with_the_known_ones(load: Callable[..., Loaded]) -> None:
+def test_an_unknown_demo_is_refused_with_the_known_ones(load: Callable[..., LoadedSettings]) -> None:
     with pytest.raises(ConfigError, match=r"^OCTAVO_DEMO must be one of chat, seq2seq, got 'poem'\.$"):
         load([], {"OCTAVO_DEMO": "poem"})
 
 
-def test_the_file_may_be_a_pipe(load: Callable[..., Loaded]) -> None:
+def test_the_file_may_be_a_pipe(load: Callable[..., LoadedSettings]) -> None:
     reader, writer = os.pipe()
     os.write(writer, b"port: 5")
     os.close(writer)
@@ -239,13 +242,13 @@ def test_the_file_may_be_a_pipe(load: Callable[..., Loaded]) -> None:
     os.close(reader)
 
 
-def test_null_takes_a_weaker_value_back(load: Callable[..., Loaded], tmp_path: Path) -> None:
+def test_null_takes_a_weaker_value_back(load: Callable[..., LoadedSettings], tmp_path: Path) -> None:
     path = as_file(tmp_path, {"max_model_len": 9, "revision": "x"})
     loaded = load(["--config", path, "--max-model-len", "null"], {"OCTAVO_REVISION": "null"})
     assert (loaded.engine.max_model_len, loaded.engine.revision) == (None, None)
 
 
-def test_keys_come_one_by_one_or_separated_by_commas(load: Callable[..., Loaded], tmp_path: Path) -> None:
+def test_keys_come_one_by_one_or_separated_by_commas(load: Callable[..., LoadedSettings], tmp_path: Path) -> None:
     assert load(["--api-key", "a", "--api-key", "b, c"]).settings.api_key == ("a", "b", "c")
     assert load([], {"OCTAVO_API_KEY": "a,b,"}).settings.api_key == ("a", "b")
     assert load(["--config", as_file(tmp_path, {"api-key": "a"})]).settings.api_key == ("a",)
@@ -351,12 +354,12 @@ def test_a_wrong_file_is_one_line_that_names_it(
     assert output.count("\n") == 1
 
 
-def test_a_flag_helps_a_wrong_weaker_value_out(load: Callable[..., Loaded], tmp_path: Path) -> None:
+def test_a_flag_helps_a_wrong_weaker_value_out(load: Callable[..., LoadedSettings], tmp_path: Path) -> None:
     path = as_file(tmp_path, {"port": "wrong"})
     assert load(["--port", "3", "--config", path]).settings.port == 3
 
 
-def test_variables_that_set_nothing_are_named_once(load: Callable[..., Loaded]) -> None:
+def test_variables_that_set_nothing_are_named_once(load: Callable[..., LoadedSettings]) -> None:
     environ = {
         "OCTAVO_MAX_MODEL_LENGTH": "3",
         "OCTAVO_ELSEWHERE_FLAG": "x",
@@ -400,7 +403,10 @@ def test_help_texts_come_from_docstrings_of_every_python() -> None:
 
 
 def test_config_shows_values_and_where_they_come_from(
-    load: Callable[..., Loaded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    load: Callable[..., LoadedSettings],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     load()  # clears the environment
     path = as_file(tmp_path, {"block_size": 8, "hf_token": "secret-1"})

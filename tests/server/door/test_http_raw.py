@@ -9,7 +9,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -508,16 +507,3 @@ def test_an_exception_in_the_app_ends_no_connection_but_its_own() -> None:
             assert wire.is_closed()
 
     with_server(talk, app)
-
-
-def test_a_wrong_key_file_is_one_clear_line(tmp_path: Path) -> None:
-    service = Service("--api-key-file", str(tmp_path / "absent"), log=tmp_path / "log")
-    try:
-        assert service.process.wait(PATIENCE) in (1, 2)
-        *others, line = service.log.read_text().splitlines()
-        assert all("--log-format console" in other for other in others), "how to read the log"
-        assert "api_key_file" in line
-        assert "No such file" in line
-    finally:
-        service.process.kill()
-        service.process.wait()

@@ -7,7 +7,7 @@ import tracemalloc
 import httpx
 import pytest
 
-from server.api.multipart import MOST_PARAMETERS, MOST_PARTS, MOST_TEXT, Form, Upload, read_form
+from server.api.multipart import MOST_PARAMETERS, MOST_PARTS, MOST_TEXT, MultipartForm, Upload, read_form
 from server.errors import ApiError
 
 KIND = 'multipart/form-data; boundary="b-1"'
@@ -37,7 +37,7 @@ def test_what_a_client_sends() -> None:
 
 def test_what_stands_around_parts() -> None:
     content = b"preamble\r\n" + part("a", b"1") + part("file", b"x", '; filename="n.wav"') + b"--b-1--\r\nepilogue"
-    assert read_form(content, KIND) == Form({"a": ["1"]}, {"file": Upload("n.wav", b"x")})
+    assert read_form(content, KIND) == MultipartForm({"a": ["1"]}, {"file": Upload("n.wav", b"x")})
 
 
 @pytest.mark.parametrize("kind", ["application/json", "", "multipart/form-data", "multipart/mixed; boundary=b-1"])
@@ -85,7 +85,7 @@ def test_bodies_of_megabytes_take_no_memory_of_their_own() -> None:
         for content in (much + b"\r\n" + field + end, field + end + much):
             tracemalloc.reset_peak()
             before = tracemalloc.get_traced_memory()[0]
-            assert read_form(content, KIND) == Form({"a": ["1"]}, {})
+            assert read_form(content, KIND) == MultipartForm({"a": ["1"]}, {})
             assert tracemalloc.get_traced_memory()[1] - before < 1 << 20
         for content in (part("a", b"\r\n--b-" * 2_000_000), much):
             tracemalloc.reset_peak()

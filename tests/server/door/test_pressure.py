@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from support.asgi import events
 from support.faults import Gate
 from support.service import PATIENCE, Service, stopped, wait_for
 from test_http_process import LONG as WITHOUT_END
@@ -113,21 +114,13 @@ class RawClient:
         return False
 
 
-def stream_events(content: bytes) -> list[dict[str, Any]]:
-    *blocks, rest = content.decode().split("\n\n")
-    assert rest == ""
-    blocks = [block for block in blocks if block != ": keep-alive"]
-    assert blocks.pop() == "data: [DONE]"
-    return [json.loads(block.removeprefix("data: ")) for block in blocks]
-
-
 def texts(stream: bytes) -> str:
     """The text of a raw stream's events; its chunks are taken apart first."""
     content, rest = b"", stream.partition(b"\r\n\r\n")[2]
     while rest:
         size, _, rest = rest.partition(b"\r\n")
         content, rest = content + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
-    return "".join(event["choices"][0]["text"] for event in stream_events(content))
+    return "".join(event["choices"][0]["text"] for event in events(content.decode()))
 
 
 # ---------------------------------------------------------------- clients that do not read, or leave
@@ -193,7 +186,7 @@ def test_ten_times_the_queue(service: Service, http: httpx.Client) -> None:
     assert (len(served), len(refused)) == (8, 32)
     for answer in served:
         if answer.headers["content-type"].startswith("text/event-stream"):
-            assert "".join(event["choices"][0]["text"] for event in stream_events(answer.content)) == expected
+            assert "".join(event["choices"][0]["text"] for event in events(answer.text)) == expected
         else:
             assert answer.json()["choices"][0]["text"] == expected
     for answer in refused:

@@ -26,7 +26,7 @@ from test_connection import certificate  # noqa: F401
 from server.config.settings import ServerSettings
 from server.door.accepting import Acceptor
 from server.door.protocol import http_protocol
-from server.door.slots import Sizes, Slot, Slots, count_slots
+from server.door.slots import Slot, Slots, SlotSizes, count_slots
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
 ORDINARY = b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n"
@@ -42,7 +42,7 @@ class Crowd:
         self.counts: Counter[str] = Counter()
         count = self.counts.update
         self.slots = Slots("/llm", lambda reason: count([reason]), lambda kind: count([kind]))
-        self.slots.sizes = Sizes(ordinary, reserve, ordinary)
+        self.slots.sizes = SlotSizes(ordinary, reserve, ordinary)
 
     def come(self, name: str) -> Slot:
         slot = self.slots.open()
@@ -122,11 +122,11 @@ def test_missing_files_cost_connections_that_can_be_spared() -> None:
 
 
 def test_as_many_as_files_allow() -> None:
-    assert count_slots(None, limit=65536, used=30) == Sizes(65474, 16, 65474)
-    assert count_slots(100, limit=65536, used=30) == Sizes(100, 16, 65474)
-    assert count_slots(None, limit=64, used=24) == Sizes(18, 6, 18)
-    assert count_slots(100, limit=64, used=24) == Sizes(18, 6, 18)
-    assert count_slots(None, limit=64, used=64) == Sizes(1, 2, 1)
+    assert count_slots(None, limit=65536, used=30) == SlotSizes(65474, 16, 65474)
+    assert count_slots(100, limit=65536, used=30) == SlotSizes(100, 16, 65474)
+    assert count_slots(None, limit=64, used=24) == SlotSizes(18, 6, 18)
+    assert count_slots(100, limit=64, used=24) == SlotSizes(18, 6, 18)
+    assert count_slots(None, limit=64, used=64) == SlotSizes(1, 2, 1)
     sizes = count_slots(None)
     assert sizes.ordinary > 0
 
@@ -188,7 +188,7 @@ async def status(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, req
 
 
 @asynccontextmanager
-async def door(sizes: Sizes, pem: Path | None, **options: Any) -> AsyncIterator[Door]:
+async def door(sizes: SlotSizes, pem: Path | None, **options: Any) -> AsyncIterator[Door]:
     tls = client = None
     if pem is not None:
         tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -230,7 +230,7 @@ def test_health_is_answered_while_all_slots_are_taken(loop: Any, pem: Path | Non
     """By silent connections, and, where there is TLS, by those that do not even begin the handshake."""
 
     async def scenario() -> None:
-        async with door(Sizes(3, 3, 3), pem) as opened:
+        async with door(SlotSizes(3, 3, 3), pem) as opened:
             for _ in range(30):
                 await opened.connect(handshake=False)
             assert opened.slots.num_open <= 6
@@ -259,7 +259,7 @@ async def gone(opened: Door) -> None:
 @pytest.mark.parametrize("loop", LOOPS)
 def test_kept_alive_connections_are_closed_and_others_are_not(loop: Any, pem: Path | None) -> None:
     async def scenario() -> None:
-        async with door(Sizes(2, 2, 2), pem) as opened:
+        async with door(SlotSizes(2, 2, 2), pem) as opened:
             first, second = await opened.connect(), await opened.connect()
             for stream in (second, first, second):
                 assert (await status(*stream, ORDINARY))[0] == 200
@@ -284,7 +284,7 @@ def test_a_connection_is_not_closed_while_bytes_of_its_answer_wait(loop: Any, pe
     """It would be closed in the middle of it."""
 
     async def scenario() -> None:
-        async with door(Sizes(1, 2, 1), pem) as opened:
+        async with door(SlotSizes(1, 2, 1), pem) as opened:
             reader, writer = await opened.connect()
             # What the client's system takes ahead of it must not be all that the server's system has.
             writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
@@ -307,7 +307,7 @@ def test_a_connection_is_not_closed_while_bytes_of_its_answer_wait(loop: Any, pe
 @pytest.mark.parametrize("loop", LOOPS)
 def test_handshakes_that_fail_free_their_slots(loop: Any, certificate: Path) -> None:  # noqa: F811
     async def scenario() -> None:
-        async with door(Sizes(2, 2, 2), certificate, handshake_timeout=0.5) as opened:
+        async with door(SlotSizes(2, 2, 2), certificate, handshake_timeout=0.5) as opened:
             _, writer = await opened.connect(handshake=False)
             writer.write(b"GET / HTTP/1.1\r\n\r\n")
             await gone(opened)
@@ -330,7 +330,7 @@ def test_an_acceptor_without_files_goes_on_when_there_are_some(monkeypatch: pyte
         return accept(self)
 
     async def scenario() -> None:
-        async with door(Sizes(2, 2, 2), None) as opened:
+        async with door(SlotSizes(2, 2, 2), None) as opened:
             stream = await opened.connect()
             assert (await status(*stream, ORDINARY))[0] == 200
             monkeypatch.setattr(socket.socket, "accept", failing)

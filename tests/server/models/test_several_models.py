@@ -18,14 +18,14 @@ from fake_client import FakeClient, byte_tokenizer, pool, say
 
 from cli.settings import load, settings_parser
 from engine import ConfigError, EngineConfig, ModelLoadError
-from engine.process.predict import Prediction
+from engine.process.predict import MemoryPrediction
 from server.app import create_app
 from server.config.settings import ServerSettings
 from server.door.drain import Drain
 from server.door.keys import ApiKey, KeyRing, Role, read_api_keys
 from server.models import registry as registry_module
 from server.models.declared import Declared, declare, found_in
-from server.models.loading import Loaded
+from server.models.loading import LoadedModel
 from server.models.registry import Registry
 from server.models.starting import find_missing, make_app
 
@@ -68,7 +68,7 @@ class World:
         self.open: dict[str, threading.Event] = {}
         self.most_taken = 0
 
-    def load(self, model: Declared, log_format: str, tell: Callable[[int], None]) -> Loaded:
+    def load(self, model: Declared, log_format: str, tell: Callable[[int], None]) -> LoadedModel:
         """In a thread, as the real one."""
         self.loads.append(model.name)
         self.most_taken = max(self.most_taken, self.registry._budget.taken)
@@ -82,7 +82,7 @@ class World:
             return Engine(model.name)
 
         self.engines[model.name] = engine = asyncio.run_coroutine_threadsafe(make(), self.loop).result(PATIENCE)
-        return Loaded(engine, byte_tokenizer())  # type: ignore[arg-type]
+        return LoadedModel(engine, byte_tokenizer())  # type: ignore[arg-type]
 
     def hold(self, *names: str) -> None:
         """Let the loads of these models wait until `release`."""
@@ -134,11 +134,11 @@ async def world(
     app, registry = make_app(declared, made, "1", "console", Drain(), KeyRing(keys))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
 
-    def foresee(configs: Sequence[EngineConfig], *, download: bool = False) -> Iterator[Prediction]:
+    def foresee(configs: Sequence[EngineConfig], *, download: bool = False) -> Iterator[MemoryPrediction]:
         for config in configs:
             name = config.model.removeprefix("/")
             problem = "" if name in SIZES else f"there is no {name}"
-            yield Prediction(memory=SIZES.get(name, 0), weights=7, tasks=("generate",), problem=problem)
+            yield MemoryPrediction(memory=SIZES.get(name, 0), weights=7, tasks=("generate",), problem=problem)
 
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=PATIENCE) as http:
         found = World(registry, http, app)

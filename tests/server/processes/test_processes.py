@@ -19,13 +19,13 @@ from server.commons import Admissions
 from server.config.settings import ServerSettings
 from server.door.accepting import Acceptor
 from server.door.key_counts import KeyCounts
-from server.door.rates import RequestRates, Window
+from server.door.rates import RateWindow, RequestRates
 from server.door.shares import Shares
-from server.door.slots import Sizes, Slot, Slots
+from server.door.slots import Slot, Slots, SlotSizes
 from server.errors import ApiError
 from server.processes.desk import Counts, Desk
 from server.processes.line import Line
-from server.processes.messages import Body, Cancelled, Count, Counted, LookAt, Ready
+from server.processes.messages import Body, Cancelled, Count, Counted, FrontReady, LookAt
 from server.processes.remote import RemoteGate, RemoteKeys
 
 SETTINGS = ServerSettings(max_num_queued_reqs=4, max_num_queued_tokens=100, max_queue_time=0)
@@ -80,9 +80,9 @@ async def test_messages_keep_their_order_and_answers_find_their_questions() -> N
     line = await Line.over(ours, lambda body: None, lambda: None)
     slow = asyncio.ensure_future(line.ask(Cancelled(b"x" * 200_000)))  # more than a socket holds
     await asyncio.sleep(0)
-    line.tell(Ready())
+    line.tell(FrontReady())
     assert await line.ask(Count()) == Counted(1, 1)
-    assert [type(body) for body in heard] == [Cancelled, Ready, Count]
+    assert [type(body) for body in heard] == [Cancelled, FrontReady, Count]
     gate.set()
     assert await slow == Counted(2, 2)
     line.close()
@@ -101,7 +101,7 @@ async def test_a_question_fails_when_the_line_is_closed() -> None:
     await lost.wait()
     with pytest.raises(ConnectionError):
         await line.ask(Count())
-    line.tell(Ready())  # is for nothing
+    line.tell(FrontReady())  # is for nothing
 
 
 # ---------------------------------------------------------------- the desk
@@ -202,7 +202,7 @@ class SlowRates(RequestRates):
         super().__init__()
         self.gate = asyncio.Event()
 
-    async def take(self, tenant: str, limit: int) -> Window:
+    async def take(self, tenant: str, limit: int) -> RateWindow:
         await self.gate.wait()
         return await super().take(tenant, limit)
 
@@ -264,7 +264,7 @@ def test_connections_that_are_limited_are_limited_over_all_processes(tmp_path: P
     Shares.make(path, 2)
     mine, theirs = (Slots(shares=Shares(path, place)) for place in range(2))
     for slots in (mine, theirs):
-        slots.sizes, slots.shared = Sizes(3, 2, 100), True
+        slots.sizes, slots.shared = SlotSizes(3, 2, 100), True
     taken = [mine.open(), theirs.open(), mine.open()]
     assert not any(slot.is_reserve for slot in taken)
     late = theirs.open()
@@ -287,7 +287,7 @@ async def test_a_process_that_has_more_connections_leaves_the_next_to_others(tmp
     Shares.make(path, 2)
     other = Shares(path, 1)
     slots = Slots(shares=Shares(path, 0))
-    slots.sizes = Sizes(100, 2, 100)
+    slots.sizes = SlotSizes(100, 2, 100)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     made: list[Slot] = []

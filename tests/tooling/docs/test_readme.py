@@ -18,8 +18,8 @@ import pytest
 from support.doc_pages import blocks
 from support.service import ROOT, Service
 
-from server import api
-from server.api.schemas import Body
+from server import api, routes
+from server.api.base import JsonBody
 
 SHOWN = (ROOT / "README.md", ROOT / "docs" / "tour.md")
 REQUEST = re.compile(
@@ -147,10 +147,17 @@ def test_readme_is_short() -> None:
 
 def test_the_reference_names_every_field_of_a_request() -> None:
     pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("api.md", "structured-output.md")]
-    modules = [importlib.import_module(f"server.api.{found.name}") for found in pkgutil.iter_modules(api.__path__)]
+    modules = [
+        importlib.import_module(f"{package.__name__}.{found.name}")
+        for package in (api, routes)
+        for found in pkgutil.iter_modules(package.__path__)
+    ]
     bodies = {
-        one for module in modules for one in vars(module).values() if isinstance(one, type) and issubclass(one, Body)
-    } - {Body}
+        one
+        for module in modules
+        for one in vars(module).values()
+        if isinstance(one, type) and issubclass(one, JsonBody)
+    } - {JsonBody}
     assert len(bodies) > 8
     for body in bodies:
         names = [info.alias or name for name, info in body.model_fields.items()]

@@ -1,0 +1,226 @@
+"""Modules that carry a state, and whose recurrence torch computes on every device: one token after the other, in
+float32, so that a token gets the same bits however its prompt is divided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.backends.torch.states import apply_delta, apply_scan, convolve, each_row
+from engine.model import spec
+from engine.model.activations import activate, activate_by_name
+from engine.model.experts import ExpertMatrices
+from engine.model.inputs import RunningPass
+from engine.model.latent import by_head
+from engine.model.layers import Linear, split_heads
+from engine.model.norms import build_norm
+from engine.model.place import Place
+from engine.model.state_layers import (
+    CausalConvolution,
+    DeltaRuleAttention,
+    GatedConvolution,
+    SelectiveStateSpace,
+    StateModule,
+)
+
+
+class ChannelScanLayer(StateModule):
+    """The weights of a scan of features that each keep a few numbers.
+
+    Attributes:
+        enter: makes x, then the gates.
+        made: makes of convolved x the vector of t, then B and C.
+        steps: makes t of that vector, before softplus.
+        decay: [width, size] the logarithms of the decays' factors.
+        skip: [width] the factor of x in the result.
+    """
+
+    def __init__(self, part: spec.ChannelScan, hidden_size: int, place: Place):
+        super().__init__()
+        self.part = part
+        self.enter = Linear(hidden_size, 2 * part.width, part.bias, place)
+        self.convolution = CausalConvolution(part.width, part.kernel, part.kernel_bias, place)
+        self.made = Linear(part.width, part.rank + 2 * part.size, False, place)
+        self.step_norm = build_norm(part.norm, part.rank, place)
+        self.before_norm, self.after_norm = (build_norm(part.norm, part.size, place) for _ in range(2))
+        self.steps = Linear(part.rank, part.width, True, place)
+        self.decay, self.skip = place.parameter(part.width, part.size), place.parameter(part.width)
+        self.out = Linear(part.width, hidden_size, part.bias, place)
+
+    def advance(
+        self, layer: int, state: RunningPass, x: Tensor, before: Tensor, after: Tensor, steps: Tensor, opening: Tensor
+    ) -> Tensor:
+        """The gated results [Tp, width] of rows of convolved x, B, C, t before softplus, and gates."""
+        part, speeds = self.part, -self.decay.float().exp()
+        before, after = before.float(), after.float()
+        steps, values = activate(F.softplus, steps.float()), x.float()
+        added, out = values * steps, torch.zeros_like(values)
+
+        def step(known: Tensor, tokens: slice) -> Tensor:
+            kept = known.view(part.width, part.size)
+            for token in range(tokens.start, tokens.stop):
+                kept = kept * (speeds * steps[token, :, None]).exp() + added[token, :, None] * before[token]
+                out[token] = (kept * after[token]).sum(dim=1)
+            return kept.flatten()
+
+        _advance(layer, state, step, part.width * part.size, (part.kernel - 1) * part.width, x.device)
+        gates = activate(F.silu, opening.float())
+        return ((out + values * self.skip.float()) * gates).to(x.dtype)
+
+
+class GatedRecurrenceLayer(StateModule):
+    """The weights of a recurrence of features that each keep a number.
+
+    Attributes:
+        enter: makes the gates, then x.
+        inputs, decays: make, block by block, what i and a follow from.
+        speed: [width] the logarithm of a, before softplus.
+    """
+
+    def __init__(self, part: spec.GatedRecurrence, hidden_size: int, place: Place):
+        super().__init__()
+        self.part = part
+        block = part.width // part.blocks
+        self.enter = Linear(hidden_size, 2 * part.width, True, place)
+        self.convolution = CausalConvolution(part.width, part.kernel, True, place)
+        self.inputs, self.decays = (ExpertMatrices(part.blocks, block, block, True, place) for _ in range(2))
+        self.speed = place.parameter(part.width)
+        self.out = Linear(part.width, hidden_size, True, place)
+
+    def advance(self, layer: int, state: RunningPass, entered: Tensor) -> Tensor:
+        """The gated results [Tp, width] of rows [gates | x]."""
+        part, width = self.part, self.part.width
+        opening, x = entered.chunk(2, dim=1)
+        assert self.convolution.bias is not None
+        weight, bias = self.convolution.weight.float(), self.convolution.bias.float()
+        convolved, out = torch.zeros_like(x), torch.zeros_like(x, dtype=torch.float32)
+
+        def mix(known: Tensor, tokens: slice) -> Tensor:
+            total, left = convolve(x[tokens].float(), known.view(-1, width), weight, bias)
+            convolved[tokens] = total.to(x.dtype)
+            return left.flatten()
+
+        _advance(layer, state, mix, (part.kernel - 1) * width, 0, x.device)
+        blocks = split_heads(convolved, width // part.blocks)
+        inputs, decays = (
+            activate(torch.sigmoid, by_head(each, blocks).flatten(1).float()) for each in (self.inputs, self.decays)
+        )
+        logarithms = decays * (F.softplus(self.speed.float()) * -8.0)
+        kept, first = activate(torch.exp, logarithms), state.inputs.positions[:, None] == 0
+        roots = activate(lambda rows: (1 - torch.exp(2 * rows)).sqrt(), logarithms)
+        added = convolved.float() * inputs * torch.where(first, 1.0, roots)
+        kept = torch.where(first, 0.0, kept)
+
+        def step(known: Tensor, tokens: slice) -> Tensor:
+            for token in range(tokens.start, tokens.stop):
+                known = out[token] = known * kept[token] + added[token]
+            return known
+
+        _advance(layer, state, step, width, (part.kernel - 1) * width, x.device)
+        return out.to(x.dtype) * activate_by_name(part.activation, opening.contiguous())
+
+
+class FadingAttentionLayer(StateModule):
+    """The weights of heads whose matrices fade at a fixed rate. `enter`: makes queries, keys and values."""
+
+    def __init__(self, part: spec.FadingAttention, hidden_size: int, place: Place):
+        super().__init__()
+        self.part = part
+        width = part.heads * part.head_dim
+        self.enter = Linear(hidden_size, 3 * width, False, place)
+        self.opening = Linear(hidden_size, width, False, place)
+        self.norm = build_norm(part.norm, width, place)
+        self.out = Linear(width, hidden_size, False, place)
+
+    def advance(self, layer: int, state: RunningPass, entered: Tensor) -> Tensor:
+        """The results [Tp, heads * head_dim] of rows of queries, keys and values."""
+        part = self.part
+        heads = activate_by_name(part.activation, entered.contiguous()).float().chunk(3, dim=1)
+        queries, keys, values = (split_heads(each, part.head_dim) for each in heads)
+        decays = torch.tensor(part.slopes, device=entered.device).neg().exp()
+        out = torch.zeros_like(values)
+
+        def step(known: Tensor, tokens: slice) -> Tensor:
+            matrices = known.view(part.heads, part.head_dim, part.head_dim)
+            given = (values[tokens], keys[tokens], queries[tokens])
+            out[tokens], left = apply_scan(given, decays.expand(len(given[0]), -1), matrices)
+            return left.flatten()
+
+        _advance(layer, state, step, part.state_size, 0, entered.device)
+        return out.flatten(1).to(entered.dtype)
+
+
+class FeatureDeltaLayer(StateModule):
+    """The weights of the gated delta rule whose decays are numbers of a key's features.
+
+    Attributes:
+        enter: makes queries, keys and values.
+        rates: makes the share of a correction, before the sigmoid.
+        low: makes the vectors of decays, and of gates; `fading` and `opening` make these of them.
+        decay: [heads] the logarithms of the decays' factors.
+        offset: [heads * head_dim] added to what the decays follow from.
+    """
+
+    def __init__(self, part: spec.FeatureDelta, hidden_size: int, place: Place):
+        super().__init__()
+        self.part = part
+        self.enter = Linear(hidden_size, 3 * part.width, False, place)
+        self.convolution = CausalConvolution(3 * part.width, part.kernel, False, place)
+        self.rates = Linear(hidden_size, part.heads, False, place)
+        self.low = Linear(hidden_size, 2 * part.head_dim, False, place)
+        self.fading, self.opening = (Linear(part.head_dim, part.width, False, place) for _ in range(2))
+        self.decay, self.offset = place.parameter(part.heads), place.parameter(part.width)
+        self.norm = place.parameter(part.head_dim)
+        self.out = Linear(part.width, hidden_size, False, place)
+
+    def advance(
+        self, layer: int, state: RunningPass, x: Tensor, rates: Tensor, fading: Tensor, opening: Tensor
+    ) -> Tensor:
+        """The gated results [Tp, heads * head_dim] of rows of convolved queries, keys and values, and of the others."""
+        part = self.part
+        queries, keys, values = (split_heads(each, part.head_dim) for each in x.float().chunk(3, dim=1))
+        queries, keys = (one * (one.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for one in (queries, keys))
+        queries = queries * part.head_dim**-0.5
+        steps = split_heads(activate(F.softplus, fading.float() + self.offset.float()), part.head_dim)
+        decays = activate(torch.exp, (steps * -self.decay.float().exp()[:, None]).flatten(1)).view(steps.shape)
+        shares, out = activate(torch.sigmoid, rates.float()), torch.zeros_like(values)
+
+        def step(known: Tensor, tokens: slice) -> Tensor:
+            matrices = known.view(part.heads, part.head_dim, part.head_dim)
+            given = (queries[tokens], keys[tokens], values[tokens])
+            out[tokens], left = apply_delta(given, decays[tokens], shares[tokens], matrices)
+            return left.flatten()
+
+        begin = (part.kernel - 1) * 3 * part.width
+        _advance(layer, state, step, part.state_size - begin, begin, x.device)
+        found = out.to(x.dtype).float()
+        normed = found * (found.square().mean(-1, keepdim=True) + part.eps).rsqrt() * self.norm.float()
+        return (normed.flatten(1) * activate(torch.sigmoid, opening.float())).to(x.dtype)
+
+
+def _advance(
+    layer: int, state: RunningPass, step: Callable[[Tensor, slice], Tensor], size: int, begin: int, device: torch.device
+) -> None:
+    """Compute all rows of a pass from their states (`each_row`)."""
+    each_row(state.inputs.metadata.query_lens, state.inputs.states, layer, step, size, begin, device=device)
+
+
+def build_state_layer(part: spec.StateLayer, hidden_size: int, place: Place) -> StateModule:
+    match part:
+        case spec.ShortConvolution():
+            return GatedConvolution(part, hidden_size, place)
+        case spec.DeltaRule():
+            return DeltaRuleAttention(part, hidden_size, place)
+        case spec.SelectiveScan():
+            return SelectiveStateSpace(part, hidden_size, place)
+        case spec.ChannelScan():
+            return ChannelScanLayer(part, hidden_size, place)
+        case spec.GatedRecurrence():
+            return GatedRecurrenceLayer(part, hidden_size, place)
+        case spec.FadingAttention():
+            return FadingAttentionLayer(part, hidden_size, place)
+        case spec.FeatureDelta():
+            return FeatureDeltaLayer(part, hidden_size, place)
