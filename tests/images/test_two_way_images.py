@@ -147,7 +147,7 @@ def test_attention_of_rows_that_see_all_later_keys(backend: AttentionBackend, wi
     """Against the textbook in float64, among rows that see no later keys; and the same bits alone."""
     if backend.name == "native" and not native.available():
         pytest.skip("there is no native library")
-    shape = [(7, 90, True), (1, 33, False), (130, 300, True), (64, 64, True), (40, 170, False), (1, 20, True)]
+    shape = [(7, 90, 1), (1, 33, 0), (130, 300, 1), (64, 64, 1), (40, 170, 0), (1, 20, 1), (90, 210, 2), (1, 80, 2)]
     rows = [make_row(number, context, 4, 2, 24, torch.float32) for number, (_, context, _) in enumerate(shape)]
     counts, flags = [count for count, _, _ in shape], tuple(flag for _, _, flag in shape)
     q = torch.cat([row.q[len(row.q) - count :] for row, count in zip(rows, counts, strict=True)])
@@ -161,9 +161,9 @@ def test_attention_of_rows_that_see_all_later_keys(backend: AttentionBackend, wi
     parts = attend(q, slice(None)).split(counts)
     for number, (row, count, flag) in enumerate(zip(rows, counts, flags, strict=True)):
         key, query = torch.arange(len(row.k)), torch.arange(len(row.k) - count, len(row.k))[:, None]
-        seen = (key <= query) | flag
+        seen = (key <= query) | (flag > 0)
         if window is not None:
-            seen = seen & (key >= query - window)
+            seen = seen & ((key >= query - window) | (flag == 2))
         k, v = (x.double().repeat_interleave(2, 1) for x in (row.k, row.v))
         scores = torch.einsum("qhd,khd->hqk", row.q[-count:].double(), k) * 0.2
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
