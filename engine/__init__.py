@@ -30,6 +30,7 @@ from engine.interface.generation import (
     room_for_answer,
     tokens_to_keep_free,
 )
+from engine.interface.inputs import decoder_tokens
 from engine.interface.kv_events import default_topic
 from engine.interface.outputs import (
     BeamMoves,
@@ -113,7 +114,8 @@ __all__ = [
     "RequestDelta", "RequestFailedError", "RequestOutput", "SamplingParams", "ScoreOutput", "Seq2SeqInput", "Span",
     "StructuredOutputsParams", "Task", "Thresholds", "TokenClassificationOutput", "TokenInput", "TokenLogprobs",
     "TorchFacts", "Transcription", "UnsupportedModelError", "VisionInfo", "available_memory", "chat_max_tokens",
-    "compute_in_one_thread", "default_topic", "find_here", "inspect_device", "inspect_flash", "inspect_gpu",
+    "compute_in_one_thread", "decoder_tokens", "default_topic", "find_here", "inspect_device", "inspect_flash",
+    "inspect_gpu",
     "inspect_kv_disk", "inspect_model", "inspect_quantization_cache", "inspect_socket_folder", "inspect_threads",
     "inspect_torch", "lacks_chat_template", "parse_bytes", "quantise_checkpoint", "read_template",
     "resolve_pooling", "room_for_answer", "tokens_to_keep_free",

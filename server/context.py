@@ -11,9 +11,9 @@ from typing import Annotated, Any, Protocol
 
 from fastapi import Depends, Request
 
-from engine import EngineDeadError, RequestFailedError
+from engine import EngineDeadError, RequestFailedError, decoder_tokens
 from engine.process.client import EngineClient
-from engine.text.pictures import Pictures
+from engine.text.pictures import Pictures, only_image
 from engine.text.processor import Tokenizer
 from server.answering.chat_images import ChatImages
 from server.answering.endpoints import Reason, served_endpoints
@@ -270,6 +270,8 @@ class Service:
                 f"{self.model_id} has no tokenizer, so it cannot read messages; send token ids to /v1/completions."
             )
             raise ApiError(400, message, param="messages", code="no_tokenizer")
+        if pictures is not None and self.client.info.writes_of_images:
+            return await self._render_image(self.tokenizer, messages, pictures, rendering)
         formats, reading = self.answers.formats, self.chat_images
         if pictures is None or not pictures.images or reading is None:
             return await self.renderer.prompt(self.tokenizer, messages, room, rendering, formats, terms)
@@ -281,6 +283,27 @@ class Service:
         prompt = await self.renderer.prompt(self.tokenizer, messages, room, rendering, formats, terms, marks)
         ids, placed = reading.place(prompt.token_ids, images)
         return replace(prompt, token_ids=ids, images=tuple(placed))
+
+    async def _render_image(
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Mapping[str, Any]],
+        pictures: Pictures,
+        rendering: Rendering | None,
+    ) -> Prompt:
+        """The prompt of an encoder-decoder model that reads one image: the first tokens of its decoder."""
+        info = self.client.info
+        for name in ("tools", "documents"):
+            if rendering is not None and getattr(rendering, name) is not None:
+                message = f"This model reads an image, and no {name}. Leave them out."
+                raise ApiError(400, message, param=name, code="unsupported_parameter")
+        assert self.images is not None
+        assert info.signal is not None
+        image, text = only_image(messages, pictures)
+        (pixels,) = await self.images.read([image], "messages")
+        begin = await asyncio.to_thread(tokenizer.encode_answer, text) if text else []
+        ids = list(decoder_tokens(begin, info.decoder_start_token_id))
+        return Prompt(ids, text, pixels=replace(pixels, decoder_token_ids=begin), positions=info.signal.positions)
 
 
 def key_of(request: Request) -> ApiKey | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from engine import EngineConfig, EngineInfo, find_here, read_template
 from engine.host.logs import adopt_libraries
 from engine.pooled import check_sides
-from engine.text.processor import Tokenizer, check_vocabulary, load_tokenizer
+from engine.text.processor import Tokenizer, check_vocabulary, give_template, load_tokenizer
 from server.config.settings import DEMOS
 
 # Ids of bundled models, and their descriptions for the log.
@@ -69,6 +69,7 @@ def read_tokenizer(config: EngineConfig, info: EngineInfo, early: EarlyTokenizer
             alone=True,
         )
     check_vocabulary(info, tokenizer)
+    give_template(info, tokenizer)
     check_sides(info, tokenizer)
     adopt_libraries()
     if tokenizer is not None:

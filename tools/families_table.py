@@ -85,6 +85,7 @@ UNLISTED = {
     "CLIPVisionModelWithProjection": "clip_vision_model",
     "HF_ColBERT": "bert",
     "SiglipTextModel": "siglip_text_model",
+    "VisionEncoderDecoderModel": "vision-encoder-decoder",
 }
 # What the defaults of transformers lack to be a model.
 COMPLETED: dict[str, dict[str, Any]] = {
@@ -95,6 +96,10 @@ COMPLETED: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
     "t5": {"decoder_start_token_id": 0},
     "mt5": {"decoder_start_token_id": 0},
+    "vision-encoder-decoder": {
+        "encoder": {"model_type": "vit"},
+        "decoder": {"model_type": "trocr", "cross_attention_hidden_size": 768},
+    },
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
 }
 # Families that transformers has no classes for: the kind that their configs name, and what these set.

@@ -189,7 +189,7 @@ def find_vision(
         cropping = read_cropping(path)
         if cropping is not None:
             info = vision_info(spec.vision, cropping, path)
-            if info.two_way:
+            if info.two_way is not None:
                 _check_two_way(info, config, device)
             return spec, info
         why: object = f"{path} has no preprocessor_config.json, which says how images are made ready."
@@ -203,7 +203,7 @@ def _check_two_way(info: VisionInfo, config: EngineConfig, device: torch.device)
     """Refuse images whose tokens see each other where one step cannot compute them. Raises UnsupportedModelError: says
     why."""
     if device.type != "cpu":
-        raise UnsupportedModelError("attention among the tokens of an image has no kernels for GPUs yet.")
+        raise UnsupportedModelError("attention to later tokens of a prompt has no kernels for GPUs yet.")
     least = info.grid[0] * info.grid[1] + config.most_seqs
     if config.max_num_batched_tokens < least:
         raise UnsupportedModelError(

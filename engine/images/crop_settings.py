@@ -186,9 +186,10 @@ def _arranged(values: Mapping[str, Any], steps: Preprocessing, file: Path) -> Cr
 
 def _lined(values: Mapping[str, Any], file: Path) -> Cropping:
     """The settings of Pixtral's class. The processor of texts, which has a file of its own, says how many patches
-    become a vector."""
+    become a vector; LightOnOCR's leaves it to the patch_size here."""
     whole, patch = file.with_name(FILES[1]), values["patch_size"]
-    merge = read_json(whole).get("spatial_merge_size", 1) if whole.is_file() else 1
+    stored = read_json(whole) if whole.is_file() else {}
+    merge = 1 if stored.get("processor_class") == "LightOnOcrProcessor" else stored.get("spatial_merge_size", 1)
     sides: list[Any] = [patch.get("height"), patch.get("width")] if isinstance(patch, dict) else [patch, patch]
     right = all(isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= 1 << 8 for n in (*sides, merge))
     if not right or sides[0] != sides[1] or values["do_resize"] is not True:

@@ -191,6 +191,8 @@ def expand(text: str, token: str, images: Sequence[CroppedImage], info: VisionIn
         return text
     _check_marks(text.count(mark), len(images))
     before, *rest = text.split(mark)
+    if info.leading is not None:
+        rest[-1] = info.leading.around(rest[-1])
     return before + "".join(
         info.texts.text(token, image.tiles) + after for image, after in zip(images, rest, strict=True)
     )

@@ -49,6 +49,7 @@ def vision_info(vision: Vision, cropping: Cropping, folder: Path) -> VisionInfo:
         surrounds=vision.surrounds,
         frame=vision.frame,
         enclosed=vision.enclosed,
+        leading=vision.leading,
         two_way=vision.two_way,
         rescale=steps.rescale,
         mean=steps.mean,
@@ -60,7 +61,7 @@ def _own_sizes(vision: Vision, embedding: Patches, cropping: Cropping, folder: P
     """The facts of images that keep their shape."""
     steps, fitted = cropping.steps, cropping.fitted
     unit = vision.squares * embedding.patch[0]
-    if fitted is None or fitted.unit != unit or (vision.lined is None) != (not fitted.longest):
+    if fitted is None or fitted.unit != unit or vision.axes == bool(fitted.longest):
         raise UnsupportedModelError(
             f"{folder}: the processor makes squares of {None if fitted is None else fitted.unit} pixels a side, but "
             f"the model reads {unit}. Correct patch_size and merge_size in preprocessor_config.json."

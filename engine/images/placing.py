@@ -58,7 +58,7 @@ class ImagePlacer:
                     code="invalid_value",
                 )
             whole = expand(text, tokenizer.written(self._info.token_id), crops, self._info)
-            ids = tokenizer.encode(whole, add_special_tokens=special)
+            ids = tokenizer.encode(whole, add_special_tokens=special and self._info.leading is None)
         expanded, placed = place(ids, crops, self._info)
         return TokenInput(expanded, text, images=tuple(placed))
 

@@ -31,6 +31,8 @@ def preprocess(image: Image, steps: Preprocessing, *, max_pixels: int = MAX_PIXE
 def shaped(image: Image, steps: Preprocessing, *, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]:
     """uint8 [3, height, width] of an image in RGB, resized and cropped. `max_pixels`: maximum pixels after resizing,
     because a very narrow image becomes very long. Raises InvalidRequestError if the resized image exceeds it."""
+    if steps.turns and steps.fit is not None and _lies(steps.fit[::-1]) * _lies(image.size) < 0:
+        image = image.rotate(-90, expand=True)
     if steps.size is not None:
         height, width = _resized(image.height, image.width, steps.size)
         if height * width > max(max_pixels, 1 << 20):
@@ -41,7 +43,11 @@ def shaped(image: Image, steps: Preprocessing, *, max_pixels: int = MAX_PIXELS) 
                 code="image_too_large",
             )
         image = image.resize((width, height), resample=steps.resample)
+    if steps.fit is not None:
+        image = _within(image, steps.fit, steps.resample)
     pixels: NDArray[np.uint8] = np.moveaxis(np.asarray(image), -1, 0)
+    if steps.fit is not None:
+        return _surrounded(pixels, steps.fit)
     return pixels if steps.crop is None else _middle(pixels, steps.crop)
 
 
@@ -51,6 +57,29 @@ def _resized(height: int, width: int, size: tuple[int, int] | int) -> tuple[int,
     short, long = sorted((height, width))
     longer = int(size * long / short)
     return (longer, size) if width <= height else (size, longer)
+
+
+def _lies(size: tuple[int, int]) -> int:
+    """1 for a width and a height of which the first is more, -1 if it is less, 0 if they are equal."""
+    return (size[0] > size[1]) - (size[0] < size[1])
+
+
+def _within(image: Image, size: tuple[int, int], resample: int) -> Image:
+    """The image, made smaller if it is larger than a height and a width."""
+    height, width = min(image.height, size[0]), min(image.width, size[1])
+    if (height, width) == (image.height, image.width):
+        return image
+    if image.height > image.width:
+        width = int(image.width * height / image.height)
+    elif image.width > image.height:
+        height = int(image.height * width / image.width)
+    return image.resize((max(width, 1), max(height, 1)), resample=resample)
+
+
+def _surrounded(pixels: NDArray[np.uint8], size: tuple[int, int]) -> NDArray[np.uint8]:
+    """Pixels [channels, height, width] in the middle of zeros of a height and a width."""
+    lacking = [wanted - have for wanted, have in zip(size, pixels.shape[1:], strict=True)]
+    return np.pad(pixels, [(0, 0), *((number // 2, number - number // 2) for number in lacking)])
 
 
 def _middle(pixels: NDArray[Any], crop: tuple[int, int]) -> NDArray[Any]:

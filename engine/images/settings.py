@@ -34,6 +34,10 @@ _CLASSES: dict[str, dict[str, Any]] = {
         "size": {"shortest_edge": 224}, "resample": BICUBIC, "do_center_crop": True,
         "crop_size": {"height": 224, "width": 224}, "image_mean": OPENAI[0], "image_std": OPENAI[1],
     },
+    "Donut": {
+        "size": {"height": 2560, "width": 1920}, "resample": BILINEAR, "image_mean": STANDARD, "image_std": STANDARD,
+        "do_thumbnail": True, "do_align_long_axis": False, "do_pad": True,
+    },
     "Siglip": {
         "size": {"height": 224, "width": 224}, "resample": BICUBIC, "image_mean": STANDARD, "image_std": STANDARD,
     },
@@ -55,11 +59,16 @@ class Preprocessing:
     # mean, std: for each channel, the number to subtract and the number to divide by
     mean: tuple[float, ...] | None
     std: tuple[float, ...] | None
+    # height and width that an image is made smaller to fit into, after it is resized, and surrounded by zeros to fill
+    fit: tuple[int, int] | None = None
+    turns: bool = (
+        False  # an image is turned first if it is wider than high, and what it fits into is not, or vice versa
+    )
 
     @property
     def output(self) -> tuple[int, int] | None:
         """Height and width of the result; None if they depend on the image."""
-        return self.crop or (self.size if isinstance(self.size, tuple) else None)
+        return self.crop or self.fit or (self.size if isinstance(self.size, tuple) else None)
 
 
 def read_preprocessing(folder: Path) -> Preprocessing | None:
@@ -97,6 +106,8 @@ def preprocessing_of(
         given = {name: value for name, value in values.items() if value is not None}
         off = {name: False for name in MEANT if name in values}  # a switch that is null is off
         settings, shortest = Settings(MEANT | _CLASSES[known] | off | given, file), known in _SHORTEST
+    if known == "Donut":
+        return _fitted(settings)
     if settings.switch("do_pad"):
         raise UnsupportedModelError(f"{file}: do_pad is true, which is not implemented.")
     normalizes = settings.switch("do_normalize")
@@ -107,6 +118,28 @@ def preprocessing_of(
         rescale=settings.factor() if settings.switch("do_rescale") else None,
         mean=settings.channels("image_mean") if normalizes else None,
         std=settings.channels("image_std") if normalizes else None,
+    )
+
+
+def _fitted(settings: Settings) -> Preprocessing:
+    """The settings of Donut's class. Raises UnsupportedModelError: as `preprocessing_of`."""
+    for name, meant in (("do_resize", True), ("do_thumbnail", True), ("do_pad", True), ("do_center_crop", False)):
+        if settings.switch(name) != meant:
+            raise UnsupportedModelError(f"{settings.file}: {name} must be {str(meant).lower()} for this processor.")
+    size, listed = settings.size("size"), isinstance(settings.values["size"], list | tuple)
+    if isinstance(size, int):
+        raise UnsupportedModelError(f"{settings.file}: size must be a height and a width, got {size}.")
+    size = size[::-1] if listed else size  # a list is a width and a height
+    normalizes = settings.switch("do_normalize")
+    return Preprocessing(
+        size=min(size),
+        resample=settings.filter(),
+        crop=None,
+        rescale=settings.factor() if settings.switch("do_rescale") else None,
+        mean=settings.channels("image_mean") if normalizes else None,
+        std=settings.channels("image_std") if normalizes else None,
+        fit=size,
+        turns=settings.switch("do_align_long_axis"),
     )
 
 
@@ -139,7 +172,7 @@ class Settings:
 
     def __init__(self, values: Mapping[str, Any], file: Path):
         self.values = values
-        self._file = file
+        self.file = file
 
     def switch(self, name: str) -> bool:
         value = self.values[name]
@@ -196,7 +229,7 @@ class Settings:
 
     def _refused(self, name: str, wanted: str) -> UnsupportedModelError:
         shown = ascii(self.values.get(name))[:80]
-        return UnsupportedModelError(f"{self._file}: {name} must be {wanted}; got {shown}.")
+        return UnsupportedModelError(f"{self.file}: {name} must be {wanted}; got {shown}.")
 
 
 def _is_side(value: Any) -> bool:

@@ -49,8 +49,7 @@ def read_input(input: EngineInput, info: EngineInfo, *, start: int | None) -> Re
         return ReadInput(tokens, sides=read_sides(input.given, len(tokens), info.sides), images=images)
     if isinstance(input, PixelInput | AudioInput):
         signal, positions = _read_signal(input, info, "prompt")
-        first = input.decoder_token_ids if isinstance(input, AudioInput) else None
-        return ReadInput(_decoder_begin(first or (), info, start), (0,) * positions, signal=signal)
+        return ReadInput(_decoder_begin(input.decoder_token_ids or (), info, start), (0,) * positions, signal=signal)
     if info.signal is not None:
         raise _wrong_kind(input, info, "prompt")
     begin: Sequence[int] = ()

@@ -519,6 +519,11 @@ class EngineInfo(Abilities):
     vision: VisionInfo | None = None
 
     @property
+    def writes_of_images(self) -> bool:
+        """Whether it is an encoder-decoder model whose encoder reads an image."""
+        return self.max_encoder_len is not None and self.signal is not None and self.signal.kind == "image"
+
+    @property
     def format(self) -> str:
         """The format of weights and activations, such as "bfloat16" or "bfloat16 with int8 weights"."""
         if self.quantization is None:

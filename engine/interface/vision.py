@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,8 @@ Pixels = NDArray[np.uint8]
 """[crops, channels, height, width]."""
 Size = tuple[int, int]
 """Height and width, in pixels."""
+TwoWay = Literal["image", "prompt"]
+"""The tokens that see each other, the later ones, too: those of an image, or all of a prompt with images."""
 
 KEY_BYTES = 20
 MOST_RATIO = 200
@@ -154,6 +156,22 @@ class Lined:
         return self.apart.join([token * columns] * rows) + self.end
 
 
+@dataclass(frozen=True, slots=True)
+class Leading:
+    """The texts around a prompt's own text, which the images precede (PaliGemma)."""
+
+    begin: str = "<bos>"  # stands after the last image
+    end: str = "\n"  # stands at the end
+
+    def text(self, token: str, tiles: Size) -> str:
+        """An image's text."""
+        return token
+
+    def around(self, text: str) -> str:
+        """What becomes of the text after the last image."""
+        return self.begin + text + self.end
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionInfo:
     """The images that a model reads among its tokens.
@@ -166,9 +184,9 @@ class VisionInfo:
         newline: a learned vector follows the vectors of an image that is one crop.
         tiling: how an image becomes several crops; None: it is one.
         surrounds: the texts around crops of which each is an image of its own among the tokens; None: there are none.
-        frame, enclosed: the same, for other families.
+        frame, enclosed, leading: the same, for other families.
         lined: the texts among an image's vectors; None: there are none.
-        two_way: the tokens of an image see each other, the later ones, too: one step computes all that are missing.
+        two_way: which tokens see each other, the later ones, too: one step computes all that are missing.
         fitted: an image is one crop of its own size; None: crops have the size `crop`.
         axes: positions of tokens have three axes: in an image time, row and column.
         rescale, mean, std: make the tower's numbers of those from 0 to 255; None for a step that is left out.
@@ -185,7 +203,8 @@ class VisionInfo:
     frame: Framed | None = None
     enclosed: Enclosed | None = None
     lined: Lined | None = None
-    two_way: bool = False
+    leading: Leading | None = None
+    two_way: TwoWay | None = None
     fitted: Fitted | None = None
     axes: bool = False
     rescale: float | None = None
@@ -193,9 +212,9 @@ class VisionInfo:
     std: tuple[float, ...] | None = None
 
     @property
-    def texts(self) -> Surrounds | Framed | Enclosed | Lined | None:
+    def texts(self) -> Surrounds | Framed | Enclosed | Lined | Leading | None:
         """The texts around crops of which each is an image of its own among the tokens, or among an image's vectors."""
-        return self.surrounds or self.frame or self.enclosed or self.lined
+        return self.surrounds or self.frame or self.enclosed or self.lined or self.leading
 
     def mark(self, token: str) -> str:
         """The text that stands for an image in a prompt; `token`: the image token's."""
@@ -272,7 +291,9 @@ class SeenImage:
     pixels: Pixels
     size: Size
     key: bytes  # a hash of these two
-    two_way: bool = False  # as of `VisionInfo`
+    # the tokens [first, end) that see each other, the later ones, too; None: they do not
+    two_way: tuple[int, int] | None = None
+    of_prompt: bool = False  # these are all tokens of the prompt, and see each other beyond windows, too
     grid: Size | None = None  # rows and columns of the vectors of an image of its own size; None for crops
     axes: bool = False  # positions of its tokens have three axes
 
@@ -332,7 +353,10 @@ def read_images(
             _refuse(f"image {number}: its image tokens must follow each other, without other tokens among them.")
         digest = hashlib.blake2b(repr((pixels.shape, height, width)).encode(), digest_size=KEY_BYTES)
         digest.update(pixels.data)
-        found.append(SeenImage(places, pixels, image.size, digest.digest(), vision.two_way, grid, vision.axes))
+        whole, seen = vision.two_way == "prompt", None
+        if vision.two_way is not None:
+            seen = (0, len(ids)) if whole else (int(places[0]), int(places[-1]) + 1)
+        found.append(SeenImage(places, pixels, image.size, digest.digest(), seen, whole, grid, vision.axes))
     return tuple(found)
 
 
@@ -355,10 +379,16 @@ def image_positions(images: Sequence[SeenImage], count: int) -> tuple[NDArray[np
     return offsets, axes
 
 
-def image_keys(images: Sequence[SeenImage], count: int) -> NDArray[np.int32]:
-    """[count, KEY_BYTES / 4] for each of `count` tokens, the key of the image whose vector the token has; zeros for
-    other tokens."""
-    keys = np.zeros((count, KEY_BYTES // 4), dtype=np.int32)
+def image_keys(images: Sequence[SeenImage], tokens: Sequence[int]) -> NDArray[np.int32]:
+    """[tokens, KEY_BYTES / 4] for each of a prompt's tokens, the key of the image whose vector the token has; zeros for
+    other tokens. If all tokens see each other, each has the key of the whole prompt."""
+    keys = np.zeros((len(tokens), KEY_BYTES // 4), dtype=np.int32)
+    if any(image.of_prompt for image in images):
+        digest = hashlib.blake2b(np.array(tokens, dtype=np.int32).tobytes(), digest_size=KEY_BYTES)
+        for image in images:
+            digest.update(image.key)
+        keys[:] = np.frombuffer(digest.digest(), dtype=np.int32)
+        return keys
     for image in images:
         keys[image.places] = np.frombuffer(image.key, dtype=np.int32)
     return keys

@@ -18,6 +18,7 @@ from engine.model.norms import build_norm
 from engine.model.packing import LookUp
 from engine.model.place import Place
 from engine.model.positions import Sinusoidal
+from engine.model.pyramid import PyramidEmbedding
 
 
 class TokenEmbedding(nn.Module):
@@ -287,7 +288,7 @@ class SpectrumEmbedding(nn.Module):
         return F.gelu(y)
 
 
-Embedding = TokenEmbedding | PatchEmbedding | SpectrumEmbedding
+Embedding = TokenEmbedding | PatchEmbedding | SpectrumEmbedding | PyramidEmbedding
 
 
 def build_embedding(part: spec.Embedding, place: Place, shared: nn.Parameter | None = None) -> Embedding:
@@ -299,3 +300,5 @@ def build_embedding(part: spec.Embedding, place: Place, shared: nn.Parameter | N
             return PatchEmbedding(part, place)
         case spec.Spectrum():
             return SpectrumEmbedding(part, place)
+        case spec.Pyramid():
+            return PyramidEmbedding(part, place)

@@ -26,6 +26,7 @@ from engine.model.spec import (
     ModelSpec,
     NormedSum,
     Opened,
+    Pyramid,
     Shared,
     SparselyGated,
     Spectrum,
@@ -107,6 +108,7 @@ def refusals(model: ModelSpec, count: int) -> list[str]:
         "images": model.vision is not None,
         "speech, whose word times need all heads": model.encoder is not None
         and isinstance(model.encoder.embedding, Spectrum),
+        "an encoder of images in stages": model.encoder is not None and isinstance(model.encoder.embedding, Pyramid),
         "a head that chooses among some tokens": isinstance(model.head, Lm) and model.head.choices is not None,
         f"a vocabulary of {model.vocab_size} tokens": splits_vocabulary(model) and model.vocab_size < count,
     }

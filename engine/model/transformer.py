@@ -99,7 +99,7 @@ class Transformer(nn.Module):
                 limits=limits,
                 memory_size=memory_size,
                 paged=True,
-                image_layers=0 if model.vision is None else len(model.vision.tower.kept),
+                image_layers=0 if model.vision is None or model.vision.joined else len(model.vision.tower.kept),
             )
         self.encoder = None
         if model.encoder is not None:

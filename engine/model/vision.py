@@ -54,7 +54,7 @@ class ShuffledProjector(nn.Module):
 
     def __init__(self, part: spec.Shuffled, features: int, hidden: int, place: Place):
         super().__init__()
-        self.second = Linear(features * part.factor**2, hidden, False, place)
+        self.second = Linear(features * part.factor**2, hidden, part.bias, place)
         self._factor = part.factor
 
     def forward(self, x: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class PooledProjector(nn.Module):
 
 
 def _projector(part: spec.Vision, hidden: int, place: Place) -> Projector | ShuffledProjector | PooledProjector:
-    features = part.tower.output_size
+    features = part.tower.output_size * (1 + len(part.tower.kept) * part.joined)
     match part.projector:
         case spec.Projector() as mapped:
             return Projector(mapped, features, hidden, place)
@@ -113,9 +113,9 @@ class ImageEmbedding(nn.Module):
             tower: computes one crop. One at a time: that bounds the memory, and no crop's bits depend on another.
         """
         found = [self._projected(tower(crop)[self.part.skip :]) for crop in crops]
-        whole = found[0]
+        whole, end = found[0], None if self.newline is None else self.newline * self.part.scale
         if len(found) == 1:
-            return whole if self.newline is None else torch.cat((whole, self.newline[None].to(whole.dtype)))
+            return whole if end is None else torch.cat((whole, end[None].to(whole.dtype)))
         rows, columns = info.tiles(size)
         tiles = torch.stack([tile[info.first :] for tile in found[1:]])
         grid = tiles.view(rows, columns, *info.grid, -1).transpose(1, 2)
@@ -124,12 +124,17 @@ class ImageEmbedding(nn.Module):
         grid = grid[top : top + height, left : left + width]
         if (small := info.reduced((height, width))) != (height, width):
             grid = F.interpolate(grid.movedim(-1, 0)[None], small, mode="bilinear")[0].movedim(0, -1)
-        if self.newline is not None:
-            ends = self.newline.to(grid.dtype).expand(len(grid), 1, -1)
+        if end is not None:
+            ends = end.to(grid.dtype).expand(len(grid), 1, -1)
             grid = torch.cat((grid, ends), dim=1)
         return torch.cat((whole, grid.flatten(0, 1)))
 
     def _projected(self, states: Tensor) -> Tensor:
         """The vectors of a crop; `states`: the tower's hidden states, with those that are kept beside them."""
         own, *kept = torch.split(states, self.part.tower.output_size, dim=1)
-        return torch.cat([self.projector(own), *(part(one) for part, one in zip(self.deep, kept, strict=True))], dim=1)
+        if self.part.joined:
+            vectors: Tensor = self.projector(torch.cat([*kept, own], dim=1))
+        else:
+            deep = (part(one) for part, one in zip(self.deep, kept, strict=True))
+            vectors = torch.cat([self.projector(own), *deep], dim=1)
+        return vectors if self.part.scale == 1.0 else vectors * self.part.scale

@@ -12,7 +12,7 @@ from engine.interface.request import TokenInput
 from engine.interface.values import brief
 from engine.text.chat_templates import read_template
 from engine.text.fitting import Messages, fitted, shows_by, with_tool_prompt
-from engine.text.pictures import Pictures
+from engine.text.pictures import Pictures, only_image
 from engine.text.tokenizer import Tokenizer
 from engine.text.writing import HERMES
 
@@ -137,9 +137,16 @@ def _described(tool: Tool, where: str) -> Mapping[str, Any]:
     return schema
 
 
+def image_prompt(messages: Sequence[Message], pictures: Pictures) -> dict[str, Any]:
+    """The prompt of an encoder-decoder model that reads one image. Raises InvalidRequestError: as `only_image`."""
+    image, text = only_image(messages, pictures)
+    return {"prompt": text, "multi_modal_data": {"image": image}}
+
+
 def check_chats(info: EngineInfo) -> None:
-    """Refuse a model that does not support conversations. Raises InvalidRequestError if the model has an encoder."""
-    if info.max_encoder_len is not None:
+    """Refuse a model that does not support conversations. Raises InvalidRequestError if the model has an encoder that
+    does not read images."""
+    if info.max_encoder_len is not None and not info.writes_of_images:
         _fail(
             "messages", f"{info.model} is an encoder-decoder model, which does not support conversations. Use generate."
         )

@@ -21,11 +21,19 @@ from engine.interface.generation import CHAT_ROOM, chat_max_tokens
 from engine.interface.inputs import decoder_start, decoder_tokens
 from engine.interface.outputs import EngineStats, RequestOutput
 from engine.interface.pooling import check_task
-from engine.interface.request import AudioInput, SamplingParams, Seq2SeqInput, TokenInput
+from engine.interface.request import AudioInput, PixelInput, SamplingParams, Seq2SeqInput, TokenInput
 from engine.offline.adapters import Lora, LoRARequest
 from engine.offline.arguments import engine_config
 from engine.offline.beams import BeamSearchOutput, BeamSearchParams, sequences_of
-from engine.offline.chat import Message, Tool, ToolPrompt, check_chats, conversation_prompt, read_conversations
+from engine.offline.chat import (
+    Message,
+    Tool,
+    ToolPrompt,
+    check_chats,
+    conversation_prompt,
+    image_prompt,
+    read_conversations,
+)
 from engine.offline.pooling import PoolingMethods, hides_progress
 from engine.offline.prompts import AnyInput, Prompt, PromptReader, list_prompts, with_images
 from engine.offline.speech import Transcriber, Transcript, need_speech
@@ -33,7 +41,7 @@ from engine.pooled import check_sides
 from engine.pooled.sources import need_tokenizer
 from engine.text.chat_templates import read_template
 from engine.text.pictures import Pictures
-from engine.text.processor import OutputProcessor, check_vocabulary, load_tokenizer, spell_bad_words
+from engine.text.processor import OutputProcessor, check_vocabulary, give_template, load_tokenizer, spell_bad_words
 
 Sound = NDArray[np.floating[Any] | np.integer[Any]]
 
@@ -77,6 +85,7 @@ class LLM(PoolingMethods):
                 chat_template=config.chat_template,
             )
         check_vocabulary(engine.info, tokenizer)
+        give_template(engine.info, tokenizer)
         check_sides(engine.info, tokenizer)
         super().__init__(engine, tokenizer)
         self._placer = ImagePlacer.of(engine.info)
@@ -184,8 +193,12 @@ class LLM(PoolingMethods):
                 f"chat_template_kwargs must not contain {reserved[0]}, which is an argument of chat.",
                 param="chat_template_kwargs",
             )
-        pictures: list[Pictures] | None = [] if info.vision is not None else None
+        pictures: list[Pictures] | None = [] if info.vision is not None or info.writes_of_images else None
         conversations = read_conversations(messages, pictures)
+        if info.writes_of_images:
+            prompts = [image_prompt(*each) for each in zip(conversations, pictures or [], strict=True)]
+            chosen, count = self._params(sampling_params, params, len(prompts)), len(prompts)
+            return self._generated(prompts, chosen, use_tqdm, self._adapters.each(lora, count, lora_request))
         each_pictures: Sequence[Pictures | None] = pictures or [None] * len(conversations)
         inputs = [
             conversation_prompt(
@@ -350,7 +363,7 @@ class LLM(PoolingMethods):
 
     def _unanswered(self, request_id: str, input: AnyInput, params: SamplingParams) -> RequestOutput:
         info = self.engine.info
-        if isinstance(input, AudioInput):
+        if isinstance(input, AudioInput | PixelInput):
             begun = decoder_tokens(input.decoder_token_ids or (), decoder_start(params, info))
             return RequestOutput(
                 request_id=request_id, prompt=None, prompt_token_ids=list(begun), outputs=[], finished=False

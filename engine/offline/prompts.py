@@ -8,15 +8,16 @@ from numbers import Integral
 from typing import Any, Literal, NoReturn
 
 from engine.errors import InvalidRequestError
-from engine.images.placing import ImagePlacer
+from engine.images.placing import ImagePlacer, read_image
+from engine.images.reader import ImageReader, is_image
 from engine.interface.generation import DEFAULT_MAX_TOKENS, tokens_to_keep_free
 from engine.interface.outputs import EngineInfo
-from engine.interface.request import AudioInput, SamplingParams, Seq2SeqInput, TokenInput
+from engine.interface.request import AudioInput, PixelInput, SamplingParams, Seq2SeqInput, TokenInput
 from engine.interface.values import brief
 from engine.text.tokenizer import Tokenizer
 
-AnyInput = TokenInput | Seq2SeqInput | AudioInput
-Prompt = str | Sequence[int] | TokenInput | Seq2SeqInput | AudioInput | Mapping[str, Any]
+AnyInput = TokenInput | Seq2SeqInput | AudioInput | PixelInput
+Prompt = str | Sequence[int] | TokenInput | Seq2SeqInput | AudioInput | PixelInput | Mapping[str, Any]
 
 _PLAIN = ("prompt", "prompt_token_ids")
 _SIDES = ("encoder_prompt", "decoder_prompt")
@@ -24,7 +25,7 @@ _SIDES = ("encoder_prompt", "decoder_prompt")
 
 def list_prompts(prompts: Any) -> list[Any]:
     """One prompt or several, as a list. Raises InvalidRequestError: `prompts` is neither."""
-    if isinstance(prompts, (str, TokenInput, Seq2SeqInput, AudioInput, Mapping)):
+    if isinstance(prompts, (str, TokenInput, Seq2SeqInput, AudioInput, PixelInput, Mapping)):
         return [prompts]
     if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
         _refuse(prompts)
@@ -87,7 +88,7 @@ class PromptReader:
     def read(self, prompt: Any) -> AnyInput:
         """One prompt. Raises InvalidRequestError if it is not a prompt, or if it is a text and the model has no
         tokenizer."""
-        if isinstance(prompt, (Seq2SeqInput, AudioInput)):
+        if isinstance(prompt, (Seq2SeqInput, AudioInput, PixelInput)):
             if self.kept is not None:
                 _fail(f"truncate_prompt_tokens cuts texts and token ids, not a {type(prompt).__name__}.")
             return prompt
@@ -148,13 +149,28 @@ class PromptReader:
         data = given.pop("multi_modal_data")
         if not isinstance(data, Mapping) or set(data) != {"image"}:
             _fail(f"multi_modal_data must hold image, and nothing else is read; got {brief(data)}.")
+        images = data["image"] if isinstance(data["image"], list | tuple) else [data["image"]]
+        if self.info.writes_of_images:
+            return self._read_whole(images, given)
         if self.placer is None:
             _fail(f"{self.info.model} reads no images.")
-        images = data["image"] if isinstance(data["image"], list | tuple) else [data["image"]]
         whole = replace(self, kept=None)._read_dict(given)
         if not isinstance(whole, TokenInput):
             _fail("images need a prompt or prompt_token_ids.")
         return self.cut_input(self.placer.input(whole.token_ids, images, whole.text, self.tokenizer, special=True))
+
+    def _read_whole(self, images: Sequence[Any], given: dict[str, Any]) -> PixelInput:
+        """The image that an encoder reads for a decoder. The prompt, if there is one, is the beginning of the
+        answer."""
+        if len(images) != 1:
+            _fail(f"{self.info.model} reads one image at a time, got {len(images)}.")
+        if not set(given) <= {*_PLAIN, "decoder_prompt"} or len(given) > 1:
+            _fail(f"beside an image a prompt may hold one of prompt, prompt_token_ids and decoder_prompt, got {given}.")
+        begin = next(iter(given.values()), None) or None
+        if isinstance(begin, str):
+            begin = self._need_tokenizer().encode_answer(begin)
+        image = images[0] if is_image(images[0]) else read_image(images[0])
+        return replace(ImageReader(self.info).read(image), decoder_token_ids=None if begin is None else _ids(begin))
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

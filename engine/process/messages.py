@@ -105,8 +105,7 @@ class Failed(msgspec.Struct, tag=True):
 
 
 class Signal(msgspec.Struct, omit_defaults=True):
-    """A `PixelInput` or an `AudioInput` as float32 values in C order. `decoder_token_ids`: the `decoder_token_ids` of
-    an `AudioInput`."""
+    """A `PixelInput` or an `AudioInput` as float32 values in C order. `decoder_token_ids`: theirs."""
 
     kind: SignalKind
     shape: tuple[int, ...]
@@ -117,11 +116,9 @@ class Signal(msgspec.Struct, omit_defaults=True):
     def of(cls, input: PixelInput | AudioInput) -> Signal:
         """The message for an input. Raises InvalidRequestError if the input holds something other than numbers, or more
         than `MOST_SIGNAL_BYTES`."""
-        values = as_signal(input.signal)
-        if isinstance(input, PixelInput):
-            return cls("image", values.shape, values.tobytes())
-        begin = input.decoder_token_ids
-        return cls("audio", values.shape, values.tobytes(), None if begin is None else list(begin))
+        values, begin = as_signal(input.signal), input.decoder_token_ids
+        kind: SignalKind = "image" if isinstance(input, PixelInput) else "audio"
+        return cls(kind, values.shape, values.tobytes(), None if begin is None else list(begin))
 
     @property
     def input(self) -> PixelInput | AudioInput:
@@ -133,7 +130,7 @@ class Signal(msgspec.Struct, omit_defaults=True):
                 code="invalid_value",
             )
         values = np.frombuffer(self.data, np.float32).reshape(self.shape)
-        return PixelInput(values) if self.kind == "image" else AudioInput(values, self.decoder_token_ids)
+        return (PixelInput if self.kind == "image" else AudioInput)(values, self.decoder_token_ids)
 
 
 class ImageMessage(msgspec.Struct, array_like=True):

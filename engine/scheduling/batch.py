@@ -127,7 +127,7 @@ def build_plan(
         unchunked=unchunked,
         sides=sides if image_slots is None else {**sides, "image_slots": image_slots},
         images=images,
-        two_way=_two_way(rows) if images else None,
+        two_way=None if decoding else _two_way(rows),
         signals=_signals(rows) if unchunked else (),
         sources=_sources(rows, query_start, pending) if pending else None,
         searches=_searches(rows, searches, pending, block_size) if searches and pending else None,
@@ -248,12 +248,15 @@ def _images(rows: Seq[Row], query_start: Int32) -> tuple[tuple[ImageRows, ...], 
     return (tuple(found), slots) if found else ((), None)
 
 
-def _two_way(rows: Seq[Row]) -> tuple[bool, ...] | None:
-    """For each row, whether its tokens are those of an image that see each other; None: for no row."""
+def _two_way(rows: Seq[Row]) -> tuple[int, ...] | None:
+    """For each row, whether its tokens see each other, as `AttentionMetadata.two_way` says it; None: for no row."""
 
-    def sees(row: Row) -> bool:
-        parts = (image.part(row.start, row.count) for image in row.group.request.images if image.two_way)
-        return any(first < end for first, end in parts)
+    def sees(row: Row) -> int:
+        for image in row.group.request.images:
+            first, end = image.two_way or (0, 0)
+            if row.start < end and row.start + row.count > first:
+                return 2 if image.of_prompt else 1
+        return 0
 
     found = tuple(map(sees, rows))
     return found if any(found) else None

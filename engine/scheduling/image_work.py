@@ -40,12 +40,12 @@ class ImageWork:
         return count
 
     def apart(self, step: NextStep, group: SequenceGroup, start: int, count: int, hard: int) -> int:
-        """The number of a prompt's next `count` tokens that one row may have, if the tokens of an image see each other:
-        all tokens before the next image, or all missing tokens of one image. `hard`: tokens that the step has room for,
-        however long it takes. The first prompt of a step may have its whole image."""
+        """The number of a prompt's next `count` tokens that one row may have, if the tokens of an image, or all, see
+        each other: all tokens before these, or all of these that are missing. `hard`: tokens that the step has room
+        for, however long it takes. The first prompt of a step may have all that are missing."""
         for image in group.request.images:
-            first, end = int(image.places[0]), int(image.places[-1]) + 1
-            if not image.two_way or end <= start:
+            first, end = image.two_way or (0, 0)
+            if end <= start:
                 continue
             if start < first:
                 return min(count, first - start)

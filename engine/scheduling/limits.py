@@ -99,6 +99,16 @@ def check_fits(request: Request, config: SchedulerConfig, total_pages: int, tota
             param="prompt",
             code="context_length_exceeded",
         )
+    seen_whole = any(image.of_prompt for image in request.images)
+    most = config.max_num_batched_tokens - config.max_num_seqs
+    if seen_whole and len(request.prompt_token_ids) > most:
+        raise InvalidRequestError(
+            f"the prompt has {len(request.prompt_token_ids)} tokens, its images' included, but one step computes all "
+            f"of them beside those of max_num_seqs sequences: at most {most}. Shorten it, send fewer images, or raise "
+            "--max-num-batched-tokens.",
+            param="prompt",
+            code="context_length_exceeded",
+        )
     if not config.needs.paged:
         return  # the first input of a step may be of any length
     prompt = len(request.prompt_token_ids)

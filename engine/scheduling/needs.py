@@ -45,7 +45,7 @@ class SequenceNeeds:
             offsets, own["rotary_axes"] = image_positions(request.images, len(request.prompt_token_ids))
             own["rotary_offsets"] = offsets + np.int32(shift)
         if request.images:
-            own["image_keys"] = image_keys(request.images, len(request.prompt_token_ids))
+            own["image_keys"] = image_keys(request.images, request.prompt_token_ids)
         return {**request.sides, **own} if own else request.sides
 
     def rotary_shift(self, reach: int) -> int:

@@ -194,8 +194,8 @@ class StepPlan:
     searches: Searches | None = None
     # the images whose vectors tokens have. A side of the tokens counts these vectors.
     images: tuple[ImageRows, ...] = ()
-    # [R] the rows whose queries see all later keys of their row, too; None: none do
-    two_way: tuple[bool, ...] | None = None
+    # [R] the rows whose queries see later keys of their row (`AttentionMetadata.two_way`); None: none do
+    two_way: tuple[int, ...] | None = None
     image_work: float = 0.0  # about how much work it is to make the vectors that are not known, in tokens
     # a plan of the same version as the previous step's has the same rows, each one token further: the same `cross`, and
     # a `sampling` of the same version. Every other plan has a separate version.

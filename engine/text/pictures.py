@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from engine.errors import InvalidRequestError
 
 Messages = list[dict[str, Any]]
 
@@ -36,6 +38,19 @@ class Pictures:
             apart = number and part != self.mark and parts[number - 1] != self.mark
             made += f"\n{part}" if apart else part
         return made
+
+
+def only_image(messages: Sequence[Mapping[str, Any]], pictures: Pictures) -> tuple[Any, str]:
+    """The image of a conversation with a model that reads one image and nothing else, and the beginning of its answer.
+    Raises InvalidRequestError if there are several messages, or more or fewer images."""
+    if len(messages) != 1 or len(pictures.images) != 1:
+        raise InvalidRequestError(
+            "this model reads one image, and begins its answer with the text beside it, if there is one: send a single "
+            f"message with one image, got {len(messages)} messages with {len(pictures.images)} images.",
+            param="messages",
+            code="invalid_messages",
+        )
+    return pictures.images[0], str(messages[0]["content"]).replace(pictures.mark, "")
 
 
 def with_parts(

@@ -13,10 +13,11 @@ from engine.interface.values import MAX_LISTED_IDS
 from engine.text.encoding import Encoding
 from engine.text.stop_strings import StopMatcher, StopStrings
 from engine.text.tokenizer import Tokenizer
-from engine.text.tokenizer_loading import check_vocabulary, load_tokenizer
+from engine.text.tokenizer_loading import check_vocabulary, give_template, load_tokenizer
 
 __all__ = [
-    "ChoiceText", "Encoding", "OutputProcessor", "Tokenizer", "check_vocabulary", "load_tokenizer", "spell_bad_words",
+    "ChoiceText", "Encoding", "OutputProcessor", "Tokenizer", "check_vocabulary", "give_template", "load_tokenizer",
+    "spell_bad_words",
 ]  # fmt: skip
 
 

@@ -157,6 +157,10 @@ class Tokenizer:
         """The model's own chat template (Jinja), or None."""
         return self._template("default")
 
+    @chat_template.setter
+    def chat_template(self, template: str) -> None:
+        self._hf.chat_template = template
+
     @property
     def template_variables(self) -> dict[str, str | list[str]]:
         """The special tokens under the names that chat templates use, such as bos_token."""

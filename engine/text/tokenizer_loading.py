@@ -102,6 +102,13 @@ def load_tokenizer(
     return loaded
 
 
+def give_template(info: EngineInfo, tokenizer: Tokenizer | None) -> None:
+    """Give the tokenizer the chat template `plain` if it has none, and the model answers about images before a text,
+    without roles."""
+    if tokenizer is not None and tokenizer.chat_template is None and info.vision is not None and info.vision.leading:
+        tokenizer.chat_template = read_template("plain")
+
+
 def check_vocabulary(info: EngineInfo, tokenizer: Tokenizer | None) -> None:
     """Refuse a tokenizer that was made for a larger vocabulary than the model's, and warn of single tokens beyond it.
     Raises ModelLoadError if the tokenizer has more tokens than the model, not counting added ones."""

@@ -39,7 +39,8 @@ async def render_chat(service: Service, chat: ChatCompletionRequest) -> Prompt:
 
 def pictures_for(service: Service) -> Pictures | None:
     """Takes the images of a conversation; None if the model reads none."""
-    return None if service.chat_images is None else Pictures()
+    reads = service.chat_images is not None or service.client.info.writes_of_images
+    return Pictures() if reads else None
 
 
 @dataclass(slots=True)

@@ -25,6 +25,12 @@ Reason = Callable[[EngineInfo, Tokenizer | None], str | None]
 
 def lacks_completions(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
     """The reason of a model that does not continue texts."""
+    if info.writes_of_images:
+        return "it reads an image, which /v1/chat/completions takes"
+    return _lacks_writing(info)
+
+
+def _lacks_writing(info: EngineInfo) -> str | None:
     if info.speech is not None:
         return "it is a speech model, which reads sound"
     if "generate" in info.tasks:
@@ -41,14 +47,21 @@ def lacks_generation(info: EngineInfo, tokenizer: Tokenizer | None) -> str | Non
     return None if info.max_encoder_len is None else "it is an encoder-decoder model; send /v1/completions"
 
 
+def lacks_decisions(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
+    """The reason of a model that cannot continue conversations of texts alone."""
+    return lacks_completions(info, tokenizer) or lacks_chat(info, tokenizer)
+
+
 def lacks_chat(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
     """The reason of a model that cannot continue conversations."""
-    if (reason := lacks_completions(info, tokenizer)) is not None:
+    if (reason := _lacks_writing(info)) is not None:
         return reason
-    if info.max_encoder_len is not None:
+    if info.max_encoder_len is not None and not info.writes_of_images:
         return "it is an encoder-decoder model and does not support conversations"
     if tokenizer is None:
         return "it has no tokenizer, so it cannot read messages"
+    if info.writes_of_images:
+        return None
     return (
         None if tokenizer.chat_template is not None else "its tokenizer has no chat template (--chat-template sets one)"
     )

@@ -45,10 +45,14 @@ class ImageReading:
         self._workers = workers or shared_workers()
         self._turns = asyncio.Semaphore(_AT_ONCE)
 
-    async def read(self, images: Sequence[str]) -> list[PixelInput]:
-        """The images in the engine's form, in order. `images`: `data:` URLs, or base64. Raises InvalidRequestError if
-        an image cannot be read, is too large, or is a web address; the error names it. Or there are too many images, or
-        they take too long together."""
+    async def read(self, images: Sequence[str], param: str = "input") -> list[PixelInput]:
+        """The images in the engine's form, in order. Raises InvalidRequestError if an image cannot be read, is too
+        large, or is a web address; the error names it. Or there are too many images, or they take too long together.
+
+        Args:
+            images: `data:` URLs, or base64.
+            param: the field that holds them.
+        """
         steps = need_steps(self._steps, self._info)
         assert self._info.signal is not None
         most = max(MOST_PIXEL_BYTES // (4 * math.prod(self._info.signal.shape)), 1)
@@ -56,7 +60,7 @@ class ImageReading:
             raise InvalidRequestError(
                 f"the request has {len(images)} images, but at most {most} images of this model's size are allowed "
                 f"({MOST_PIXEL_BYTES} bytes of pixels). Send them in several requests.",
-                param="input",
+                param=param,
                 code="too_many_images",
             )
         found, left = [], MOST_SECONDS
@@ -66,7 +70,7 @@ class ImageReading:
             async with self._turns:  # waiting for other requests does not count against a request
                 began = monotonic()
                 read = await run_limited(
-                    self._workers, "image", picture, Pixels, where, left=left, memory=self._memory, param="input"
+                    self._workers, "image", picture, Pixels, where, left=left, memory=self._memory, param=param
                 )
                 left -= monotonic() - began
                 found.append(pixels_of(read.data, read.shape))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
-from engine import EngineInfo, PlacedImage, Seq2SeqInput, TokenInput
+from engine import EngineInfo, PixelInput, PlacedImage, Seq2SeqInput, TokenInput
 from engine.text.processor import Tokenizer
 from server.admission import CHARACTERS_PER_TOKEN
 from server.errors import ApiError, shown
@@ -27,10 +27,13 @@ class Prompt:
     # for an encoder-decoder model the given beginning of the answer; None for a decoder-only model
     decoder_ids: list[int] | None = None
     images: tuple[PlacedImage, ...] = ()
+    # an image that an encoder reads for a decoder, whose first tokens are then the prompt; and its positions
+    pixels: PixelInput | None = None
+    positions: int = 0
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids) + len(self.decoder_ids or ())
+        return len(self.token_ids) + len(self.decoder_ids or ()) + self.positions
 
     @property
     def continued(self) -> list[int]:
@@ -38,7 +41,9 @@ class Prompt:
         return self.token_ids if self.decoder_ids is None else self.decoder_ids
 
     @property
-    def source(self) -> TokenInput | Seq2SeqInput:
+    def source(self) -> TokenInput | Seq2SeqInput | PixelInput:
+        if self.pixels is not None:
+            return self.pixels
         if self.decoder_ids:
             return Seq2SeqInput(self.token_ids, self.decoder_ids)
         return TokenInput(self.token_ids, self.text, images=self.images)

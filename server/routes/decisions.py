@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from fastapi import Response
 
 from server.answering.decisions import LETTERS, DecisionRun, LabelQuestion, LabelReading, described
-from server.answering.endpoints import lacks_chat
+from server.answering.endpoints import lacks_decisions
 from server.answering.rendering import check_variables
 from server.api import examples
 from server.api.decision_schemas import (
@@ -48,7 +48,7 @@ router = TaskRouter("generating", one_text=True)
     "/v1/decisions",
     response_model=DecisionResponse,
     examples=examples.DECISIONS,
-    lacks=lacks_chat,
+    lacks=lacks_decisions,
     summary="Create decisions",
 )
 async def create_decision(call: TaskCall[DecisionRequest]) -> Response:
@@ -127,7 +127,7 @@ def _expected(shares: Sequence[float]) -> float:
     "/v1/systemone",
     response_model=SystemOneResponse,
     examples=examples.SYSTEM_ONE,
-    lacks=lacks_chat,
+    lacks=lacks_decisions,
     summary="Create decisions (vLLM's format)",
 )
 async def create_structured_decision(call: TaskCall[SystemOneRequest]) -> Response:

@@ -20,7 +20,7 @@ from test_image_prompts import GREEDY, WORDS, answer, info_of, seen, vectors_of
 from test_native_attention import assert_close, batch, stored
 
 from cli.commands import models
-from engine import Engine, EngineConfig, SamplingParams, TokenInput, inspect_model
+from engine import Engine, EngineConfig, InvalidRequestError, SamplingParams, TokenInput, inspect_model
 from engine.backends import native
 from engine.backends.attention.base import AttentionBackend, AttentionMetadata, Window
 from engine.backends.native.attention import NativeAttention
@@ -147,7 +147,7 @@ def test_attention_of_rows_that_see_all_later_keys(backend: AttentionBackend, wi
     """Against the textbook in float64, among rows that see no later keys; and the same bits alone."""
     if backend.name == "native" and not native.available():
         pytest.skip("there is no native library")
-    shape = [(7, 90, True), (1, 33, False), (130, 300, True), (64, 64, True), (40, 170, False), (1, 20, True)]
+    shape = [(7, 90, 1), (1, 33, 0), (130, 300, 1), (64, 64, 1), (40, 170, 0), (1, 20, 1), (90, 210, 2), (1, 80, 2)]
     rows = [make_row(number, context, 4, 2, 24, torch.float32) for number, (_, context, _) in enumerate(shape)]
     counts, flags = [count for count, _, _ in shape], tuple(flag for _, _, flag in shape)
     q = torch.cat([row.q[len(row.q) - count :] for row, count in zip(rows, counts, strict=True)])
@@ -161,9 +161,9 @@ def test_attention_of_rows_that_see_all_later_keys(backend: AttentionBackend, wi
     parts = attend(q, slice(None)).split(counts)
     for number, (row, count, flag) in enumerate(zip(rows, counts, flags, strict=True)):
         key, query = torch.arange(len(row.k)), torch.arange(len(row.k) - count, len(row.k))[:, None]
-        seen = (key <= query) | flag
+        seen = (key <= query) | (flag > 0)
         if window is not None:
-            seen = seen & (key >= query - window)
+            seen = seen & ((key >= query - window) | (flag == 2))
         k, v = (x.double().repeat_interleave(2, 1) for x in (row.k, row.v))
         scores = torch.einsum("qhd,khd->hqk", row.q[-count:].double(), k) * 0.2
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
@@ -172,6 +172,29 @@ def test_attention_of_rows_that_see_all_later_keys(backend: AttentionBackend, wi
         alone = attend(row.q[-count:], slice(number, number + 1))
         if count > 1:  # a single query is a tile of its own for torch
             assert torch.equal(alone, parts[number])
+
+
+def test_a_prompt_that_is_seen_whole(tmp_path: Path) -> None:
+    """One step computes it, beside streams; only an equal prompt is found; a longer one than a step is refused."""
+    model = make_seeing_model("paligemma2", tmp_path)
+    engine = make_engine(model.path, block_size=4, max_num_seqs=4, max_num_batched_tokens=36)
+    prompt, other = (model.prompt([*parts, picture(40, 30, 3), *WORDS[:5]], info_of(engine)) for parts in ((), (9,)))
+    longer = TokenInput([*prompt.token_ids, 9], images=prompt.images)
+    prompts = (prompt, longer, other)
+    alone = [answer(engine, one) for one in prompts]
+    assert answer(engine, prompt) == alone[0]
+    assert engine.stats().prefix_hits == (len(prompt.token_ids) - 1) // 4 * 4
+    engine.reset_prefix_cache()
+    with watching(engine) as plans:
+        for number, one in enumerate(prompts):
+            engine.add_request(str(number), one, GREEDY)
+        found = finish(engine)
+    assert [found[str(number)].outputs[0].token_ids for number in range(3)] == alone
+    seen = [np.diff(plan.query_start)[np.array(plan.two_way) == 2] for plan in plans if plan.two_way]
+    assert sorted(np.concatenate(seen)) == sorted(len(one.token_ids) for one in prompts)
+    with pytest.raises(InvalidRequestError, match=r"one step computes all of them.*at most 32"):
+        engine.add_request("long", TokenInput([*prompt.token_ids, *[9] * 18], images=prompt.images), GREEDY)
+    engine.close()
 
 
 def test_image_tokens_of_no_image_are_words(model: SeeingModel, engine: Engine) -> None:
@@ -189,7 +212,7 @@ def test_an_image_runs_although_it_exceeds_the_wanted_time() -> None:
     scheduler.add(Request(request_id="stream", prompt_token_ids=(5, 6), decoding=Decoding(max_tokens=200)))
     tokens = (7, 8, 9, *[IMAGE] * 16, 10)
     for key, name in ((1, "one"), (2, "two")):
-        image = replace(seen(key, 3, 16), two_way=True)
+        image = replace(seen(key, 3, 16), two_way=(3, 19))
         scheduler.add(
             Request(request_id=name, prompt_token_ids=tokens, decoding=Decoding(max_tokens=1), images=(image,))
         )

@@ -92,12 +92,20 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
                   "projector_output_dim": 16},
         {},
     ),
+    "LightOnOcrForConditionalGeneration": (
+        {"model_type": "qwen3", "head_dim": 10}, VISION | {"model_type": "pixtral", "head_dim": 8},
+        {"tie_word_embeddings": False},
+    ),
     "LlavaForConditionalGeneration": ({"model_type": "llama"}, CLIP, {}),
     "LlavaNextForConditionalGeneration": ({"model_type": "mistral", "head_dim": 10}, CLIP, {}),
     "LlavaOnevisionForConditionalGeneration": ({"model_type": "qwen2"}, SIGLIP, {"tie_word_embeddings": True}),
     "Mistral3ForConditionalGeneration": (
         {"model_type": "mistral", "head_dim": 10}, VISION | {"model_type": "pixtral", "head_dim": 8},
         {"tie_word_embeddings": False},
+    ),
+    "PaliGemmaForConditionalGeneration": (
+        {"model_type": "gemma2", "head_dim": 10, "sliding_window": 9,
+         "layer_types": ["sliding_attention", "full_attention"]}, SIGLIP, {"projection_dim": 32},
     ),
     "Qwen2VLForConditionalGeneration": (AXES, {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2}, {}),
     "Qwen2_5_VLForConditionalGeneration": (AXES, QWEN_VISION, {"tie_word_embeddings": True}),

@@ -107,23 +107,24 @@ def logprobs(model: Any, tokens: Sequence[int]) -> torch.Tensor:
 
 def _generate(
     model: Any,
-    prompt: Sequence[int],
+    prompt: Sequence[int] | torch.Tensor,
     eos: Sequence[int] | None,
     max_tokens: int,
     watch: Any,
     begin: Sequence[int] | None,
     **settings: Any,
 ) -> Any:
-    ids = torch.tensor([list(prompt)])
+    ids = prompt if isinstance(prompt, torch.Tensor) else torch.tensor([list(prompt)])
     if begin is not None:
         settings |= {"decoder_input_ids": torch.tensor([list(begin)]), "decoder_start_token_id": begin[0]}
     processors = [*settings.pop("processors", ()), watch]
+    if not ids.is_floating_point():
+        settings["attention_mask"] = torch.ones_like(ids)
     previous = model.generation_config
     model.generation_config = transformers.GenerationConfig(pad_token_id=0)
     try:
         return model.generate(
             ids,
-            attention_mask=torch.ones_like(ids),
             do_sample=False,
             eos_token_id=list(eos) if eos else None,
             max_new_tokens=max_tokens,

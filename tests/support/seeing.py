@@ -89,6 +89,19 @@ SHAPES = {
         ("LlavaNextImageProcessorPil", _CLIP_PIXELS | {"image_grid_pinpoints": SIZES}),
         "LlavaNextProcessor",
     ),
+    "granite-vision": SeeingShape(  # several layers of the tower, scaled vectors
+        "LlavaNextForConditionalGeneration", {"model_type": "granite", "embedding_multiplier": 3.0,
+        "logits_scaling": 0.5, "residual_multiplier": 0.7, "attention_multiplier": 0.4}, SIGLIP,
+        {"image_grid_pinpoints": SIZES, "vision_feature_layer": [-3, -1], "vision_feature_select_strategy": "full"},
+        ("LlavaNextImageProcessorPil", _CLIP_PIXELS | {"image_grid_pinpoints": SIZES}),
+        "LlavaNextProcessor",
+    ),
+    "granite-vision-clip": SeeingShape(
+        "LlavaNextForConditionalGeneration", {"model_type": "granite", "embedding_multiplier": 0.8}, CLIP,
+        {"image_grid_pinpoints": SIZES, "vision_feature_layer": [1, 2, 3], "multimodal_projector_bias": False},
+        ("LlavaNextImageProcessorPil", _CLIP_PIXELS | {"image_grid_pinpoints": SIZES}),
+        "LlavaNextProcessor",
+    ),
     "llava-onevision": SeeingShape(
         "LlavaOnevisionForConditionalGeneration", {"model_type": "qwen2"}, SIGLIP,
         {"image_grid_pinpoints": [*SIZES, [84, 84]], "vision_aspect_ratio": "anyres_max_2", "video_token_id": 4},
@@ -117,6 +130,19 @@ SHAPES = {
             "do_pan_and_scan": True, "pan_and_scan_min_crop_size": 20, "pan_and_scan_max_num_crops": 3,
             "pan_and_scan_min_ratio_to_activate": 1.2,
         }), "Gemma3Processor",
+    ),
+    "paligemma": SeeingShape(
+        "PaliGemmaForConditionalGeneration", {"model_type": "gemma", "head_dim": 10}, SIGLIP,
+        {"projection_dim": 32, "tie_word_embeddings": False},
+        ("SiglipImageProcessorPil", _SQUARE | {"image_seq_length": 16}), "PaliGemmaProcessor",
+    ),
+    "paligemma2": SeeingShape(  # prompts of more tokens than the window
+        "PaliGemmaForConditionalGeneration",
+        {"model_type": "gemma2", "head_dim": 10, "sliding_window": 9, "query_pre_attn_scalar": 12,
+         "layer_types": ["sliding_attention", "full_attention"], "final_logit_softcapping": 4.0},
+        SIGLIP | {"image_size": 21, "intermediate_size": 44}, {"projection_dim": 32, "tie_word_embeddings": False},
+        ("SiglipImageProcessorPil", {"size": {"height": 21, "width": 21}, "image_seq_length": 9}),
+        "PaliGemmaProcessor",
     ),
     "qwen2-vl": SeeingShape(
         "Qwen2VLForConditionalGeneration", {"model_type": "qwen2_vl_text", "rope_parameters": _AXES},
@@ -158,6 +184,19 @@ SHAPES = {
                   "use_qk_norm": True, "attention_bias": True}, {},
         ("GotOcr2ImageProcessorPil", _SQUARE | {"crop_to_patches": True, "max_patches": 1}), "InternVLProcessor",
     ),
+    "lighton-ocr": SeeingShape(
+        "LightOnOcrForConditionalGeneration", {"model_type": "qwen3", "head_dim": 10},
+        VISION | {"model_type": "pixtral", "patch_size": 4, "hidden_act": "silu"}, {"spatial_merge_size": 2},
+        ("PixtralImageProcessorPil", {"patch_size": {"height": 8, "width": 8}, "size": {"longest_edge": 60}}),
+        "LightOnOcrProcessor",
+    ),
+    "lighton-ocr-untied": SeeingShape(
+        "LightOnOcrForConditionalGeneration", {"model_type": "qwen3", "head_dim": 8},
+        VISION | {"model_type": "pixtral", "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 2},
+        {"spatial_merge_size": 1, "tie_word_embeddings": False},
+        ("PixtralImageProcessorPil", {"patch_size": {"height": 8, "width": 8}, "size": {"longest_edge": 50}}),
+        "LightOnOcrProcessor",
+    ),
     "mistral3": SeeingShape(
         "Mistral3ForConditionalGeneration", {"model_type": "mistral", "head_dim": 10},
         VISION | {"model_type": "pixtral", "patch_size": 4, "hidden_act": "silu"}, {"spatial_merge_size": 2},
@@ -182,7 +221,7 @@ def make_tokenizer() -> Any:
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     special = ["<pad>", "<s>", "</s>", "<image>", "<video>", "<fake_token_around_image>", "<global-img>"]
     special += [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
-    frame = ["<start_of_image>", "<end_of_image>", "<img>", "</img>", "[IMG_BREAK]", "[IMG_END]"]
+    frame = ["<start_of_image>", "<end_of_image>", "<img>", "</img>", "[IMG_BREAK]", "[IMG_END]", "<bos>"]
     vocabulary = {token: number for number, token in enumerate([*special, *alphabet, *frame])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -243,9 +282,17 @@ class SeeingModel:
             own = {name: value for name, value in self.shape.processor[1].items() if "pan_and_scan" in name}
             made = processor(text=text.replace("<image>", self.mark), images=image, **own)
             return list(made["input_ids"][0])
+        if self.shape.whole == "PaliGemmaProcessor":
+            tokenizer = make_tokenizer()
+            tokenizer.bos_token = "<bos>"
+            made = transformers.PaliGemmaProcessor(self.processor, tokenizer)(text=text, images=image)
+            return list(made["input_ids"][0])
         if self.framed:
             count = int(self.processor([image])["image_grid_thw"].prod()) // self.processor.merge_size**2
             return list(make_tokenizer().encode(text.replace("<image>", _FRAME.format("<image>" * count))))
+        if self.shape.whole == "LightOnOcrProcessor":
+            rows, columns = (int(side) // 8 for side in self.processor([image])["image_sizes"][0])
+            return list(make_tokenizer().encode(text.replace("<image>", "<image>" * rows * columns)))
         if self.shape.whole == "PixtralProcessor":
             rows, columns = (int(side) // 8 for side in self.processor([image])["image_sizes"][0])
             lines = "[IMG_BREAK]".join(["<image>" * columns] * rows)
@@ -275,7 +322,7 @@ class SeeingModel:
     def pixels(self, images: Sequence[PIL.Image.Image]) -> dict[str, Any]:
         """What the reference model is given of a prompt's images."""
         nested = not self.shape.architecture.startswith(
-            ("LlavaFor", "LlavaNext", "Gemma3", "Qwen", "Intern", "Mistral")
+            ("LlavaFor", "LlavaNext", "Gemma3", "Qwen", "Intern", "Mistral", "LightOn")
         )
         given: Any = [list(images)] if nested else list(images)
         made = dict(self.processor(given, return_tensors="pt"))
@@ -290,6 +337,8 @@ class SeeingModel:
             self.model.model.rope_deltas = None  # those of an earlier prompt
             if images:
                 found["mm_token_type_ids"] = (torch.tensor([list(ids)]) == IMAGE).long()
+        if images and self.shape.whole == "PaliGemmaProcessor":
+            found["token_type_ids"] = torch.zeros(1, len(ids), dtype=torch.long)
         if images and self.shape.whole == "Gemma3Processor":
             found["token_type_ids"] = (torch.tensor([list(ids)]) == IMAGE).long()
         return found
@@ -308,6 +357,9 @@ class SeeingModel:
                 tiles = next(left).tiles
                 mark = "<image>" if info.texts is None else info.texts.text("<image>", tiles)
                 given += encode(_FRAME.format(mark) if self.framed else mark)
+        if info.leading is not None and images:
+            last = len(given) - given[::-1].index(IMAGE)
+            given[last:] = encode(info.leading.around(make_tokenizer().decode(given[last:])))
         ids, placed = place(given, crops, info)
         return TokenInput(ids, images=tuple(placed))
 
@@ -353,6 +405,9 @@ def make_seeing_model(name: str, folder: Path, *, seed: int = 0, length: int = 5
     stored = made.processor.to_dict()
     if shape.whole == "PixtralProcessor":  # multiplies its patches itself
         stored["patch_size"] = dict.fromkeys(("height", "width"), 8 // shape.own["spatial_merge_size"])
+        whole = {"processor_class": shape.whole, "spatial_merge_size": shape.own["spatial_merge_size"]}
+        (folder / "processor_config.json").write_text(json.dumps(whole))
+    if shape.whole == "LightOnOcrProcessor":
         whole = {"processor_class": shape.whole, "spatial_merge_size": shape.own["spatial_merge_size"]}
         (folder / "processor_config.json").write_text(json.dumps(whole))
     (folder / "preprocessor_config.json").write_text(json.dumps(stored))

@@ -14,6 +14,7 @@ import transformers
 
 from support.encoder_text import roberta, save_model, xlmr
 from support.image_text import make_image_model
+from support.image_writers import make_writer
 from support.late_interaction import stanford
 from support.seeing import make_seeing_model
 from support.sentence import NORMALIZE, Module, pipeline_folder, pooling
@@ -107,6 +108,7 @@ MODELS: dict[str, Callable[[Path], object]] = {
     "google/vit-base-patch16-224": _images("vit"),
     "openai/clip-vit-base-patch32": _images("clip"),
     "llava-hf/llava-1.5-7b-hf": lambda folder: make_seeing_model("llava", folder),
+    "microsoft/trocr-base-printed": lambda folder: make_writer("trocr", folder),
     "allenai/led-large-16384-arxiv": led,
     "deepset/roberta-base-squad2": answers,
     "facebook/nllb-200-distilled-600M": lambda folder: make_text_checkpoint("nllb", folder),

@@ -144,8 +144,8 @@ class AttentionMetadata:
     # whether a kernel may begin before the previous one ends (`engine.model.kernels.RowForm`)
     overlapping: bool = False
     # for each row, whether its causal queries also see all later keys of the row (host), like the tokens of an image
-    # that see each other; None: for no row
-    two_way: tuple[bool, ...] | None = None
+    # that see each other: 1; and those before a window, too: 2; 0: they see neither. None: for no row
+    two_way: tuple[int, ...] | None = None
 
     @property
     def longest(self) -> int:
@@ -170,7 +170,7 @@ class AttentionMetadata:
         query_start: NDArray[np.int32],
         context_lens: NDArray[np.int32],
         device: torch.device,
-        two_way: tuple[bool, ...] | None = None,
+        two_way: tuple[int, ...] | None = None,
     ) -> AttentionMetadata:
         """Metadata for a plan's rows, whose arrays it may share: [R + 1] first query of each row, [R] keys."""
         return AttentionMetadata(

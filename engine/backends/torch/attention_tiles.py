@@ -117,7 +117,7 @@ class _Tiles:
     origin: Ints  # position of the row's first query
     length: Ints  # queries of the row
     context: Ints  # keys of the row
-    two_way: Ints  # 1: its queries see all later keys
+    two_way: Ints  # 1: its queries see all later keys; 2: and all earlier ones
     base: Ints  # position of the tile's first query
     low: Ints  # positions [low, high) are visible to some query of the tile
     high: Ints
@@ -157,6 +157,7 @@ def _cut(rows: Ints, lens: Ints, context: Ints, start: Ints, two_way: Ints, widt
         high, all_high = np.minimum(high, last_query + right + 1), np.minimum(all_high, first_query + right + 1)
     ahead = two_way[of]
     high, all_high = np.where(ahead, context[of], high), np.where(ahead, context[of], all_high)
+    low, all_low = np.where(ahead == 2, 0, low), np.where(ahead == 2, 0, all_low)
     first = low // CHUNK
     chunks = np.where(high > low, -(-high // CHUNK) - first, 0)
     row = (rows[of], start[of], origin[of], lens[of], context[of], ahead)
@@ -234,14 +235,14 @@ def _masks(key: Tensor, base: Tensor, context: Tensor, two_way: Tensor, width: i
     """[entries, width, keys] float32: 0 where the query sees the key, -inf elsewhere."""
     places = (key[:, None] + torch.arange(keys, device=key.device))[:, None, :]
     queries = (base[:, None] + torch.arange(width - 1, -1, -1, device=key.device))[:, :, None]
-    ahead = two_way[:, None, None] > 0
+    ahead, all_seen = two_way[:, None, None] > 0, two_way[:, None, None] == 2
     seen = (places < context[:, None, None]).expand(-1, width, -1)
     if shape.causal:
         seen = seen & ((places <= queries) | ahead)
     if isinstance(shape.window, Chunks):
-        seen = seen & (places >= queries // shape.window.size * shape.window.size)
+        seen = seen & ((places >= queries // shape.window.size * shape.window.size) | all_seen)
     if isinstance(shape.window, Window):
-        seen = seen & (places >= queries - shape.window.left)
+        seen = seen & ((places >= queries - shape.window.left) | all_seen)
         seen = seen & ((places <= queries + shape.window.right) | ahead)
     zero = torch.zeros((), device=key.device)
     return torch.where(seen, zero, zero - torch.inf)

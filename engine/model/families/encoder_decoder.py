@@ -69,7 +69,7 @@ def encoder_decoder(
         own = positions(config)
         _check(config, own, pre=pre, embedding_norm=embedding_norm)
         sizes = vocabularies(config)
-        placed = partial(_stack, config, own, pre=pre, embedding_norm=embedding_norm, bias=attention_bias(config))
+        placed = partial(stack_of, config, own, pre=pre, embedding_norm=embedding_norm, bias=attention_bias(config))
         read, written = sizes or (config.vocab_size, config.vocab_size)
         return ModelSpec(
             encoder=reads(config, placed("encoder", read)),
@@ -93,9 +93,10 @@ def encoder_decoder(
     )
 
 
-def _stack(
-    config: Any, positions: Positions, side: str, vocab_size: int, *, pre: bool, embedding_norm: bool, bias: bool
+def stack_of(
+    config: Any, positions: Positions, side: str, vocab_size: int, *, pre: bool, embedding_norm: bool, bias: bool = True
 ) -> Stack:
+    """The encoder or the decoder of a config; arguments as those of `encoder_decoder`."""
     crosses = side == "decoder"
     attention = multi_head(config, heads=getattr(config, f"{side}_attention_heads"), causal=crosses, bias=bias)
     second = NORM if crosses else None

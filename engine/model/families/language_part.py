@@ -23,11 +23,13 @@ ARCHITECTURES = frozenset(
         "Gemma4UnifiedForConditionalGeneration",
         "Idefics3ForConditionalGeneration",
         "InternVLForConditionalGeneration",
+        "LightOnOcrForConditionalGeneration",
         "Llama4ForConditionalGeneration",
         "LlavaForConditionalGeneration",
         "LlavaNextForConditionalGeneration",
         "LlavaOnevisionForConditionalGeneration",
         "Mistral3ForConditionalGeneration",
+        "PaliGemmaForConditionalGeneration",
         "Qwen2VLForConditionalGeneration",
         "Qwen2_5_VLForConditionalGeneration",
         "Qwen3VLForConditionalGeneration",
@@ -70,6 +72,8 @@ _FAMILIES = {
 }
 # Models that store the matrices of experts [in, out].
 _TURNED = frozenset({"Qwen3VLMoeForConditionalGeneration"})
+# Models whose prompts with images are seen whole by all their tokens.
+_LEADING = frozenset({"PaliGemmaForConditionalGeneration"})
 _WHOLE = "config_of_the_whole"
 _MARK = "language_part_of"  # in the config of a language part: the architecture of the whole model
 
@@ -95,6 +99,10 @@ def language_part(config: Any) -> Any:
             setattr(text, setting, getattr(config, setting, None))
     if name in _TURNED:
         text.norm_topk_prob = True  # of any config
+    if text.model_type == "granite" and name.startswith("Llava"):
+        text.logits_scaling = 1.0  # the whole model's head is a matrix alone
+    if name in _LEADING:
+        text.use_bidirectional_attention = None  # only of prompts with images (`Vision.two_way`)
     setattr(text, _MARK, name)
     setattr(text, _WHOLE, config)
     return text
@@ -141,6 +149,7 @@ def without_vision(table: WeightTable, name: str) -> WeightTable:
 _FUSED = (".experts.gate_up_proj", ".experts.down_proj")
 _UNUSED = (
     r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|connector)\..*",
+    r"(model\.)?(vision_encoder|vision_projection)\..*",
     r"(model\.)?image_newline",
     r"(model\.)?(audio_tower|embed_vision|embed_audio|vision_embedder)\..*",
 )

@@ -1,8 +1,9 @@
-"""The part of Mistral 3 that sees: Pixtral's tower over images of any size, with rotary positions of two axes
-(arXiv:2410.07073)."""
+"""The part of Mistral 3 and LightOnOCR that sees: Pixtral's tower over images of any size, with rotary positions of two
+axes (arXiv:2410.07073)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from engine.errors import UnsupportedModelError
@@ -13,7 +14,7 @@ from engine.model.families.rope_settings import settings_of, theta_of
 from engine.model.families.vision import kernel, layers_weights
 from engine.model.normalisation import Norm
 from engine.model.positions import Rotary
-from engine.model.spec import Block, Patches, Pre, Projector, Vision
+from engine.model.spec import Activation, Block, Patches, Pre, Projector, Vision
 from engine.model.table import Entry, Unfolded
 
 _NORM = Norm("rms", 1e-5)
@@ -27,13 +28,27 @@ _LAYER = LayerNames(
 
 def mistral3(config: Any) -> Vision:
     """Raises UnsupportedModelError for a setting that is not implemented."""
+    if config.vision_feature_layer != -1:
+        raise UnsupportedModelError(
+            f"vision_feature_layer of the config must be -1, got {config.vision_feature_layer}."
+        )
+    act, bias = activation(config.projector_hidden_act), bool(config.multimodal_projector_bias)
+    return replace(_pixtral(config, act, bias=bias), lined=Lined())
+
+
+def lighton_ocr(config: Any) -> Vision:
+    """LightOnOCR has no texts among an image's vectors. Raises UnsupportedModelError for a setting that is not
+    implemented."""
+    return _pixtral(config, "gelu", bias=False)
+
+
+def _pixtral(config: Any, act: Activation, *, bias: bool) -> Vision:
     part, text, merge = config.vision_config, config.text_config, config.spatial_merge_size
     head_dim, patch = part.hidden_size // part.num_attention_heads, part.patch_size
-    if part.model_type != "pixtral" or config.vision_feature_layer != -1 or not isinstance(patch, int) or head_dim % 4:
+    if part.model_type != "pixtral" or not isinstance(patch, int) or head_dim % 4:
         raise UnsupportedModelError(
-            "Implemented are a vision_config of the type pixtral, vision_feature_layer -1, one number as patch_size "
-            f"and heads of a multiple of 4 features; got {part.model_type!r}, {config.vision_feature_layer!r}, "
-            f"{patch!r} and {head_dim}."
+            "Implemented are a vision_config of the type pixtral, one number as patch_size and heads of a multiple of "
+            f"4 features; got {part.model_type!r}, {patch!r} and {head_dim}."
         )
     position = Rotary(
         dim=head_dim,
@@ -49,14 +64,8 @@ def mistral3(config: Any) -> Vision:
         tower=same_layers(part, embedding, block, Norm("rms", text.rms_norm_eps)),
         token_id=config.image_token_id,
         skip=0,
-        projector=Projector(
-            activation(config.projector_hidden_act),
-            bias=bool(config.multimodal_projector_bias),
-            merge=merge**2,
-            merged=True,
-        ),
+        projector=Projector(act, bias=bias, merge=merge**2, merged=True),
         squares=merge,
-        lined=Lined(),
     )
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from engine.errors import UnsupportedModelError
-from engine.interface.vision import Framed, Surrounds, Tiling
+from engine.interface.vision import Framed, Leading, Surrounds, Tiling
 from engine.model.families.common import linear, norm
 from engine.model.families.internvl_vision import internvl, internvl_entries
 from engine.model.families.names import norm_weights
-from engine.model.families.pixtral_vision import mistral3, mistral3_entries
+from engine.model.families.pixtral_vision import lighton_ocr, mistral3, mistral3_entries
 from engine.model.families.qwen_vision import qwen2_5_vl, qwen2_vl, qwen3_vl, square_entries
 from engine.model.families.vision import kernel, layers_weights, patches, pre_norm_encoder
 from engine.model.normalisation import Norm
@@ -29,16 +29,20 @@ def sight(name: str, config: Any) -> Vision | None:
     """The part of a vision-language model's config that sees; None: images are not served for this architecture. Raises
     UnsupportedModelError if a setting of the config that is not implemented."""
     read = _READERS.get(name)
-    return None if read is None else read(config)
+    if read is None:
+        return None
+    part, scale = read(config), getattr(getattr(config, "text_config", None), "embedding_multiplier", 1.0)
+    return part if scale == 1.0 else replace(part, scale=scale)
 
 
-def _tower(config: Any, layer: int) -> Stack:
-    """The layers of CLIP's or SigLIP's tower up to the one whose hidden states are read. Raises UnsupportedModelError
+def _tower(config: Any, layer: Any) -> Stack:
+    """The layers of CLIP's or SigLIP's tower up to the last one whose hidden states are read; those of others before it
+    are kept. Raises UnsupportedModelError
     if the tower is of another kind, or has no such layer.
 
     Args:
-        layer: counted from the end if negative, as of the hidden states of `transformers`: the first are those before
-            any layer. None of them has gone through the tower's last norm.
+        layer: one or several in their order, counted from the end if negative, as of the hidden states of
+            `transformers`: the first are those before any layer. None of them has gone through the tower's last norm.
     """
     kind = config.model_type
     if kind == "clip_vision_model":
@@ -52,12 +56,15 @@ def _tower(config: Any, layer: int) -> Stack:
             "siglip_vision_model."
         )
     count = len(whole.blocks)
-    number = layer if isinstance(layer, int) and layer >= 0 else count + 1 + layer if isinstance(layer, int) else -1
-    if not 0 < number <= count:
+    listed = layer if isinstance(layer, list | tuple) else [layer]
+    numbers = [one if one >= 0 else count + 1 + one for one in listed if isinstance(one, int)]
+    if not numbers or len(numbers) < len(listed) or sorted({0, *numbers}) != [0, *numbers] or numbers[-1] > count:
         raise UnsupportedModelError(
-            f"vision_feature_layer of the config is {layer!r}; supported is one layer of the tower's {count}."
+            f"vision_feature_layer of the config is {layer!r}; supported are layers of the tower's {count}, in their "
+            "order."
         )
-    return replace(whole, blocks=whole.blocks[:number], final_norm=None)
+    *others, last = numbers
+    return replace(whole, blocks=whole.blocks[:last], final_norm=None, kept=tuple(number - 1 for number in others))
 
 
 def _llava(config: Any) -> Vision:
@@ -78,6 +85,7 @@ def _llava(config: Any) -> Vision:
         token_id=config.image_token_id,
         skip=1 if strategy == "default" else 0,
         projector=Projector(config.projector_hidden_act, bool(config.multimodal_projector_bias)),
+        joined=len(tower.kept) > 0,
     )
 
 
@@ -135,7 +143,26 @@ def _gemma3(config: Any) -> Vision:
         skip=0,
         projector=Pooled(height // rows // side, Norm("rms", part.layer_norm_eps, unit_offset=True)),
         frame=Framed(),
-        two_way=True,
+        two_way="image",
+    )
+
+
+def _paligemma(config: Any) -> Vision:
+    part = config.vision_config
+    if part.model_type != "siglip_vision_model":
+        raise UnsupportedModelError(
+            f"vision_config of the config is of the type {part.model_type!r}; supported is siglip_vision_model."
+        )
+    embedding = patches(part, bias=True, first=0)
+    if embedding.image[0] // embedding.patch[0] != embedding.image[1] // embedding.patch[1]:
+        raise UnsupportedModelError(f"image_size of the config must be a square, got {part.image_size!r}.")
+    return Vision(
+        tower=pre_norm_encoder(part, embedding),
+        token_id=config.image_token_id,
+        skip=0,
+        projector=Shuffled(1, bias=True),
+        leading=Leading(),
+        two_way="prompt",
     )
 
 
@@ -165,11 +192,13 @@ def _sizes(config: Any) -> tuple[tuple[int, int], ...]:
 
 
 _READERS: dict[str, Callable[[Any], Vision]] = {
+    "LightOnOcrForConditionalGeneration": lighton_ocr,
     "LlavaForConditionalGeneration": _llava,
     "LlavaNextForConditionalGeneration": _llava_next,
     "LlavaOnevisionForConditionalGeneration": _llava_onevision,
     "Gemma3ForConditionalGeneration": _gemma3,
     "Idefics3ForConditionalGeneration": _idefics3,
+    "PaliGemmaForConditionalGeneration": _paligemma,
     "SmolVLMForConditionalGeneration": _idefics3,
     "InternVLForConditionalGeneration": internvl,
     "Mistral3ForConditionalGeneration": mistral3,
@@ -187,8 +216,14 @@ SEEING = frozenset(_READERS)
 def with_sight(table: WeightTable, vision: Vision) -> WeightTable:
     """A language part's table with the weights of the part that sees."""
     if vision.enclosed is not None or vision.squares:
-        renamed = ((r"^(model\.)?(visual|vision_tower|multi_modal_projector)\.", r"\2."), *table.renamed)
-        found = internvl_entries if vision.enclosed else mistral3_entries if vision.lined else square_entries
+        renamed = (
+            (r"^(model\.)?vision_encoder\.", "vision_tower."),
+            (r"^(model\.)?vision_projection\.", "multi_modal_projector."),
+            (r"^(model\.)?(visual|vision_tower|multi_modal_projector)\.", r"\2."),
+            *table.renamed,
+        )
+        pixtral = isinstance(vision.projector, Projector) and vision.projector.merged
+        found = internvl_entries if vision.enclosed else mistral3_entries if pixtral else square_entries
         return replace(table, entries=(*table.entries, *found(vision)), renamed=renamed)
     stack, tower, ours = vision.tower, "vision_tower", "tower.encoder"
     embedding = stack.embedding
@@ -231,7 +266,8 @@ def _projector_entries(part: Projector | Shuffled | Pooled) -> list[Entry]:
             Entry(f"{ours}.second.weight", (f"{source}.mm_input_projection_weight",), Transposed()),
         ]
     if isinstance(part, Shuffled):
-        return linear("vision.projector.second", "connector.modality_projection.proj", False)
+        source = "multi_modal_projector.linear" if part.bias else "connector.modality_projection.proj"
+        return linear("vision.projector.second", source, part.bias)
     source = "multi_modal_projector.linear_"
     return [
         *linear("vision.projector.first", f"{source}1", part.bias),

@@ -11,7 +11,7 @@ from engine.model.families.common import linear, norm
 from engine.model.families.encoder_only import token_weights
 from engine.model.families.names import LayerNames
 from engine.model.families.vision import kernel, layers_weights, patches, pre_norm_encoder
-from engine.model.spec import Classifier, FirstStates, Head, ModelSpec, Patches, Pool
+from engine.model.spec import Classifier, FirstStates, Head, ModelSpec, Patches, Pool, Stack
 from engine.model.table import Entry, Family, Reshaped, Row, WeightTable
 
 _LAYER = LayerNames(
@@ -32,16 +32,20 @@ def spec(config: Any) -> ModelSpec:
         head = Classifier(labels=config.num_labels, pooling="cls")
         if name.endswith("WithTeacher"):
             head = replace(head, pooling=FirstStates(first))
-    encoder = pre_norm_encoder(config, patches(config, bias=True, first=first), qkv_bias=config.qkv_bias)
-    return ModelSpec(encoder=encoder, decoder=None, head=head)
+    return ModelSpec(encoder=tower(config, first), decoder=None, head=head)
 
 
-def weights(model: ModelSpec) -> WeightTable:
-    embedding = model.trunk.embedding
+def tower(config: Any, first: int) -> Stack:
+    """The encoder of a config, with so many learned vectors before those of the patches: 1 in ViT, 2 in DeiT."""
+    return pre_norm_encoder(config, patches(config, bias=True, first=first), qkv_bias=config.qkv_bias)
+
+
+def tower_weights(stack: Stack, source: str) -> list[Entry]:
+    """The weights of the encoder; `source`: its name in checkpoints."""
+    embedding = stack.embedding
     assert isinstance(embedding, Patches)
-    source = "vit" if embedding.first == 1 else "deit"
     names = ("cls_token", "distillation_token")[: embedding.first]
-    entries = [
+    return [
         *kernel("encoder.embedding.patches", f"{source}.embeddings.patch_embeddings.projection", embedding),
         Entry(
             "encoder.embedding.first",
@@ -49,12 +53,22 @@ def weights(model: ModelSpec) -> WeightTable:
             Reshaped(((1, 1, embedding.width),) * len(names)),
         ),
         Entry("encoder.embedding.positions", (f"{source}.embeddings.position_embeddings",), Row()),
-        *layers_weights(model.trunk, f"{source}.encoder.layer", _LAYER),
+        *layers_weights(stack, f"{source}.encoder.layer", _LAYER),
         *norm("encoder.final_norm", f"{source}.layernorm", bias=True),
-        *_head_weights(model.head),
     ]
-    # The pooler of the pretraining's task, and the replacement of masked patches.
-    ignored = [rf"{source}\.pooler\.dense\.(weight|bias)", rf"{source}\.embeddings\.mask_token"]
+
+
+def unread(source: str) -> tuple[str, ...]:
+    """The pooler of the pretraining's task, and the replacement of masked patches."""
+    return rf"{source}\.pooler\.dense\.(weight|bias)", rf"{source}\.embeddings\.mask_token"
+
+
+def weights(model: ModelSpec) -> WeightTable:
+    embedding = model.trunk.embedding
+    assert isinstance(embedding, Patches)
+    source = "vit" if embedding.first == 1 else "deit"
+    entries = [*tower_weights(model.trunk, source), *_head_weights(model.head)]
+    ignored = [*unread(source)]
     if isinstance(model.head, Pool):
         ignored.append(r"(cls_|distillation_)?classifier\.(weight|bias)")
     return WeightTable(tuple(entries), prefix=f"{source}.", ignored=tuple(ignored))

@@ -33,7 +33,17 @@ from engine.model.spec.blocks import (
     Pre,
     Sandwich,
 )
-from engine.model.spec.embedding import Embedding, Joined, MaskedOut, Neighbours, Patches, Spectrum, Tokens
+from engine.model.spec.embedding import (
+    Embedding,
+    Joined,
+    MaskedOut,
+    Neighbours,
+    Patches,
+    Pyramid,
+    PyramidStage,
+    Spectrum,
+    Tokens,
+)
 from engine.model.spec.heads import (
     AnswerSpan,
     AtToken,
@@ -94,7 +104,8 @@ __all__ = [
     "GroupLimited", "Head", "HeadLayer", "Joined", "LabelledSpans", "Latent", "LayerInput",
     "LayerVectors", "Likeliest", "Lm", "LowRank", "MaskedLm", "MaskedOut", "ModelSpec", "Neighbours", "NormedResidual",
     "NormedSum", "Opened", "OutputGate", "Parallel", "Patches", "PerHead", "Placement", "Pool", "Pooled", "Post", "Pre",
-    "PredictingStream", "Probe", "Projector", "QkNorm", "Repeated", "Rescaled", "ResidualNetwork", "Routing",
+    "PredictingStream", "Probe", "Projector", "Pyramid", "PyramidStage",
+    "QkNorm", "Repeated", "Rescaled", "ResidualNetwork", "Routing",
     "Sandwich", "ScaledInput", "SelectiveScan",
     "Shared", "ShortConvolution", "Shuffled", "Sinks", "Spans", "SparseBlocks",
     "SparseMixer", "SparselyGated", "Spectrum", "Stack", "StateLayer", "Tokens", "Versions", "Vision",

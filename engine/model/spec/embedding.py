@@ -1,4 +1,4 @@
-"""The first vectors of a stack: from token ids, an image's patches or a sound's spectrum."""
+"""The first vectors of a stack: from token ids, an image, or a sound's spectrum."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from engine.interface.outputs import SignalInfo
 from engine.model.normalisation import Norm
 from engine.model.positions import Positions
+from engine.model.spec.networks import Activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,4 +144,53 @@ class Spectrum:
         return SignalInfo("audio", (self.bins, self.frames), -(-self.frames // self.stride))
 
 
-Embedding = Tokens | Patches | Spectrum
+@dataclass(frozen=True, slots=True)
+class PyramidStage:
+    """`layers` over vectors of `width` features. `inner`: features of their networks."""
+
+    width: int
+    layers: int
+    heads: int
+    inner: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pyramid:
+    """Turns an image into vectors by stages of layers, each over a quarter of the positions of the one before, with
+    attention within windows (Swin, arXiv:2103.14030). It is the whole encoder of an image.
+
+    Attributes:
+        image, patch: height and width, in pixels.
+        channels: channels of the image.
+        window: positions of a window's side.
+        norm: of the patches, and of each sublayer's input.
+    """
+
+    image: tuple[int, int]
+    patch: tuple[int, int]
+    channels: int
+    window: int
+    stages: tuple[PyramidStage, ...]
+    norm: Norm
+    activation: Activation
+    qkv_bias: bool = True
+    positions: Positions | None = None
+
+    @property
+    def grids(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of the positions of each stage."""
+        rows, columns = (pixels // size for pixels, size in zip(self.image, self.patch, strict=True))
+        found = [(rows, columns)]
+        for _ in self.stages[1:]:
+            rows, columns = -(-rows // 2), -(-columns // 2)
+            found.append((rows, columns))
+        return tuple(found)
+
+    @property
+    def signal(self) -> SignalInfo:
+        """Its input signal, and the number of vectors that the signal becomes."""
+        rows, columns = self.grids[-1]
+        return SignalInfo("image", (self.channels, *self.image), rows * columns)
+
+
+Embedding = Tokens | Patches | Spectrum | Pyramid

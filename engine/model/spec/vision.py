@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.interface.vision import Enclosed, Framed, Lined, Surrounds, Tiling
+from engine.interface.vision import Enclosed, Framed, Leading, Lined, Surrounds, Tiling, TwoWay
 from engine.model.normalisation import Norm
 from engine.model.spec.networks import Activation
 from engine.model.spec.stack import Stack
@@ -34,10 +34,11 @@ class Projector:
 
 @dataclass(frozen=True, slots=True)
 class Shuffled:
-    """The hidden states of `factor` x `factor` patches side by side, mapped by one matrix without bias to a vector of
-    the decoder (arXiv:2408.12637)."""
+    """The hidden states of `factor` x `factor` patches side by side, mapped by one matrix to a vector of the decoder
+    (arXiv:2408.12637). `bias`: the matrix has one."""
 
     factor: int
+    bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +66,17 @@ class Vision:
         newline: a learned vector ends rows (`Tiling`), and follows an image of one crop.
         tiling: how an image becomes several crops.
         surrounds: the texts around crops that are images of their own among the tokens.
-        frame, enclosed: the same, for other families.
+        frame, enclosed, leading: the same, for other families.
         lined: the texts among an image's vectors.
-        two_way: the tokens of an image see each other in the decoder, the later ones, too.
+        two_way: the tokens of an image, or of a prompt with images, see each other in the decoder, the later ones,
+            too.
         squares: an image keeps its shape, and each square of this many patches a side becomes a vector
             (`engine.model.grids`); 0: the tower reads crops of one size.
         window: squares of a window's side, for attention `in_parts`; 0: an image is one window.
         deep: makes further vectors of each of the tower's `kept` hidden states. The decoder's first layers, one after
             the other, add them to the tokens' hidden states (arXiv:2406.04334).
+        joined: the projector reads each of the tower's `kept` hidden states, in order, and the last, side by side.
+        scale: multiplies the decoder's vectors.
         axes: positions of the decoder's tokens have three axes: in an image time, row and column.
     """
 
@@ -86,8 +90,11 @@ class Vision:
     frame: Framed | None = None
     enclosed: Enclosed | None = None
     lined: Lined | None = None
-    two_way: bool = False
+    leading: Leading | None = None
+    two_way: TwoWay | None = None
     squares: int = 0
     window: int = 0
     deep: Projector | None = None
+    joined: bool = False
+    scale: float = 1.0
     axes: bool = False

@@ -186,8 +186,9 @@ def test_features_of_a_classifier(name: str, tmp_path: Path) -> None:
 
 
 def test_every_architecture_has_shapes() -> None:
-    """Each architecture of each family of images is compared here."""
+    """Each architecture of each family of images is compared here; those that write are elsewhere."""
     shapes = {shape.architecture for shape in SHAPES.values()}
     for family in families.FAMILIES:
-        if any("Vision" in name or "Image" in name for name in family.architectures):
+        writes = "VisionEncoderDecoderModel" in family.architectures
+        if not writes and any("Vision" in name or "Image" in name for name in family.architectures):
             assert set(family.architectures) <= shapes

@@ -80,7 +80,7 @@ def test_tokens_are_those_of_the_processor(subject: Subject) -> None:
 
 def prompts(subject: Subject) -> list[list[Any]]:
     # The reference of Mistral 3 cannot read a prompt whose images have a single vector together.
-    least = 16 if subject.model.shape.whole == "PixtralProcessor" else 0
+    least = 16 if subject.model.shape.whole in ("PixtralProcessor", "LightOnOcrProcessor") else 0
     sizes = [size for size in SIZES if max(size) > least]
     one = [[*words(n, 3 + n), picture(*size, n), *words(50 + n, 4)] for n, size in enumerate(sizes)]
     several = [[picture(30, 44, 70), *words(71, 5), picture(61, 20, 72), picture(8, 8, 73), *words(74, 2)]]

@@ -92,6 +92,7 @@ NAMED = {
         None,
     ),
     "mistral": ("<s>[INST]Hi[/INST]Ho</s>[INST]Be kind.\n\nWhy?[/INST]", "mistralai-Mistral-Nemo-Instruct-2407"),
+    "plain": ("Be kind.HiHoWhy?", None),
     "phi3": (
         "<|system|>\nBe kind.<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\nHo<|end|>\n<|user|>\nWhy?<|end|>\n"
         "<|assistant|>\n",

@@ -77,6 +77,7 @@ def test_a_page(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     make_named(page, tmp_path)
     picture(0).save("cat.jpg")
     picture(1).save("dog.jpg")
+    picture(2).save("line.jpg")
     soundfile.write("sound.wav", noise(2.5), RATE)
     Path("report.txt").write_text("The choir of Bergen sings at noon. The harbour is wide and deep.\n" * 60)
     with serving() as run:

@@ -27,7 +27,7 @@ struct Tile {
   int64_t position;           // of the first query
   int64_t low, high;          // positions [low, high) are seen by some query
   int64_t context;
-  bool two_way;  // its queries see all later keys
+  int32_t two_way;  // 1: its queries see all later keys; 2: all keys of their row
 
   OCTAVO_INLINE_MEMBER int64_t keys() const { return larger(high - low, int64_t{0}); }
   OCTAVO_INLINE_MEMBER int64_t first_chunk() const { return low / CHUNK; }
@@ -58,7 +58,7 @@ struct Tiles {
     }
     const int64_t context = a.context[row], position = (a.causal ? context - queries : 0) + begin;
     tile = {row, a.query_start[row] + begin, smaller(width, queries - begin), position, 0, context, context,
-            a.two_way && a.two_way[row]};
+            a.two_way ? a.two_way[row] : 0};
     const int64_t end = position + tile.count;
     if (a.causal && !tile.two_way) tile.high = smaller(tile.high, end);
     if (a.left >= 0) {
@@ -66,6 +66,7 @@ struct Tiles {
       if (!tile.two_way) tile.high = smaller(tile.high, end + a.right);
     }
     if (a.chunk) tile.low = position - position % a.chunk;
+    if (tile.two_way == 2) tile.low = 0;
     begin += width;
     return true;
   }

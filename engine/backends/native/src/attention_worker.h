@@ -84,6 +84,7 @@ struct Worker {
           if (!tile.two_way) high = smaller(high, at + a.right + 1);
         }
         if (a.chunk) low = at - at % a.chunk;
+        if (tile.two_way == 2) low = 0;
         low = larger(low - position, int64_t{0}), high = smaller(high - position, CHUNK);
         if (low >= high) low = high = 0;
         const int64_t shift = by_content() ? 0 : position + (a.bias_kind == BY_DISTANCE ? a.bias_zero - at : 0);
