@@ -104,7 +104,7 @@ class EngineConfig:
             works too, such as {"method": "ngram", "num_speculative_tokens": 8}; a draft model and an EAGLE-3 head need
             it (default: ngram on a CPU if max_step_time is not 0; off on a GPU and in `LLM`).
         chat_template: Jinja chat template that replaces the tokenizer's own: a file, or chatml, gemma, llama2, llama3,
-            mistral, phi3, vicuna or zephyr.
+            mistral, phi3, plain, vicuna or zephyr.
         generation_config: auto applies the model's generation_config.json, none ignores it.
         max_num_beams: maximum beams per request (default: 16; with a catalogue 256, or max_num_seqs if that is lower).
         lora_modules: NAME=PATH: a LoRA adapter to load at the start, a folder of PEFT or a GGUF file. Requests select

@@ -74,8 +74,8 @@ CPU_STEP_TIME = 0.25
 # Threads that fill grammar masks.
 MOST_MASK_THREADS = 8
 
-# Bytes per token of a vocabulary that the preparation of grammars takes (its tokenizer, llguidance's trees), bytes that
-# it may always take, and its largest share of the weights and of the free memory.
+# Memory for prepared grammars (the tokenizer and llguidance's trees): bytes per token of the vocabulary, bytes that are
+# always allowed, and the largest shares of the weights and of the free memory.
 GRAMMAR_BYTES, LITTLE_MEMORY = 1000, 64_000_000
 SHARE_OF_WEIGHTS, SHARE_OF_FREE = 1 / 4, 1 / 32
 
@@ -316,8 +316,8 @@ class Engine:
 
     @property
     def warms_grammars(self) -> bool:
-        """Whether grammars are prepared at start: the model generates text, and the memory is small compared with its
-        weights or with the free memory."""
+        """Whether grammars are prepared at start. They are if the model generates text and they need little memory,
+        compared with its weights or with the free memory."""
         if "generate" not in self.info.tasks:
             return False
         weights, free = self.executor.facts.weights, available_memory()

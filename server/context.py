@@ -148,7 +148,7 @@ class Service:
     # held by the background responses that ask for room next; the others wait
     queueing: FairSlots = field(default_factory=lambda: FairSlots(2))
     settings: ServerSettings = field(default_factory=ServerSettings)  # the service's settings
-    endpoints: Mapping[str, Reason]  # the endpoints of all tasks; why the model cannot serve one
+    endpoints: Mapping[str, Reason]  # by endpoint, the reason why the model cannot serve it
     created: int = 0  # the model's creation time in Unix seconds
     version: str = "0"  # the service's version
     aliases: frozenset[str] = frozenset()  # other names of the model
@@ -215,8 +215,8 @@ class Service:
         return served_endpoints(self.endpoints, self.client.info, self.tokenizer)
 
     def require(self, endpoint: str) -> None:
-        """Refuse a request to an endpoint that the model cannot serve. Raises ApiError: 400, code unsupported_endpoint;
-        gives the reason and the supported endpoints."""
+        """Refuse a request to an endpoint that the model cannot serve. Raises ApiError: 400, code unsupported_endpoint,
+        with the reason and the supported endpoints."""
         reason = self.endpoints[endpoint](self.client.info, self.tokenizer)
         if reason is None:
             return
@@ -291,11 +291,11 @@ class Service:
         pictures: Pictures,
         rendering: Rendering | None,
     ) -> Prompt:
-        """The prompt of an encoder-decoder model that reads one image: the first tokens of its decoder."""
+        """The prompt of an encoder-decoder model that reads one image. It is the decoder's first tokens."""
         info = self.client.info
         for name in ("tools", "documents"):
             if rendering is not None and getattr(rendering, name) is not None:
-                message = f"This model reads an image, and no {name}. Leave them out."
+                message = f"This model reads one image and no {name}. Leave {name} out."
                 raise ApiError(400, message, param=name, code="unsupported_parameter")
         assert self.images is not None
         assert info.signal is not None

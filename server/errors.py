@@ -195,7 +195,7 @@ def _path(request: Request) -> str:
 
 
 def install(app: FastAPI, logged_paths: Collection[str]) -> None:
-    """Answer every exception with OpenAI's error body. A refused POST request to one of these paths has a log line."""
+    """Answer every exception with OpenAI's error body. A refused POST request to one of `paths` gets a log line."""
     app.state.logged_paths = logged_paths
     for kind in (StarletteHTTPException, RequestValidationError, InvalidRequestError, EngineDeadError, Exception):
         app.add_exception_handler(kind, _on_error)

@@ -14,5 +14,5 @@ class Rows(NamedTuple):
     stride: int
 
     def part(self, offset: int, width: int) -> Rows:
-        """Some of the features."""
+        """A part of the features, as rows."""
         return Rows(self.buffer, self.offset + offset, width, self.stride)

@@ -43,7 +43,7 @@ class ModelRunner:
         adapters: the model's adapters; None if it does not support them.
     """
 
-    keeps_hidden = False  # whether steps keep their hidden states for a drafter (`LateStep.hidden`)
+    keeps_hidden = False  # whether a step's hidden states are kept for a drafter (`LateStep.hidden`)
 
     def __init__(
         self,

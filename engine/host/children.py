@@ -66,20 +66,20 @@ def _put_back(handlers: Mapping[signal.Signals, _Handler], instead: _Handler) ->
 
 
 def own_modules() -> dict[str, str]:
-    """The environment variable with which a child finds the same modules as this process, wherever they were found; the
-    working directory only if it is on the path here, too."""
+    """The environment variable that gives a child this process's module path. It has the working directory only if the
+    path here has it."""
     return {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
 
 
 def start_child(
     module: str, environment: Mapping[str, str], *, first: bytes = b"", **options: Any
 ) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """Start a module in a process of its own, with the same modules as here. Returns the connection to it, whose other
-    side is its standard input. Raises OSError if it cannot be started.
+    """Start a module in a new process with this process's module path. Returns a socket whose other end is the child's
+    standard input. Raises OSError if the process cannot be started.
 
     Args:
         environment: the child's environment variables, besides the module path.
-        first: what the child reads first; sent before it starts.
+        first: bytes that the child reads first; they are sent before it starts.
         options: of `subprocess.Popen`.
     """
     ours, theirs = socket.socketpair()

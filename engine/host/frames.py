@@ -1,4 +1,4 @@
-"""Messages on a stream socket between two processes: each follows its length."""
+"""Messages between two processes on a stream socket. The length of each message precedes it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _PART = 2**20  # bytes that are read at once
 
 
 def framed(content: bytes) -> bytes:
-    """A message in the form that is sent."""
+    """A message with its length before it."""
     return len(content).to_bytes(_HEADER, "big") + content
 
 
 def receive(line: socket.socket, most: int = 2**32) -> bytes | None:
-    """The next message; waits for it. None: the other side is gone, or the message is longer than `most` bytes."""
+    """Wait for the next message. None if the other side is gone, or the message is longer than `most` bytes."""
     header = _read(line, _HEADER)
     length = 0 if header is None else int.from_bytes(header, "big")
     return None if header is None or length > most else _read(line, length)
@@ -35,7 +35,7 @@ def _read(line: socket.socket, count: int) -> bytes | None:
 
 
 async def receive_later(line: socket.socket) -> bytes | None:
-    """The next message on a socket that does not block; None: the other side is gone."""
+    """Wait for the next message on a non-blocking socket. None if the other side is gone."""
     header = await _read_later(line, _HEADER)
     return None if header is None else await _read_later(line, int.from_bytes(header, "big"))
 
@@ -51,7 +51,7 @@ async def _read_later(line: socket.socket, count: int) -> bytes | None:
 
 
 def take_frames(unread: bytearray) -> list[bytes]:
-    """All complete messages among the bytes that have come. They are removed."""
+    """Remove all complete messages from the received bytes and return them."""
     found, begin = [], 0
     while (body := begin + _HEADER) <= len(unread):
         end = body + int.from_bytes(unread[begin:body], "big")

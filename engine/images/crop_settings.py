@@ -185,8 +185,8 @@ def _arranged(values: Mapping[str, Any], steps: Preprocessing, file: Path) -> Cr
 
 
 def _lined(values: Mapping[str, Any], file: Path) -> Cropping:
-    """The settings of Pixtral's class. The processor of texts, which has a file of its own, says how many patches
-    become a vector; LightOnOCR's leaves it to the patch_size here."""
+    """The settings of Pixtral's class. The number of patches per vector is in the file of the text processor;
+    LightOnOCR has it in patch_size here."""
     whole, patch = file.with_name(FILES[1]), values["patch_size"]
     stored = read_json(whole) if whole.is_file() else {}
     merge = 1 if stored.get("processor_class") == "LightOnOcrProcessor" else stored.get("spatial_merge_size", 1)
@@ -244,8 +244,8 @@ def _longest(values: Mapping[str, Any], name: str, file: Path) -> int:
 
 
 def likely_tokens(info: VisionInfo, cropping: Cropping, size: Size | None) -> int:
-    """The tokens of an image of this height and width, as `most_tokens` counts them; the most of any image if crops
-    decide, or the size is not known."""
+    """The number of tokens of an image of this height and width. If it depends on crops, or the size is unknown:
+    `most_tokens`."""
     most, fitted = most_tokens(info, cropping), info.fitted
     if fitted is None or size is None or max(size) > MOST_RATIO * min(size):
         return most

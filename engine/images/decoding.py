@@ -59,7 +59,7 @@ def read_text(text: str, *, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def data_of(text: str, most: int) -> str:
-    """The first characters of base64 in a `data:` URL, or in base64 alone."""
+    """The first base64 characters of an image, which is a `data:` URL or plain base64."""
     found = _DATA_URL.match(text[:256])
     start = 0 if found is None else found.end()
     return text[start : start + most]

@@ -1,5 +1,5 @@
-"""Height and width in the header of an image file: enough to count an image's tokens before it is decoded. Nothing is
-decoded here, and no other decision depends on the result, so a file that lies gains nothing."""
+"""Height and width in the header of an image file, to count an image's tokens before it is decoded. No other decision
+depends on the result, so a false header gains nothing."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import struct
 from engine.images.decoding import data_of, webp_size
 from engine.interface.vision import Size
 
-_FIRST, _MOST = 256, 1 << 16  # characters of base64 that are read of any file, and of a JPEG
+_FIRST, _MOST = 256, 1 << 16  # base64 characters to read of any file; of a JPEG
 _FRAMES = frozenset({*range(0xC0, 0xC4), *range(0xC5, 0xC8), *range(0xC9, 0xCC), *range(0xCD, 0xD0)})
 _BARE = frozenset({0x01, *range(0xD0, 0xD9)})
 
 
 def header_size(text: str) -> Size | None:
-    """Height and width of an image in a `data:` URL or in base64; None if its first bytes do not tell."""
+    """Height and width of an image in a `data:` URL or in base64. None if its first bytes do not contain them."""
     head = _decoded(data_of(text, _FIRST))
     if head.startswith(b"\xff\xd8"):
         found = _jpeg(_decoded(data_of(text, _MOST)))
@@ -34,18 +34,18 @@ def _others(head: bytes) -> Size | None:
         return height, width
     if head.startswith(b"BM") and len(head) >= 26 and struct.unpack_from("<I", head, 14)[0] >= 40:
         width, height = struct.unpack_from("<ii", head, 18)
-        return abs(height), width  # rows from the top have a negative height
+        return abs(height), width  # a negative height means that rows start at the top
     if (size := webp_size(head)) is not None:
         return size[1], size[0]
     return None
 
 
 def _jpeg(data: bytes) -> Size | None:
-    """The size in the first frame's header."""
+    """Height and width in the first frame's header."""
     place = 2
     while place + 9 <= len(data) and data[place] == 0xFF:
         marker = data[place + 1]
-        if marker == 0xFF:  # filling
+        if marker == 0xFF:  # a fill byte
             place += 1
         elif marker in _FRAMES:
             height, width = struct.unpack_from(">HH", data, place + 5)

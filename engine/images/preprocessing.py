@@ -60,12 +60,12 @@ def _resized(height: int, width: int, size: tuple[int, int] | int) -> tuple[int,
 
 
 def _lies(size: tuple[int, int]) -> int:
-    """1 for a width and a height of which the first is more, -1 if it is less, 0 if they are equal."""
+    """The orientation: 1 if the first side is longer, -1 if it is shorter, 0 for a square."""
     return (size[0] > size[1]) - (size[0] < size[1])
 
 
 def _within(image: Image, size: tuple[int, int], resample: int) -> Image:
-    """The image, made smaller if it is larger than a height and a width."""
+    """The image, reduced to fit into a height and a width if it is larger."""
     height, width = min(image.height, size[0]), min(image.width, size[1])
     if (height, width) == (image.height, image.width):
         return image
@@ -77,7 +77,7 @@ def _within(image: Image, size: tuple[int, int], resample: int) -> Image:
 
 
 def _surrounded(pixels: NDArray[np.uint8], size: tuple[int, int]) -> NDArray[np.uint8]:
-    """Pixels [channels, height, width] in the middle of zeros of a height and a width."""
+    """Pixels [channels, height, width], padded with zeros on all sides to a height and a width."""
     lacking = [wanted - have for wanted, have in zip(size, pixels.shape[1:], strict=True)]
     return np.pad(pixels, [(0, 0), *((number // 2, number - number // 2) for number in lacking)])
 

@@ -59,11 +59,9 @@ class Preprocessing:
     # mean, std: for each channel, the number to subtract and the number to divide by
     mean: tuple[float, ...] | None
     std: tuple[float, ...] | None
-    # height and width that an image is made smaller to fit into, after it is resized, and surrounded by zeros to fill
+    # height and width to which an image is reduced after it is resized, and then padded with zeros
     fit: tuple[int, int] | None = None
-    turns: bool = (
-        False  # an image is turned first if it is wider than high, and what it fits into is not, or vice versa
-    )
+    turns: bool = False  # whether an image is first rotated by 90 degrees if its orientation differs from that of `fit`
 
     @property
     def output(self) -> tuple[int, int] | None:
@@ -129,7 +127,7 @@ def _fitted(settings: Settings) -> Preprocessing:
     size, listed = settings.size("size"), isinstance(settings.values["size"], list | tuple)
     if isinstance(size, int):
         raise UnsupportedModelError(f"{settings.file}: size must be a height and a width, got {size}.")
-    size = size[::-1] if listed else size  # a list is a width and a height
+    size = size[::-1] if listed else size  # a list is width, height
     normalizes = settings.switch("do_normalize")
     return Preprocessing(
         size=min(size),

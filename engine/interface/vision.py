@@ -18,7 +18,7 @@ Pixels = NDArray[np.uint8]
 Size = tuple[int, int]
 """Height and width, in pixels."""
 TwoWay = Literal["image", "prompt"]
-"""The tokens that see each other, the later ones, too: those of an image, or all of a prompt with images."""
+"""The tokens that see each other in both directions: those of an image, or all of a prompt with images."""
 
 KEY_BYTES = 20
 MOST_RATIO = 200
@@ -158,7 +158,7 @@ class Lined:
 
 @dataclass(frozen=True, slots=True)
 class Leading:
-    """The texts around a prompt's own text, which the images precede (PaliGemma)."""
+    """The texts around a prompt's text after its images (PaliGemma)."""
 
     begin: str = "<bos>"  # stands after the last image
     end: str = "\n"  # stands at the end
@@ -168,7 +168,7 @@ class Leading:
         return token
 
     def around(self, text: str) -> str:
-        """What becomes of the text after the last image."""
+        """The text after the last image, with the texts around it."""
         return self.begin + text + self.end
 
 
@@ -183,13 +183,13 @@ class VisionInfo:
         first: vectors before those of the grid.
         newline: a learned vector follows the vectors of an image that is one crop.
         tiling: how an image becomes several crops; None: it is one.
-        surrounds: the texts around crops of which each is an image of its own among the tokens; None: there are none.
+        surrounds: the texts around crops that are separate images among the tokens; None: there are none.
         frame, enclosed, leading: the same, for other families.
         lined: the texts among an image's vectors; None: there are none.
-        two_way: which tokens see each other, the later ones, too: one step computes all that are missing.
+        two_way: which tokens see each other in both directions. One step computes all of them that are missing.
         fitted: an image is one crop of its own size; None: crops have the size `crop`.
         axes: positions of tokens have three axes: in an image time, row and column.
-        rescale, mean, std: make the tower's numbers of those from 0 to 255; None for a step that is left out.
+        rescale, mean, std: turn numbers from 0 to 255 into the tower's; None for a step that is left out.
     """
 
     token_id: int
@@ -213,7 +213,7 @@ class VisionInfo:
 
     @property
     def texts(self) -> Surrounds | Framed | Enclosed | Lined | Leading | None:
-        """The texts around crops of which each is an image of its own among the tokens, or among an image's vectors."""
+        """The texts around crops that are separate images among the tokens, or among an image's vectors."""
         return self.surrounds or self.frame or self.enclosed or self.lined or self.leading
 
     def mark(self, token: str) -> str:
@@ -291,9 +291,9 @@ class SeenImage:
     pixels: Pixels
     size: Size
     key: bytes  # a hash of these two
-    # the tokens [first, end) that see each other, the later ones, too; None: they do not
+    # the tokens [first, end) that see each other in both directions; None: there are none
     two_way: tuple[int, int] | None = None
-    of_prompt: bool = False  # these are all tokens of the prompt, and see each other beyond windows, too
+    of_prompt: bool = False  # whether these are all tokens of the prompt. They then see each other beyond windows, too
     grid: Size | None = None  # rows and columns of the vectors of an image of its own size; None for crops
     axes: bool = False  # positions of its tokens have three axes
 
@@ -380,8 +380,8 @@ def image_positions(images: Sequence[SeenImage], count: int) -> tuple[NDArray[np
 
 
 def image_keys(images: Sequence[SeenImage], tokens: Sequence[int]) -> NDArray[np.int32]:
-    """[tokens, KEY_BYTES / 4] for each of a prompt's tokens, the key of the image whose vector the token has; zeros for
-    other tokens. If all tokens see each other, each has the key of the whole prompt."""
+    """Keys [tokens, KEY_BYTES / 4] of a prompt's tokens: of a token in an image, the image's key; of other tokens,
+    zeros. If all tokens see each other, each has the key of the whole prompt."""
     keys = np.zeros((len(tokens), KEY_BYTES // 4), dtype=np.int32)
     if any(image.of_prompt for image in images):
         digest = hashlib.blake2b(np.array(tokens, dtype=np.int32).tobytes(), digest_size=KEY_BYTES)

@@ -243,7 +243,7 @@ class SelfAttention(nn.Module):
 
 
 class EncodedKeys(nn.Module):
-    """The weights that make keys and values of an encoder's tokens, which are stored in pages once. `norm`: the norm of
+    """The weights that make keys and values of an encoder's tokens. These are stored in pages once. `norm`: the norm of
     each key."""
 
     def __init__(self, part: spec.Attention, memory_size: int, place: Place, norm: Norm | None = None):
@@ -253,14 +253,14 @@ class EncodedKeys(nn.Module):
         self.norm = build_norm(norm, part.head_dim, place)
 
     def normalise(self, rows: Tensor) -> Tensor:
-        """Rows [keys | values], with normed keys."""
+        """The rows [keys | values] with normed keys."""
         assert self.norm is not None
         keys, values = rows.view(len(rows), 2, -1).unbind(1)
         return torch.cat((self.norm(split_heads(keys, self.part.head_dim)).flatten(1), values), dim=1)
 
 
 class CrossAttention(EncodedKeys):
-    """The weights of attention of a decoder's tokens to an encoder's."""
+    """The weights of attention from a decoder's tokens to an encoder's."""
 
     def __init__(
         self, part: spec.Attention, hidden_size: int, memory_size: int, backend: AttentionBackend, place: Place

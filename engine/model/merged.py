@@ -1,4 +1,5 @@
-"""Attention of a decoder's tokens to each other and to an encoder's, with one softmax over both (arXiv:2512.14856)."""
+"""Attention of a decoder's tokens to each other and to an encoder's tokens, with one softmax over both
+(arXiv:2512.14856)."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from engine.model.place import Place
 
 
 class MergedAttention(SelfAttention):
-    """The weights of self-attention, and those that make keys and values of an encoder's tokens. torch computes it,
-    whatever computes other attentions."""
+    """The weights of self-attention, and those that make keys and values of an encoder's tokens. torch always computes
+    this attention, also beside other attention backends."""
 
     def __init__(
         self,
@@ -35,7 +36,7 @@ class MergedAttention(SelfAttention):
         self.encoded = EncodedKeys(cross, memory_size, place, part.qk_norm.norm)
 
     def attend(self, layer: int, state: RunningPass, queries: Tensor) -> Tensor:
-        """Attention of the queries to keys and values in a layer's pages, and to the encoder's there."""
+        """The result of attention to the decoder's and the encoder's keys and values in a layer's pages."""
         part, inputs, pages = self.part, state.inputs, state.pages(layer)
         assert inputs.cross is not None
         heads = split_heads(queries, part.head_dim)
@@ -48,7 +49,7 @@ class MergedAttention(SelfAttention):
     def _part(
         self, queries: Tensor, kv: Paged, rows: AttentionMetadata, window: Sight | None, *, causal: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """The result of attention to some of the keys, and the logarithms of its sums of exp(score)."""
+        """The result of attention to the keys of one stack, and the logarithms of the sums of exp(score)."""
         sums = queries.new_zeros(queries.shape[:2], dtype=torch.float32)
         found = self.reference.attend(queries, kv, rows, scale=self.part.scale, causal=causal, window=window, sums=sums)
         return found.float(), sums

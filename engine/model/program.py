@@ -613,7 +613,7 @@ class Builder:
         return self._reduced(module.out, out, name)
 
     def _recurrence(self, name: str, advance: RowFunction, given: tuple[Rows, ...], out: Rows) -> None:
-        """Add the recurrence of a layer with a state, which torch computes."""
+        """Add the recurrence of a layer with a state. torch computes it."""
         self.add(Apply(name, partial(advance, self.states), given, (out,)))
 
     def _channel_scan(self, module: ChannelScanLayer, x: Rows, name: str) -> Rows:

@@ -1,4 +1,5 @@
-"""The module of an image's vectors that stages of layers over ever fewer positions make (Swin)."""
+"""A module that computes an image's vectors in stages of layers. Each stage has fewer positions than the one before
+(Swin)."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from engine.model.layers import Linear
 from engine.model.norms import build_norm
 from engine.model.place import Place
 
-_MOST_ROWS = 1 << 14  # positions whose inner features exist at a time
+_MOST_ROWS = 1 << 14  # maximum positions whose inner features are in memory at a time
 _ELSEWHERE = -100.0  # added to scores of keys that only the shift has brought into a window
 
 
@@ -32,8 +33,10 @@ class PyramidEmbedding(nn.Module):
         )
 
     def forward(self, images: Sequence[Tensor], min_rows: int = 1) -> Tensor:
-        """Args:
-        min_rows: minimum rows of a matrix product. An image is computed alone, so its products always have the same.
+        """The vectors of images.
+
+        Args:
+            min_rows: has no effect. An image is computed alone, so its matrix products always have the same rows.
         """
         return torch.cat([self._vectors(image) for image in images])
 
@@ -49,7 +52,7 @@ class PyramidEmbedding(nn.Module):
 
 
 class _Stage(nn.Module):
-    """Layers over a grid of positions, and the squares of 2 x 2 positions that the next stage reads."""
+    """Layers over a grid of positions. Then each square of 2 x 2 positions becomes a position of the next stage."""
 
     def __init__(self, part: spec.Pyramid, number: int, grid: tuple[int, int], place: Place):
         super().__init__()
@@ -60,7 +63,7 @@ class _Stage(nn.Module):
         self._grid = grid
 
     def forward(self, x: Tensor) -> Tensor:
-        """[positions of the next stage, its features] of x [positions, features]."""
+        """Results [positions of the next stage, its features] of x [positions, features]."""
         for block in self.blocks:
             x = block(x)
         if self.reduction is None or self.norm is None:
@@ -73,7 +76,8 @@ class _Stage(nn.Module):
 
 
 class _Layer(nn.Module):
-    """Attention within windows, which every other layer shifts by half a window, and a network."""
+    """Attention within windows, then a feed-forward network. In every other layer, the windows are shifted by half a
+    window."""
 
     def __init__(self, part: spec.Pyramid, stage: spec.PyramidStage, grid: tuple[int, int], shifts: bool, place: Place):
         super().__init__()
@@ -89,7 +93,7 @@ class _Layer(nn.Module):
         self.down = Linear(stage.inner, stage.width, True, place)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[positions, features] of x [positions, features]."""
+        """Results [positions, features] of x [positions, features]."""
         assert self.before is not None
         assert self.after is not None
         x = x + self._attended(self.before(x))
@@ -121,7 +125,7 @@ class _Layer(nn.Module):
         return whole[:rows, :columns].reshape(rows * columns, -1)
 
     def _among(self, windows: Tensor, bias: Tensor) -> Tensor:
-        """[windows, positions, features] after attention; `bias`: added to scores [windows or 1, heads, positions,
+        """Results [windows, positions, features] of attention. `bias`: added to scores [windows or 1, heads, positions,
         positions]."""
         count, positions, width = windows.shape
         split = self.qkv(windows.reshape(count * positions, width)).view(count, positions, 3, self._heads, -1)
@@ -131,7 +135,7 @@ class _Layer(nn.Module):
         return out.view(count, positions, width)
 
     def _bias(self) -> Tensor:
-        """[1, heads, positions, positions] the number of each distance in a window."""
+        """The biases [1, heads, positions, positions] of the scores, by the distance of two positions in a window."""
         size = self._size
         places = torch.arange(size, device=self.distances.device)
         row, column = (axis.flatten() for axis in torch.meshgrid(places, places, indexing="ij"))
@@ -139,8 +143,8 @@ class _Layer(nn.Module):
         return self.distances[down * (2 * size - 1) + across].permute(2, 0, 1)[None].contiguous()
 
     def _places(self, height: int, width: int, device: torch.device) -> Tensor:
-        """[windows, positions] the part of the image that each position is from, if the shift joins several in a
-        window."""
+        """Numbers [windows, positions]. If the shift joins several parts of the image in a window, their positions have
+        different numbers."""
         parts = []
         for length in (height, width):
             places = torch.arange(length, device=device)
@@ -150,12 +154,12 @@ class _Layer(nn.Module):
 
 
 def _windows(grid: Tensor, size: int) -> Tensor:
-    """[windows, positions, features] of a grid [height, width, features]."""
+    """The windows [windows, positions, features] of a grid [height, width, features]."""
     height, width, features = grid.shape
     split = grid.reshape(height // size, size, width // size, size, features)
     return split.transpose(1, 2).reshape(-1, size**2, features)
 
 
 def _by_parts(how: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """A function of rows, computed for some of them at a time."""
+    """The result of a function of rows, computed for at most `_MOST_ROWS` of them at a time."""
     return how(x) if len(x) <= _MOST_ROWS else torch.cat([how(part) for part in torch.split(x, _MOST_ROWS)])

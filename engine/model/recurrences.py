@@ -1,5 +1,5 @@
-"""Modules that carry a state, and whose recurrence torch computes on every device: one token after the other, in
-float32, so that a token gets the same bits however its prompt is divided."""
+"""Modules with a recurrence that torch computes on every device. It computes one token after the other, in float32, so
+a token's bits do not depend on how its prompt is divided."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from engine.model.state_layers import (
 
 
 class ChannelScanLayer(StateModule):
-    """The weights of a scan of features that each keep a few numbers.
+    """The weights of Mamba's scan, whose features each have a state of a few numbers.
 
     Attributes:
         enter: makes x, then the gates.
-        made: makes of convolved x the vector of t, then B and C.
-        steps: makes t of that vector, before softplus.
+        made: makes the vector of t, B and C from the convolved x.
+        steps: makes t from that vector, before softplus.
         decay: [width, size] the logarithms of the decays' factors.
         skip: [width] the factor of x in the result.
     """
@@ -72,12 +72,12 @@ class ChannelScanLayer(StateModule):
 
 
 class GatedRecurrenceLayer(StateModule):
-    """The weights of a recurrence of features that each keep a number.
+    """The weights of RG-LRU, whose features each have a state of one number.
 
     Attributes:
         enter: makes the gates, then x.
-        inputs, decays: make, block by block, what i and a follow from.
-        speed: [width] the logarithm of a, before softplus.
+        inputs, decays: make the input gates and the recurrence gates, block by block.
+        speed: [width] multiplied by the recurrence gates, after softplus, in the logarithm of a.
     """
 
     def __init__(self, part: spec.GatedRecurrence, hidden_size: int, place: Place):
@@ -124,7 +124,8 @@ class GatedRecurrenceLayer(StateModule):
 
 
 class FadingAttentionLayer(StateModule):
-    """The weights of heads whose matrices fade at a fixed rate. `enter`: makes queries, keys and values."""
+    """The weights of lightning attention, whose heads have states that decay at a fixed rate. `enter`: makes queries,
+    keys and values."""
 
     def __init__(self, part: spec.FadingAttention, hidden_size: int, place: Place):
         super().__init__()
@@ -154,14 +155,14 @@ class FadingAttentionLayer(StateModule):
 
 
 class FeatureDeltaLayer(StateModule):
-    """The weights of the gated delta rule whose decays are numbers of a key's features.
+    """The weights of the gated delta rule with a decay for each feature of a key.
 
     Attributes:
         enter: makes queries, keys and values.
         rates: makes the share of a correction, before the sigmoid.
-        low: makes the vectors of decays, and of gates; `fading` and `opening` make these of them.
+        low: makes two short vectors; `fading` makes decays from one, `opening` gates from the other.
         decay: [heads] the logarithms of the decays' factors.
-        offset: [heads * head_dim] added to what the decays follow from.
+        offset: [heads * head_dim] added to the result of `fading`, before softplus.
     """
 
     def __init__(self, part: spec.FeatureDelta, hidden_size: int, place: Place):
@@ -179,7 +180,7 @@ class FeatureDeltaLayer(StateModule):
     def advance(
         self, layer: int, state: RunningPass, x: Tensor, rates: Tensor, fading: Tensor, opening: Tensor
     ) -> Tensor:
-        """The gated results [Tp, heads * head_dim] of rows of convolved queries, keys and values, and of the others."""
+        """The gated results [Tp, heads * head_dim]. `x`: convolved queries, keys and values."""
         part = self.part
         queries, keys, values = (split_heads(each, part.head_dim) for each in x.float().chunk(3, dim=1))
         queries, keys = (one * (one.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for one in (queries, keys))

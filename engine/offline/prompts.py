@@ -160,12 +160,14 @@ class PromptReader:
         return self.cut_input(self.placer.input(whole.token_ids, images, whole.text, self.tokenizer, special=True))
 
     def _read_whole(self, images: Sequence[Any], given: dict[str, Any]) -> PixelInput:
-        """The image that an encoder reads for a decoder. The prompt, if there is one, is the beginning of the
-        answer."""
+        """The input of an encoder-decoder model that reads an image. The prompt, if there is one, is the beginning of
+        the answer."""
         if len(images) != 1:
             _fail(f"{self.info.model} reads one image at a time, got {len(images)}.")
         if not set(given) <= {*_PLAIN, "decoder_prompt"} or len(given) > 1:
-            _fail(f"beside an image a prompt may hold one of prompt, prompt_token_ids and decoder_prompt, got {given}.")
+            _fail(
+                f"beside an image, a prompt may have one of prompt, prompt_token_ids and decoder_prompt, got {given}."
+            )
         begin = next(iter(given.values()), None) or None
         if isinstance(begin, str):
             begin = self._need_tokenizer().encode_answer(begin)

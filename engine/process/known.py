@@ -18,8 +18,8 @@ logger = logging.getLogger("octavo.client")
 
 
 def known_folder(model: str, mmproj: str | None = None) -> Path | None:
-    """The folder of a model on this machine. For a GGUF file, the folder that is made from it and its image projector,
-    once it exists. None if the engine has to find it."""
+    """The folder of a model on this machine. For a GGUF file, the folder that represents it and its image projector, if
+    that exists. None if the engine has to find the folder."""
     try:
         place = Path(model).expanduser()
         file = single_file(place) if place.is_dir() else place if place.suffix == SUFFIX and place.is_file() else None

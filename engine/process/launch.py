@@ -134,7 +134,8 @@ class EngineProcess:
         """Start the process; when this returns, it is loading. `known`: finds facts about the model for the process
         while it imports modules. Raises EngineDeadError if the process cannot be started."""
         try:
-            # The child knows from its first bytes which folder to remove, however soon this process is killed.
+            # The child's first bytes name the folder to remove, so the child knows it even if this process is killed at
+            # once.
             self.line, self._popen = start_child(
                 f"{__package__}.main", _environment(self._first.config), first=first_bytes(self._first)
             )

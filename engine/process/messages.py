@@ -105,7 +105,7 @@ class Failed(msgspec.Struct, tag=True):
 
 
 class Signal(msgspec.Struct, omit_defaults=True):
-    """A `PixelInput` or an `AudioInput` as float32 values in C order. `decoder_token_ids`: theirs."""
+    """A `PixelInput` or an `AudioInput` as float32 values in C order. `decoder_token_ids`: as there."""
 
     kind: SignalKind
     shape: tuple[int, ...]
@@ -299,7 +299,7 @@ def encode(message: Command | News | Known) -> bytes:
 
 
 def encode_add(request_id: str, input: EngineInput, params: SamplingParams | PoolingParams, **terms: Any) -> bytes:
-    """The bytes of an `AddRequest`. Raises InvalidRequestError: something in it cannot be sent, such as text that is
+    """The bytes of an `AddRequest`. Raises InvalidRequestError if it cannot be encoded, for example because a text is
     not valid Unicode."""
     message = AddRequest(request_id=request_id, **terms)
     if isinstance(params, SamplingParams):
@@ -325,7 +325,7 @@ def encode_add(request_id: str, input: EngineInput, params: SamplingParams | Poo
 
 
 def decode_command(data: bytes) -> Command | tuple[str, InvalidRequestError]:
-    """A command; if it is a malformed `AddRequest`, its request's id and the fault."""
+    """The decoded command. For a malformed `AddRequest`: the request's id and the error."""
     try:
         return _commands.decode(data)
     except msgspec.ValidationError as error:

@@ -112,7 +112,7 @@ class FillSlot(msgspec.Struct, tag=True):
 
 
 class Do(msgspec.Struct, tag=True):
-    """A call of that method of `Executor`, which returns nothing."""
+    """A call of a method of `Executor` that returns nothing."""
 
     method: Literal["unload_adapter", "trial", "release"]
     arguments: list[int] = []

@@ -249,7 +249,7 @@ def _images(rows: Seq[Row], query_start: Int32) -> tuple[tuple[ImageRows, ...], 
 
 
 def _two_way(rows: Seq[Row]) -> tuple[int, ...] | None:
-    """For each row, whether its tokens see each other, as `AttentionMetadata.two_way` says it; None: for no row."""
+    """The value of `AttentionMetadata.two_way` for each row; None if it is 0 for all."""
 
     def sees(row: Row) -> int:
         for image in row.group.request.images:

@@ -40,9 +40,9 @@ class ImageWork:
         return count
 
     def apart(self, step: NextStep, group: SequenceGroup, start: int, count: int, hard: int) -> int:
-        """The number of a prompt's next `count` tokens that one row may have, if the tokens of an image, or all, see
-        each other: all tokens before these, or all of these that are missing. `hard`: tokens that the step has room
-        for, however long it takes. The first prompt of a step may have all that are missing."""
+        """The number of a prompt's next `count` tokens that one row may have. If tokens see each other in both
+        directions, a row ends before them or has all of them that are missing. `hard`: the step's room in tokens,
+        regardless of time. It is the limit for the first prompt of a step."""
         for image in group.request.images:
             first, end = image.two_way or (0, 0)
             if end <= start:

@@ -103,9 +103,9 @@ def check_fits(request: Request, config: SchedulerConfig, total_pages: int, tota
     most = config.max_num_batched_tokens - config.max_num_seqs
     if seen_whole and len(request.prompt_token_ids) > most:
         raise InvalidRequestError(
-            f"the prompt has {len(request.prompt_token_ids)} tokens, its images' included, but one step computes all "
-            f"of them beside those of max_num_seqs sequences: at most {most}. Shorten it, send fewer images, or raise "
-            "--max-num-batched-tokens.",
+            f"the prompt has {len(request.prompt_token_ids)} tokens with its images, but one step has to compute all "
+            f"of them and has room for {most} (max_num_batched_tokens minus max_num_seqs). Shorten it, send fewer "
+            "images, or raise --max-num-batched-tokens.",
             param="prompt",
             code="context_length_exceeded",
         )

@@ -194,7 +194,7 @@ class StepPlan:
     searches: Searches | None = None
     # the images whose vectors tokens have. A side of the tokens counts these vectors.
     images: tuple[ImageRows, ...] = ()
-    # [R] the rows whose queries see later keys of their row (`AttentionMetadata.two_way`); None: none do
+    # [R] as `AttentionMetadata.two_way`
     two_way: tuple[int, ...] | None = None
     image_work: float = 0.0  # about how much work it is to make the vectors that are not known, in tokens
     # a plan of the same version as the previous step's has the same rows, each one token further: the same `cross`, and
@@ -296,4 +296,4 @@ class LateResult(Protocol):
         """Whether `result` returns without waiting."""
 
     def result(self) -> StepResult:
-        """The result; waits for it. Raises the step's errors."""
+        """Wait for the result and return it. Raises the step's errors."""

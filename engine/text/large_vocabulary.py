@@ -84,7 +84,7 @@ def _parted(text: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     same: dict[str, str] = {}
     begin = at = places[0].end()
     forms: set[type] = set()
-    singly = begin  # merges before this place are parsed one by one
+    singly = begin  # merges before this position are parsed one by one
     while text[at := _skipped(text, at)] != "]":
         some, end = _piece(text, at) if at >= singly else ([], at)
         if not some:
@@ -111,8 +111,8 @@ def _parted(text: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
 
 
 def _piece(text: str, at: int) -> tuple[list[Any], int]:
-    """Several merges, of which the first begins here, and the place behind them; none if they cannot be parsed
-    together, because the list ends among them, or because the piece ends within a token."""
+    """The merges from this place on, and the place behind them. No merges if they cannot be parsed together: the list
+    ends among them, or the piece ends within a token."""
     end = text.rfind(_CLOSING.get(text[at], "\0"), at, at + _PIECE)
     try:
         return ([] if end < 0 else json.loads(f"[{text[at : end + 1]}]")), end + 1

@@ -41,11 +41,11 @@ class Pictures:
 
 
 def only_image(messages: Sequence[Mapping[str, Any]], pictures: Pictures) -> tuple[Any, str]:
-    """The image of a conversation with a model that reads one image and nothing else, and the beginning of its answer.
-    Raises InvalidRequestError if there are several messages, or more or fewer images."""
+    """The image of a conversation with a model that reads one image, and the beginning of the answer. Raises
+    InvalidRequestError if there are several messages, or more or fewer images."""
     if len(messages) != 1 or len(pictures.images) != 1:
         raise InvalidRequestError(
-            "this model reads one image, and begins its answer with the text beside it, if there is one: send a single "
+            "this model reads one image. The text of the message, if it has one, begins the answer. Send a single "
             f"message with one image, got {len(messages)} messages with {len(pictures.images)} images.",
             param="messages",
             code="invalid_messages",

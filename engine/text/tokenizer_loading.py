@@ -103,8 +103,8 @@ def load_tokenizer(
 
 
 def give_template(info: EngineInfo, tokenizer: Tokenizer | None) -> None:
-    """Give the tokenizer the chat template `plain` if it has none, and the model answers about images before a text,
-    without roles."""
+    """Give the tokenizer the chat template `plain` if it has none and the model has no roles: it reads images, then a
+    text."""
     if tokenizer is not None and tokenizer.chat_template is None and info.vision is not None and info.vision.leading:
         tokenizer.chat_template = read_template("plain")
 

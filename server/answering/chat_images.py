@@ -53,8 +53,8 @@ class ChatImages:
         self._turns = asyncio.Semaphore(_AT_ONCE)
 
     def count_tokens(self, pictures: Pictures) -> int:
-        """The tokens of a conversation's images before they are decoded: those that the sizes in their files' headers
-        mean, or the most that images can have."""
+        """An estimate of the tokens of a conversation's images before they are decoded. It follows from the sizes in
+        their files' headers, or is the most tokens that an image can have."""
         known, count = pictures.images[: self.most], len(pictures.images)
         sizes = [header_size(content) if self.vision.fitted is not None else None for content in known]
         sizes += [None] * (count - len(known))  # a request with too many images is refused

@@ -1,8 +1,5 @@
-"""Why a model cannot serve an endpoint.
-
-The file that answers an endpoint declares it, with its reason (`server.routes.task_router`). The reasons that several
-files share are here.
-"""
+"""Reasons why a model cannot serve an endpoint. They are here if several files share them. The file of an endpoint
+declares its reason (`server.routes.task_router`)."""
 
 from __future__ import annotations
 
@@ -24,9 +21,9 @@ Reason = Callable[[EngineInfo, Tokenizer | None], str | None]
 
 
 def lacks_completions(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
-    """The reason of a model that does not continue texts."""
+    """The reason why a model does not continue texts."""
     if info.writes_of_images:
-        return "it reads an image, which /v1/chat/completions takes"
+        return "it reads an image; send that to /v1/chat/completions"
     return _lacks_writing(info)
 
 
@@ -41,19 +38,19 @@ def _lacks_writing(info: EngineInfo) -> str | None:
 
 
 def lacks_generation(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
-    """The reason of a model that does not continue token ids."""
+    """The reason why a model does not continue token ids."""
     if (reason := lacks_completions(info, tokenizer)) is not None:
         return reason
     return None if info.max_encoder_len is None else "it is an encoder-decoder model; send /v1/completions"
 
 
 def lacks_decisions(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
-    """The reason of a model that cannot continue conversations of texts alone."""
+    """The reason why a model cannot continue conversations without images."""
     return lacks_completions(info, tokenizer) or lacks_chat(info, tokenizer)
 
 
 def lacks_chat(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
-    """The reason of a model that cannot continue conversations."""
+    """The reason why a model cannot continue conversations."""
     if (reason := _lacks_writing(info)) is not None:
         return reason
     if info.max_encoder_len is not None and not info.writes_of_images:
@@ -68,7 +65,8 @@ def lacks_chat(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
 
 
 def lacks_task(task: Task, lacks: str) -> Reason:
-    """The reason for an endpoint of one task, which reads texts; `lacks`: what a model without the task does not do."""
+    """The reason of an endpoint of one task that reads texts. `lacks`: the end of the sentence "it does not ..." about
+    a model without that task."""
 
     def reason(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
         if task not in info.tasks:
@@ -79,7 +77,7 @@ def lacks_task(task: Task, lacks: str) -> Reason:
 
 
 def kind_of(info: EngineInfo) -> str:
-    """The kind of the model, in a message's words."""
+    """The kind of the model, as the beginning of a message."""
     for task, words in _HEADS.items():
         if task in info.tasks:
             return words if info.vocab_size else f"its head classifies {_reads(info)}"

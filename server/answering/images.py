@@ -47,7 +47,8 @@ class ImageReading:
 
     async def read(self, images: Sequence[str], param: str = "input") -> list[PixelInput]:
         """The images in the engine's form, in order. Raises InvalidRequestError if an image cannot be read, is too
-        large, or is a web address; the error names it. Or there are too many images, or they take too long together.
+        large or is a web address (the error names the image), or if there are too many images or they take too long
+        together.
 
         Args:
             images: `data:` URLs, or base64.

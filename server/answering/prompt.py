@@ -27,7 +27,7 @@ class Prompt:
     # for an encoder-decoder model the given beginning of the answer; None for a decoder-only model
     decoder_ids: list[int] | None = None
     images: tuple[PlacedImage, ...] = ()
-    # an image that an encoder reads for a decoder, whose first tokens are then the prompt; and its positions
+    # an image that an encoder reads, and its number of positions; the prompt is then the decoder's first tokens
     pixels: PixelInput | None = None
     positions: int = 0
 

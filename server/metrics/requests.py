@@ -32,8 +32,7 @@ class RequestMetrics:
             return Histogram(f"octavo_{name}", about, buckets=buckets, registry=registry)
 
         def counter(name: str, about: str, label: str, values: Sequence[str] = ()) -> Counter:
-            """A counter with one label, whose values are present from the start, so that a first occurrence is an
-            increase."""
+            """A counter with one label. All its values exist from the start, so the first occurrence is an increase."""
             made = Counter(f"octavo_{name}", about, labelnames=[label], registry=registry)
             for value in values:
                 made.labels(value)

@@ -32,10 +32,7 @@ class EngineDied(msgspec.Struct, tag=True):
 
 
 class Begin(msgspec.Struct, tag=True, kw_only=True):
-    """The first message to a front.
-
-    `config`: of the engine; it locates the tokenizer.
-    """
+    """The first message to a front. `config`: the engine's; it locates the tokenizer."""
 
     name: bytes  # the front's name among the engine's clients
     settings: str  # `ServerSettings` as JSON
@@ -130,7 +127,7 @@ class Measured(msgspec.Struct, tag=True):
 
 
 class Noted(msgspec.Struct, tag=True):
-    """What has become of a prompt: a call of that method of `Reservation`."""
+    """News of a prompt: a call of this method of `Reservation`."""
 
     number: int
     method: Literal["started", "progressed", "finished"]
@@ -138,7 +135,7 @@ class Noted(msgspec.Struct, tag=True):
 
 
 class ReleaseSlots(msgspec.Struct, tag=True):
-    """A request's slots are released."""
+    """The release of a request's slots."""
 
     number: int
 
@@ -159,7 +156,7 @@ class EndKey(msgspec.Struct, tag=True):
 
 
 class Render(msgspec.Struct, tag=True):
-    """Asks for all metrics as text; the answer is `RenderedMetrics`."""
+    """A request for all metrics as text. The answer is `RenderedMetrics`."""
 
     accept: str | None
 

@@ -43,7 +43,7 @@ class TextPair(tuple[str, str]):
 
 
 def _check_inputs(value: Any) -> list[str | TextPair | list[int]]:
-    """Any of the forms, as a list of texts, images, pairs and lists of ids."""
+    """The inputs as a list of texts, images, pairs and lists of ids."""
     given = [value] if isinstance(value, str | dict) or is_ids(value) else value
     if isinstance(given, list) and given:
         inputs = [(read_image(item) or _read_pair(item)) if isinstance(item, dict) else item for item in given]
@@ -57,7 +57,7 @@ def _check_inputs(value: Any) -> list[str | TextPair | list[int]]:
 
 
 def _read_pair(item: dict[Any, Any]) -> str | TextPair | None:
-    """A pair, or the single text of an object; None if it is neither."""
+    """The pair or the single text that an object holds; None if it holds neither."""
     text, pair = item.get("text"), item.get("text_pair")
     if not isinstance(text, str) or not isinstance(pair, str | None) or set(item) - {"text", "text_pair"}:
         return None

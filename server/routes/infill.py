@@ -45,7 +45,7 @@ class InfillFile(BaseModel):
 
 
 class InfillRequest(GenerationBody):
-    """Body of POST /infill. Null means the default, for every field but the first two."""
+    """Body of POST /infill. All fields but the first two may be null, which means the default."""
 
     input_prefix: str = Field(description="The text before the gap.")
     input_suffix: str = Field(description="The text after the gap.")

@@ -55,7 +55,7 @@ async def _compare(
     first: tuple[str, Sequence[str]],
     second: tuple[str, Sequence[str]],
 ) -> Response:
-    """The answer about two sides, each the name of a field and its texts."""
+    """The answer to a comparison of two sides. A side is the name of a field and its texts."""
     body = call.body
     return await call.respond(
         run,

@@ -1,5 +1,5 @@
-"""How a file declares the endpoints of one task. The app, capability checks, the refusals of a full service, traces and
-the log of refused requests all read this one declaration."""
+"""The declaration of the endpoints of one task. The app, capability checks, the refusals of a full service, traces and
+the log of refused requests read it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Handler = Callable[["TaskCall[B]"], Awaitable[Response]]
 
 
 class TaskRun(Protocol):
-    """A request being answered."""
+    """An object that answers a request."""
 
     async def respond(self, request: Request) -> Response:
         """The whole answer, or its stream."""
@@ -41,8 +41,8 @@ class TaskCall(Generic[B]):
 
     @classmethod
     def begin(cls, service: Service, body: B, request: Request, endpoint: str, *, refuses: bool = True) -> TaskCall[B]:
-        """The call of a request that has just arrived. Raises ApiError: the model cannot serve it, or, unless `refuses`
-        is false, it has an unsupported field."""
+        """The call for a request that has just arrived. Raises ApiError if the model cannot serve it, or if it has an
+        unsupported field (unless `refuses` is false)."""
         arrival = time.monotonic()
         service.check_model(body.model)
         service.require(endpoint)
@@ -51,11 +51,11 @@ class TaskCall(Generic[B]):
         return cls(service, body, request, arrival)
 
     def run(self, kind: Callable[..., R], **fields: Any) -> R:
-        """The object that answers the request."""
+        """Make the object that answers the request."""
         return kind(self.service, self.body, self.arrival, **fields)
 
     async def respond(self, kind: Callable[..., TaskRun], **fields: Any) -> Response:
-        """The answer of the object of this class and these fields."""
+        """Make an object of this class with these fields, and return its answer."""
         return await self.run(kind, **fields).respond(self.request)
 
 
@@ -94,14 +94,14 @@ class TaskRouter(APIRouter):
         errors: Mapping[int | str, dict[str, Any]] = MappingProxyType({}),
         **described: Any,
     ) -> Callable[[Handler[B]], Handler[B]]:
-        """A decorator: the function answers POST requests to a path. Its argument must be annotated as a `TaskCall` of
-        the class of their bodies.
+        """A decorator for a function that answers POST requests to a path. Its argument `call` must be annotated as a
+        `TaskCall` of the class of the bodies.
 
         Args:
             names: other paths of the endpoint, which the documentation leaves out.
-            lacks: the reason why a model cannot serve the endpoint. It needs this, or `needs`.
+            lacks: the reason why a model cannot serve the endpoint. Either this or `needs` is required.
             needs: another endpoint, which the model must serve.
-            refuses: whether unsupported fields are refused before all else.
+            refuses: whether unsupported fields are refused first.
             examples: example bodies.
             events: the content type of a streamed answer, and its description.
             errors: the descriptions of the error responses, if they differ from the app's.
@@ -133,7 +133,7 @@ class TaskRouter(APIRouter):
 
 
 def paths_of(*routers: APIRouter) -> frozenset[str]:
-    """The paths of all endpoints, other names included."""
+    """The paths of all endpoints, including their other names."""
     return frozenset(route.path for router in routers for route in router.routes if isinstance(route, APIRoute))
 
 

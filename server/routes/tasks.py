@@ -1,4 +1,4 @@
-"""The tasks of models: a line here serves all endpoints that a file declares."""
+"""The tasks of models. Each line adds all endpoints that a file declares."""
 
 from __future__ import annotations
 

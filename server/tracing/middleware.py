@@ -15,10 +15,10 @@ _CONTEXT = (b"traceparent", b"tracestate")
 
 
 class TracingMiddleware:
-    """Traces requests to the model, and passes all others. `scope["state"]["trace"]` is then the request's trace, and
-    its log lines have a trace_id.
+    """Traces requests to the model. `scope["state"]["trace"]` is the request's trace, and its log lines have a
+    trace_id. All other requests pass untraced.
 
-    It is behind the authentication, so refused requests can neither fill the collector nor choose trace ids.
+    It runs after the authentication, so refused requests can neither fill the collector nor choose trace ids.
 
     Args:
         tracing: receives the spans.

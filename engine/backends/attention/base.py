@@ -143,8 +143,8 @@ class AttentionMetadata:
     max_queries: int | None = None
     # whether a kernel may begin before the previous one ends (`engine.model.kernels.RowForm`)
     overlapping: bool = False
-    # for each row, whether its causal queries also see all later keys of the row (host), like the tokens of an image
-    # that see each other: 1; and those before a window, too: 2; 0: they see neither. None: for no row
+    # for each row (host), the keys that its causal queries see besides the usual ones: 0: none; 1: all later keys of
+    # the row, as in an image whose tokens see each other; 2: those and the keys before a window. None: 0 for all rows
     two_way: tuple[int, ...] | None = None
 
     @property

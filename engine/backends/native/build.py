@@ -65,7 +65,7 @@ _AVX512_VNNI = InstructionSet(
     _AVX2.features | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"},
 )
 _AVX512 = InstructionSet((*_AVX512_VNNI.flags, "-mavx512bf16"), _AVX512_VNNI.features | {"avx512_bf16"})
-# Armv8.2 with atomics, which its CPUs all have. What GCC and Clang call these, see `_spelled` for Zig.
+# Armv8.2 with atomics, which all its CPUs have. The flags are those of GCC and Clang; `_spelled` changes them for Zig.
 _NEON_DOTPROD = InstructionSet(("-march=armv8.2-a+dotprod",), frozenset({"atomics", "asimddp"}))
 _NEON_I8MM = InstructionSet(("-march=armv8.2-a+dotprod+i8mm+bf16",), _NEON_DOTPROD.features | {"i8mm", "bf16"})
 _PORTABLE = {"portable": InstructionSet((), frozenset())}
@@ -80,7 +80,7 @@ _INSTRUCTION_SETS = {
     "aarch64": {
         "neon-i8mm": _NEON_I8MM,  # Neoverse V1 and N2, and later ones
         "neon-dotprod": _NEON_DOTPROD,  # Neoverse N1, Cortex-A76
-        "neon": InstructionSet((), frozenset()),  # all CPUs of this kind have it
+        "neon": InstructionSet((), frozenset()),  # all aarch64 CPUs have it
         "portable": InstructionSet(("-DOCTAVO_PORTABLE",), frozenset()),  # without our own instructions
     },
 }
@@ -105,11 +105,11 @@ def instruction_sets() -> dict[str, InstructionSet]:
 
 
 def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:
-    """Linux's names of what this CPU has; none where the system does not report them."""
+    """Linux's names of this CPU's features. Empty if the system does not report them."""
     with contextlib.suppress(OSError):
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
             name, _, values = line.partition(":")
-            if name.strip() in {"flags", "Features"}:  # of x86, of Arm
+            if name.strip() in {"flags", "Features"}:  # on x86, on Arm
                 return set(values.split())
     return set()
 
@@ -162,7 +162,7 @@ def file_name(name: str, compiler: Compiler | None = None) -> str:
 
 
 def _spelled(flags: tuple[str, ...], compiler: Compiler) -> tuple[str, ...]:
-    """Flags as a compiler takes them: Zig names a CPU and what is added to it."""
+    """The flags in the compiler's spelling: for Zig, a CPU and its additional features."""
     if not any(Path(word).name in {"zig", "ziglang"} for word in compiler.command):
         return flags
     return tuple(flag.replace("-march=armv8.2-a", "-mcpu=generic+v8_2a") for flag in flags)

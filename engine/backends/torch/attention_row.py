@@ -1,4 +1,5 @@
-"""Attention of some tokens of one row to some others, in float32: what attention in parts of a row is made of."""
+"""Attention between some tokens of one row, in float32. Attention that divides a row into parts calls it for each
+part."""
 
 from __future__ import annotations
 
@@ -15,6 +16,6 @@ def by_head(x: Tensor) -> Tensor:
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
-    """[heads, queries, head_dim] of queries, keys and values [heads, tokens, head_dim]. `mask`: added to the scores, or
-    False where a query does not see a key; it is broadcast to [1, heads, queries, keys]."""
+    """Results [heads, queries, head_dim] of queries, keys and values [heads, tokens, head_dim]. `mask`: added to the
+    scores, or False where a query does not see a key; it is broadcast to [1, heads, queries, keys]."""
     return F.scaled_dot_product_attention(queries[None], keys[None], values[None], attn_mask=mask, scale=scale)[0]

@@ -24,16 +24,17 @@ class Executor(Protocol):
 
     @property
     def missing(self) -> Collection[str]:
-        """The reasons why torch computes some operations for it."""
+        """The operations that this executor leaves to torch, with the reasons."""
         ...
 
     def run(self, inputs: Inputs) -> Tensor:
-        """Hidden states [Tp, features]."""
+        """Run the program. Returns hidden states [Tp, features]."""
         ...
 
 
 def fastest(program: Program, tables: Tables, dtype: torch.dtype, device: torch.device) -> Executor:
-    """The fastest executor of a device for a program; the weights are loaded, laid out, and do not change."""
+    """The device's fastest executor for a program. The weights must be loaded and laid out, and must not change any
+    more."""
     executor: Executor = TorchExecutor(program, tables)
     if gpu.serves(device):
         from engine.model.executors.triton import TritonExecutor

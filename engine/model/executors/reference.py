@@ -146,7 +146,7 @@ class Calls:
 class TorchExecutor:
     """Runs a program operation by operation."""
 
-    missing = ()  # torch computes everything, which is no news
+    missing = ()  # torch computes everything here, so nothing is reported as missing
 
     def __init__(self, program: Program, tables: Tables):
         self._tables = tables

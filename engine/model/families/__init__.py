@@ -178,16 +178,16 @@ _REASONS = {
     "DeepseekV4": "a sparse index chooses the tokens that attention sees, of which some are compressed",
     "DiffLlama": "attention is the difference of two softmaxes",
     "Doge": "each value adds a learned number to the scores of its token",
-    "Florence2": "its encoder reads the vectors of an image (DaViT's) before those of a text",
+    "Florence2": "its encoder reads an image's vectors (DaViT's) before those of a text",
     "GlmMoeDsa": "a sparse index chooses the tokens that attention sees",
-    "GlmOcr": "its tower of images ends with a convolution and a merger of its own",
-    "Granite4Vision": "the queries of a second transformer read its tower of images",
-    "GraniteDocling": "a router stands between its tower of images and two paths to the decoder",
+    "GlmOcr": "its image tower ends with a convolution and a special merger",
+    "Granite4Vision": "a second transformer, with queries of its own, reads its image tower",
+    "GraniteDocling": "a router chooses one of two paths from its image tower to the decoder",
     "JetMoe": "heads of attention are experts that each token chooses",
     "LongcatFlash": "layers have two attentions, and some experts return their input",
     "MiMoV2Flash": "values have a different size from keys",
     "MiniMaxM3": "a sparse index chooses the tokens that attention sees",
-    "PaddleOCRVL": "its tower of images is of a kind of its own",
+    "PaddleOCRVL": "its image tower has parts that are not implemented",
 }
 
 

@@ -49,13 +49,13 @@ def _attention(config: Any) -> Attention:
 
 
 def latent_attention(config: Any, *, scale: float, **parts: Any) -> Attention:
-    """Attention over latents, with a config's sizes and biases; `parts` are further fields."""
+    """Attention over latents, with a config's sizes and biases. `parts`: further fields of the attention."""
     latent = Latent(
         width=config.kv_lora_rank,
         rotary=config.qk_rope_head_dim,
         content=config.qk_nope_head_dim,
         values=config.v_head_dim,
-        norm=Norm("rms", 1e-6),  # whatever the others have
+        norm=Norm("rms", 1e-6),  # the eps of the other norms does not apply
         query_width=config.q_lora_rank,
     )
     return Attention(

@@ -72,7 +72,7 @@ _FAMILIES = {
 }
 # Models that store the matrices of experts [in, out].
 _TURNED = frozenset({"Qwen3VLMoeForConditionalGeneration"})
-# Models whose prompts with images are seen whole by all their tokens.
+# Models in which all tokens of a prompt with images see each other.
 _LEADING = frozenset({"PaliGemmaForConditionalGeneration"})
 _WHOLE = "config_of_the_whole"
 _MARK = "language_part_of"  # in the config of a language part: the architecture of the whole model
@@ -88,7 +88,7 @@ def language_part(config: Any) -> Any:
     own = _FAMILIES.get(text.model_type)
     if own is None:
         raise UnsupportedModelError(
-            f"{name} is built around {text.model_type!r} here; as its language part are served: "
+            f"{name} has a language part of the type {text.model_type!r}, which is not supported. Supported: "
             f"{', '.join(sorted(_FAMILIES))}."
         )
     text.architectures = [own]
@@ -100,9 +100,9 @@ def language_part(config: Any) -> Any:
     if name in _TURNED:
         text.norm_topk_prob = True  # of any config
     if text.model_type == "granite" and name.startswith("Llava"):
-        text.logits_scaling = 1.0  # the whole model's head is a matrix alone
+        text.logits_scaling = 1.0  # the whole model's head is only a matrix
     if name in _LEADING:
-        text.use_bidirectional_attention = None  # only of prompts with images (`Vision.two_way`)
+        text.use_bidirectional_attention = None  # it applies only to prompts with images (`Vision.two_way`)
     setattr(text, _MARK, name)
     setattr(text, _WHOLE, config)
     return text

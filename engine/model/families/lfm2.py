@@ -43,7 +43,7 @@ def _third_kinds(c: Any) -> list[str]:
 
 
 def _third_attention(c: Any) -> list[Attention]:
-    """Each kind of layer has its rotary positions."""
+    """The attention of each layer. Each kind of layer has its own rotary settings."""
     gate = OutputGate(per_head=True) if c.use_attention_gate else None
     parts: dict[str, Any] = {"qk_norm": PerHead(_norm(c)), "gate": gate, "bias": c.attention_bias}
     return [

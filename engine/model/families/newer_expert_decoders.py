@@ -144,7 +144,7 @@ def _laguna_networks(c: Any) -> list[FeedForward]:
 
 
 def _flint(c: Any) -> list[Attention]:
-    """Only layers with a window have positions; all have sinks."""
+    """The attention of each layer. Only layers with a window have positions; all have sinks."""
     parts: dict[str, Any] = {"qk_norm": PerHead(rms_in_float32(c)), "sinks": Sinks(), "bias": c.attention_bias}
     return [attention(c, position=rotary(c) if window else None, window=window, **parts) for window in layer_windows(c)]
 

@@ -1,5 +1,5 @@
-"""The part of Mistral 3 and LightOnOCR that sees: Pixtral's tower over images of any size, with rotary positions of two
-axes (arXiv:2410.07073)."""
+"""The image tower of Mistral 3 and LightOnOCR: Pixtral's, over images of any size, with rotary positions of two axes
+(arXiv:2410.07073)."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def mistral3(config: Any) -> Vision:
 
 
 def lighton_ocr(config: Any) -> Vision:
-    """LightOnOCR has no texts among an image's vectors. Raises UnsupportedModelError for a setting that is not
-    implemented."""
+    """The tower of LightOnOCR. It has no texts among an image's vectors. Raises UnsupportedModelError for a setting
+    that is not implemented."""
     return _pixtral(config, "gelu", bias=False)
 
 
@@ -47,8 +47,8 @@ def _pixtral(config: Any, act: Activation, *, bias: bool) -> Vision:
     head_dim, patch = part.hidden_size // part.num_attention_heads, part.patch_size
     if part.model_type != "pixtral" or not isinstance(patch, int) or head_dim % 4:
         raise UnsupportedModelError(
-            "Implemented are a vision_config of the type pixtral, one number as patch_size and heads of a multiple of "
-            f"4 features; got {part.model_type!r}, {patch!r} and {head_dim}."
+            "vision_config of the config must be of the type pixtral, its patch_size one number, and the features of a "
+            f"head a multiple of 4; got {part.model_type!r}, {patch!r} and {head_dim}."
         )
     position = Rotary(
         dim=head_dim,

@@ -1,4 +1,4 @@
-"""Jamba, RecurrentGemma, MiniMax and Kimi Linear: attention among layers of other recurrences."""
+"""Jamba, RecurrentGemma, MiniMax and Kimi Linear: some layers have attention, the others a recurrence."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _convolution(target: str, source: str, width: int, kernel: int, bias: bool) 
 
 
 def _entries(target: str, source: str, **names: str) -> list[Entry]:
-    """Parameters that are stored as ours."""
+    """Entries of parameters that are stored in our layout."""
     return [Entry(f"{target}.{ours}", (f"{source}.{theirs}",)) for ours, theirs in names.items()]
 
 
@@ -184,20 +184,21 @@ def _minimax_fading(c: Any) -> list[StateLayer | None]:
             head_dim=getattr(c, "head_dim", None) or c.hidden_size // heads,
             slopes=tuple(rate * deeper for rate in rates),
             activation=activation(c.hidden_act),
-            norm=Norm("rms", 1e-6),  # whatever the others have
+            norm=Norm("rms", 1e-6),  # the eps of the other norms does not apply
         )
         found.append(part if carried else None)
     return found
 
 
 def _minimax_shares(c: Any) -> list[tuple[float, float]]:
-    """The factors of a layer's stream, and of what its attention adds."""
+    """The factors of each layer's stream and of its attention's result."""
     kinds = ("linear" if carried else "full" for carried in _carries(c))
     return [tuple(float(getattr(c, f"{kind}_attn_{x}_factor")) for x in ("alpha", "beta")) for kind in kinds]  # type: ignore[misc]
 
 
 def _minimax_placement(c: Any, own: Norm) -> list[Placement]:
-    """The stream is not multiplied by its factors: a norm follows each, and sees only the size of eps."""
+    """The placement of each layer's norms. The stream is not multiplied by its factors; instead the eps of the norm
+    after each factor is divided by the factor's square."""
     first, found = 1.0, list[Placement]()
     for stream, _ in _minimax_shares(c):
         found.append(NormedResidual(Norm("rms", own.eps / first**2), Norm("rms", own.eps / stream**2)))
@@ -310,7 +311,7 @@ FAMILIES = (
         mixing=_griffin_recurrence,
         ffn=lambda c: Gated(c.intermediate_size // 2, activation(c.hidden_activation), bias=True),
         norm=lambda c: Norm("rms", c.rms_norm_eps, unit_offset=True),
-        # The reference rounds the factor so.
+        # The reference rounds the factor to bfloat16.
         embedding=lambda c: tokens(c, scale=float(torch.tensor(c.hidden_size**0.5, dtype=torch.bfloat16))),
         head=lambda c: lm(c, softcap=c.logits_soft_cap),
         names=DecoderNames(
@@ -355,7 +356,7 @@ FAMILIES = (
             attention=latent_weights,
             mixing=_delta_weights,
             experts=ExpertNames(matrices=MIXTRAL.matrices),
-            # Names that files have, and transformers' own.
+            # The names in files, and transformers' own names.
             renamed=(
                 (r"\.block_sparse_moe\.", ".mlp."),
                 (r"\.self_attn\.(f_[ab]_proj|dt_bias|A_log)", r".self_attn.forget_gate.\1"),

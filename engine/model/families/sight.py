@@ -36,13 +36,12 @@ def sight(name: str, config: Any) -> Vision | None:
 
 
 def _tower(config: Any, layer: Any) -> Stack:
-    """The layers of CLIP's or SigLIP's tower up to the last one whose hidden states are read; those of others before it
-    are kept. Raises UnsupportedModelError
-    if the tower is of another kind, or has no such layer.
+    """The layers of CLIP's or SigLIP's tower up to the last one whose hidden states are read. The other hidden states
+    that are read are kept. Raises UnsupportedModelError if the tower is of another kind, or has no such layer.
 
     Args:
-        layer: one or several in their order, counted from the end if negative, as of the hidden states of
-            `transformers`: the first are those before any layer. None of them has gone through the tower's last norm.
+        layer: one or several numbers in ascending order, as in `hidden_states` of `transformers`: 0 is the state before
+            the first layer, and negative numbers count from the end. The tower's last norm is applied to none of them.
     """
     kind = config.model_type
     if kind == "clip_vision_model":
@@ -60,8 +59,8 @@ def _tower(config: Any, layer: Any) -> Stack:
     numbers = [one if one >= 0 else count + 1 + one for one in listed if isinstance(one, int)]
     if not numbers or len(numbers) < len(listed) or sorted({0, *numbers}) != [0, *numbers] or numbers[-1] > count:
         raise UnsupportedModelError(
-            f"vision_feature_layer of the config is {layer!r}; supported are layers of the tower's {count}, in their "
-            "order."
+            f"vision_feature_layer of the config is {layer!r}; it must name layers of the tower's {count}, in "
+            "ascending order."
         )
     *others, last = numbers
     return replace(whole, blocks=whole.blocks[:last], final_norm=None, kept=tuple(number - 1 for number in others))

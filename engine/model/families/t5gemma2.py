@@ -37,7 +37,7 @@ def _spec(config: Any) -> ModelSpec:
 
 
 def _stack(config: Any, *, merged: bool) -> Stack:
-    if config.attn_logit_softcapping is not None:  # as in Gemma 3, the reference reads it and caps nothing
+    if config.attn_logit_softcapping is not None:  # the reference reads it but does not apply it
         raise UnsupportedModelError(
             f"attn_logit_softcapping of the config must be null for T5Gemma 2, got {config.attn_logit_softcapping}."
         )
@@ -72,7 +72,7 @@ def _stack(config: Any, *, merged: bool) -> Stack:
 
 
 def _window(config: Any, kind: str, *, causal: bool) -> Window | None:
-    """A layer's window; the encoder's is of this many tokens, half of them on either side."""
+    """A layer's window. In the encoder, half of its tokens are on either side."""
     window = layer_window(config, kind)
     if causal or window is None:
         return window
@@ -101,7 +101,7 @@ def _weights(model: ModelSpec) -> WeightTable:
         renamed=((r"^model\.encoder\.text_model\.", "model.encoder."),),  # transformers' own names
         head="lm_head.out_proj.weight",
         copies=tables,
-        # What only images need, the end of one among it.
+        # Weights that only images need, such as the vector at an image's end.
         ignored=(
             r"model\.encoder\.(vision_tower|multi_modal_projector)\..*",
             r"model\.(encoder|decoder)\.embed_tokens\.eoi_embedding",

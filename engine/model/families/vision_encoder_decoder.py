@@ -1,5 +1,5 @@
-"""Encoder-decoders that read an image and write its text: TrOCR (arXiv:2109.10282), an encoder of patches and a decoder
-like BART's; Donut (arXiv:2111.15664), Swin's encoder and mBART's decoder."""
+"""Encoder-decoders that read an image and write its text. TrOCR (arXiv:2109.10282) has an encoder of patches and a
+decoder like BART's, Donut (arXiv:2111.15664) Swin's encoder and mBART's decoder."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def _pyramid(config: Any) -> Stack:
     counts = [*depths, *heads, first, window]
     if not all(isinstance(n, int) and 0 < n <= _MOST for n in counts) or not 0 < len(depths) == len(heads) <= 8:
         raise UnsupportedModelError(
-            f"depths, num_heads, embed_dim and window_size of the encoder's config must be from 1 to {_MOST}, the "
-            f"first two for each of up to 8 stages; got {depths}, {heads}, {first} and {window}."
+            f"depths, num_heads, embed_dim and window_size of the encoder's config must be from 1 to {_MOST}. The "
+            f"first two list one number for each of up to 8 stages. Got {depths}, {heads}, {first} and {window}."
         )
     widths = [first << number for number in range(len(depths))]
     stages = tuple(

@@ -36,7 +36,7 @@ def spec(config: Any) -> ModelSpec:
 
 
 def tower(config: Any, first: int) -> Stack:
-    """The encoder of a config, with so many learned vectors before those of the patches: 1 in ViT, 2 in DeiT."""
+    """The encoder of a config. `first`: learned vectors before those of the patches, 1 in ViT, 2 in DeiT."""
     return pre_norm_encoder(config, patches(config, bias=True, first=first), qkv_bias=config.qkv_bias)
 
 

@@ -49,7 +49,8 @@ class Architecture:
 @dataclass(frozen=True, slots=True)
 class Placed:
     """A tensor under transformers' name. `expert`: the index of one of several experts or heads that are stored
-    together; None for the whole tensor. `others`: tensors whose rows follow, where the file stores it in parts."""
+    together; None for the whole tensor. `others`: tensors with the following rows, if the file stores the tensor in
+    parts."""
 
     name: str
     info: TensorInfo
@@ -59,7 +60,7 @@ class Placed:
 
     @property
     def infos(self) -> tuple[TensorInfo, ...]:
-        """The tensors of the file that hold it."""
+        """The tensors of the file that contain it."""
         return (self.info, *self.others)
 
     @property
@@ -256,7 +257,7 @@ def _qwen2(metadata: Metadata) -> Config:
 
 
 def _qwen2_vl(metadata: Metadata) -> Config:
-    """Qwen2-VL and 2.5-VL: for texts, the axes of positions are equal."""
+    """The config of Qwen2-VL and 2.5-VL. In texts, the positions on all axes are equal."""
     config = _qwen2(metadata)
     config["rope_parameters"] |= axes_of(metadata)
     return config

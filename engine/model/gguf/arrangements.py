@@ -111,8 +111,8 @@ class Decays(Flat):
 
 @dataclass(frozen=True)
 class Frames(Arrangement):
-    """The kernels of two frames, [features, channels, height, width] each, which are stored one after the other; the
-    axis of frames comes third."""
+    """The kernels of two frames, which are stored one after the other as [features, channels, height, width]. The axis
+    of frames becomes the third."""
 
     def shape(self, stored: Shape) -> Shape:
         return (stored[0] // 2, stored[1], 2, *stored[2:])

@@ -10,9 +10,9 @@ from engine.errors import ModelLoadError
 
 SUFFIX = ".gguf"
 PROJECTOR = "mmproj"
-"""The beginning of the names of image projectors, which lie beside their models."""
+"""The beginning of the names of image projectors, which are in their models' folders."""
 NO_PROJECTOR = "none"
-"""As a setting: a model is served without images."""
+"""The setting that serves a model without images."""
 _SHOWN = 5
 _MOST_METADATA = 1 << 28  # bytes; a vocabulary of 262 thousand tokens takes 10 million
 

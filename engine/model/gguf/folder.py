@@ -30,11 +30,11 @@ logger = logging.getLogger("octavo.model")
 LINK = "model.gguf"
 """The name of the link to the file."""
 PROJECTOR_LINK = "mmproj.gguf"
-"""The name of the link to the image projector, if there is one."""
+"""The name of the link to the image projector."""
 NO_TOKENIZER = "no_tokenizer.txt"
 """The file with the reason if there is no tokenizer."""
 NO_IMAGES = "no_images.txt"
-"""The file with the reason if a projector is not used."""
+"""The name of the file with the reason why a projector is not used."""
 _FORMAT = 6
 """Changes with the contents of the folder."""
 _UNFINISHED = ".octavo-writing-"
@@ -106,7 +106,7 @@ def made_before(path: Path, mmproj: str | None = None) -> Path | None:
 
 
 def _identified(path: Path, projector: Path | None) -> tuple[Path, str]:
-    """The file itself, and the name of the folder that represents it and its projector."""
+    """The file, and the name of the folder that represents it and its projector."""
     whole, identity = _identity(path)
     parts = [_FORMAT, *identity, *([] if projector is None else _identity(projector)[1])]
     return whole, f"{whole.stem[:64]}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]}"

@@ -1,5 +1,5 @@
-"""Image projectors: GGUF files beside those of language models, with the part that sees (llama.cpp's mmproj). A pair of
-files is described like the vision-language checkpoint that it was converted from."""
+"""Image projectors (llama.cpp's mmproj): GGUF files with the image tower of a language model in another GGUF file. A
+pair of files is described like the original vision-language checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.model.gguf.metadata import Metadata
 
 _LAYER = re.compile(r"v\.(blk|deepstack)\.(\d+)\.(\w+)\.(weight|bias)")
 _UNSEEN = re.compile(r"v\.token_embd\.img_break|v\.(post_ln|head)\..*|.*position_ids")
-"""Tensors that are also in the language model's file, or that no answer depends on."""
+"""Tensors that are not read: they are also in the language model's file, or no answer depends on them."""
 _HARMLESS = (
     "has_vision_encoder", "has_text_encoder", "has_llava_projector", "projector_type", "vision.projector_type",
     "vision.projection_dim", "vision.feed_forward_length", "vision.mm_projector_type", "vision.mm_patch_merge_type",
@@ -24,12 +24,13 @@ _HARMLESS = (
 )  # fmt: skip
 """Settings that change nothing, or that tensors determine."""
 _LEAST_PATCHES, _MOST_PATCHES = 8, 4096
-"""llama.cpp's limits of the vectors of an image that keeps its shape; files do not contain those of a checkpoint."""
+"""llama.cpp's minimum and maximum of the vectors of an image that keeps its shape. Files do not contain the
+checkpoint's limits."""
 _WINDOW = 112  # pixels of a window's side in Qwen2.5-VL
 _UNUSED = re.compile(r"<unused\d+>")
 
 Settings = tuple[Config, Config]
-"""Of config.json, without the language part's; of preprocessor_config.json."""
+"""The settings of config.json, without the language part's, and those of preprocessor_config.json."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,15 @@ class Projector:
     """A kind of projector.
 
     Attributes:
-        settings: the two configs, from the metadata and the language model's config.
-        texts: architectures of the language models that it is made for; the classes of the whole in transformers.
-        token: texts of the token that stands for an image; the first that the vocabulary has.
+        settings: makes the two configs from the metadata and the language model's config.
+        texts: by the language model's architecture, the class of the whole model in transformers.
+        token: possible texts of the token that stands for an image. The first one in the vocabulary is used.
         last: the tensor whose rows are features of the language model.
         outer, layer: transformers' names of tensors, as in `Architecture`.
         layers: the prefix of a layer's index.
-        arranged: tensors, named as in `outer` or `layer`, with another layout.
-        joined: tensors that are stored in parts: what stands for a part of the first one's name in those of the others.
+        arranged: by names as in `outer` or `layer`, the layouts of tensors that are stored differently.
+        joined: for tensors that are stored in parts, a piece of the first part's name and the pieces that replace it in
+            the names of the other parts.
     """
 
     settings: Callable[[Metadata, Config], Settings]
@@ -64,9 +66,9 @@ def is_projector(file: Gguf) -> bool:
 
 
 def describe_pair(model: Gguf, projector: Gguf) -> dict[str, Config]:
-    """The config of a language model with a projector, and the settings of its image processor, by the names of their
-    files. Raises UnsupportedModelError if the two do not fit together, or something is not supported; ModelLoadError if
-    a setting is missing or invalid."""
+    """The files of a language model with a projector, by name: its config and the settings of its image processor.
+    Raises UnsupportedModelError if the two do not fit together, or something is not supported; ModelLoadError if a
+    setting is missing or invalid."""
     kind, metadata = _kind_of(projector), Metadata(projector, _HARMLESS)
     architecture = str(model.metadata.get("general.architecture"))
     whole = kind.texts.get(architecture)
@@ -115,7 +117,7 @@ def place_projector(file: Gguf) -> Iterator[Placed]:
 
 
 def _following(kind: Projector, file: Gguf) -> dict[str, tuple[TensorInfo, ...]]:
-    """The tensors whose rows follow those of another, by its name."""
+    """By a tensor's name, the tensors with its following rows."""
     found = {}
     for name in file.tensors:
         for first, others in kind.joined.items():
@@ -126,7 +128,7 @@ def _following(kind: Projector, file: Gguf) -> dict[str, tuple[TensorInfo, ...]]
 
 
 def _name(kind: Projector, metadata: Metadata, stored: str, swapped: Mapping[str, str]) -> str:
-    """transformers' name of a tensor; its own if it has none."""
+    """The name of a tensor in transformers. Without one, the name in the file."""
     if stored in kind.outer:
         return kind.outer[stored]
     found = _LAYER.fullmatch(stored)
@@ -146,13 +148,13 @@ def _name(kind: Projector, metadata: Metadata, stored: str, swapped: Mapping[str
 
 
 def _swapped(file: Gguf) -> Mapping[str, str]:
-    """Names of layers' tensors that old converters confused (llama.cpp)."""
+    """The right names of two tensors that old converters of llama.cpp swapped."""
     down, patch = file.tensors.get("v.blk.0.ffn_down.weight"), file.tensors.get("v.patch_embd.weight")
     gated = "v.blk.0.ffn_gate.weight" in file.tensors
     up = file.tensors.get("v.blk.0.ffn_up.weight")
     if gated or down is None or up is None or patch is None or down.shape[-1] != patch.shape[0]:
         return {}
-    if up.shape[-1] == patch.shape[0]:  # a network as wide as the tower says nothing
+    if up.shape[-1] == patch.shape[0]:  # the shapes show nothing if the network is as wide as the tower
         return {}
     return {"ffn_down": "ffn_up", "ffn_up": "ffn_down"}
 
@@ -181,7 +183,7 @@ def _kind_of(file: Gguf) -> Projector:
 
 
 def _output(kind: Projector, file: Gguf) -> int:
-    """Features of the projector's vectors."""
+    """The number of features of the projector's vectors."""
     info = file.tensors.get(kind.last)
     if info is None or len(info.shape) != 2:
         raise UnsupportedModelError(
@@ -192,8 +194,8 @@ def _output(kind: Projector, file: Gguf) -> int:
 
 
 def _image_token(kind: Projector, model: Gguf, projector: Gguf) -> int:
-    """The id of the token that stands for an image. Vectors take its places, so any token does that texts never have.
-    Raises UnsupportedModelError if there is none."""
+    """The id of the token that stands for an image. Any token that never occurs in texts will do, because vectors
+    replace it. Raises UnsupportedModelError if there is none."""
     tokens = model.metadata.get("tokenizer.ggml.tokens")
     texts = tokens if isinstance(tokens, list) else []
     for wanted in kind.token:
@@ -209,7 +211,7 @@ def _image_token(kind: Projector, model: Gguf, projector: Gguf) -> int:
 
 
 def _tower(metadata: Metadata) -> Config:
-    """The settings of all towers. Raises ModelLoadError if one is missing, or tensors contradict it."""
+    """The settings that all towers have. Raises ModelLoadError if one is missing, or tensors contradict it."""
     width, patch = metadata.count("vision.embedding_length"), metadata.count("vision.patch_size")
     layers, heads = metadata.count("vision.block_count"), metadata.count("vision.attention.head_count")
     file = metadata.file
@@ -233,7 +235,7 @@ def _tower(metadata: Metadata) -> Config:
 
 
 def _activation(metadata: Metadata, gelu: str) -> str:
-    """The activation of a tower; `gelu`: what the family's GELU is in transformers."""
+    """The activation of a tower. `gelu`: the name of the family's GELU in transformers."""
     silu = metadata.flag("use_silu", False)
     return gelu if metadata.flag("use_gelu", False) else "silu" if silu else "quick_gelu"
 
@@ -258,7 +260,7 @@ def _llava(metadata: Metadata, text: Config) -> Settings:
         "projector_hidden_act": "gelu",
         "multimodal_projector_bias": "mm.0.bias" in tensors,
     }
-    # The original model shows an image in a square, with bars of the mean colour (arXiv:2310.03744).
+    # The original model pads an image to a square with the mean colour (arXiv:2310.03744).
     processor = {
         "image_processor_type": "LlavaImageProcessor", "size": {"shortest_edge": side}, "do_pad": True,
         "do_center_crop": False,
@@ -303,7 +305,7 @@ def _idefics_3(metadata: Metadata, text: Config) -> Settings:
 
 
 def _qwen(metadata: Metadata, model_type: str, text_type: str, text: Config) -> tuple[Config, Config, Config]:
-    """The settings of the towers for images that keep their shape: of the tower, of the whole, of the processor."""
+    """The settings of Qwen's models, whose images keep their shape: the tower's, the whole model's, the processor's."""
     tower, file = _tower(metadata), metadata.file
     merge, patch = metadata.count("vision.spatial_merge_size", 2), tower["patch_size"]
     if "v.patch_embd.weight.1" not in file.tensors:
@@ -356,7 +358,7 @@ def _qwen_2_5_vl(metadata: Metadata, text: Config) -> Settings:
     own = {
         "hidden_act": _activation(metadata, "gelu"),
         "window_size": metadata.count("vision.window_size", _WINDOW),
-        # Without a pattern, all layers see the whole image.
+        # Without a pattern, attention in all layers covers the whole image.
         "fullatt_block_indexes": [i for i in range(layers) if not every or (i + 1) % every == 0],
     }
     return config | {"vision_config": part | own}, processor

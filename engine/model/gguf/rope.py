@@ -67,7 +67,7 @@ def rope_parameters(metadata: Metadata) -> dict[str, Any]:
 
 
 def axes_of(metadata: Metadata) -> dict[str, Any]:
-    """How many of a head's frequencies each of three axes of positions turns, as settings of `rope_parameters`; empty
-    if the file does not say."""
+    """The number of a head's frequencies for each of three axes of positions, as settings of `rope_parameters`. Empty
+    if the file does not contain it."""
     sections = [int(each) for each in metadata.each("rope.dimension_sections", 4, default=0)][:3]
     return {"mrope_section": sections} if any(sections) else {}

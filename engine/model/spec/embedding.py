@@ -156,8 +156,8 @@ class PyramidStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pyramid:
-    """Turns an image into vectors by stages of layers, each over a quarter of the positions of the one before, with
-    attention within windows (Swin, arXiv:2103.14030). It is the whole encoder of an image.
+    """The whole encoder of an image, in stages of layers with attention within windows (Swin, arXiv:2103.14030). Each
+    stage has a quarter of the positions of the stage before.
 
     Attributes:
         image, patch: height and width, in pixels.

@@ -110,13 +110,13 @@ class SelectiveScan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelScan:
-    """Features that each keep a few numbers, which every token decays and adds to: s = exp(-t * a) * s + B (t * x), and
-    whose result is C s + d * x, times SiLU of a gate. Each feature has its own t, and all share B and C
-    (arXiv:2312.00752). x passes a short convolution and SiLU; t, B and C are made from it.
+    """Mamba's scan (arXiv:2312.00752). Each feature has a state of a few numbers. A token decays them and adds to them:
+    s = exp(-t * a) * s + B (t * x). The result is C s + d * x, times SiLU of a gate. Each feature has its own t; all
+    share B and C. x first passes a short convolution and SiLU; t, B and C are made from the result.
 
     Attributes:
         width: number of features.
-        size: numbers of each.
+        size: numbers in the state of a feature.
         rank: features of the vector from which every t is made.
         kernel: tokens that the convolution sees, the token itself included.
         norm: the norm of that vector, of B and of C; None for no norm.
@@ -139,13 +139,13 @@ class ChannelScan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedRecurrence:
-    """Features that each keep a number: h = a * h + sqrt(1 - a^2) * i * x, where the token makes a and i, and whose
-    result h is multiplied by a gate (RG-LRU, arXiv:2402.19427, 2.4). x passes a short convolution. The first token of a
-    sequence has a = 0 and no root.
+    """RG-LRU (arXiv:2402.19427, 2.4). Each feature has a state of one number: h = a * h + sqrt(1 - a^2) * i * x. The
+    token makes a and i. The result is h times a gate. x first passes a short convolution. For the first token of a
+    sequence, a is 0 and the root is left out.
 
     Attributes:
         width: number of features.
-        blocks: a and i of a feature are made from the x of its own block.
+        blocks: number of blocks. a and i of a feature are made from the features of x in its block.
         kernel: tokens that the convolution sees, the token itself included.
         activation: of the gate.
     """
@@ -163,9 +163,9 @@ class GatedRecurrence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FadingAttention:
-    """Heads that each keep a matrix, which fades at a fixed rate: S = exp(-slope) * S + k v, and whose result is q S
-    (lightning attention, arXiv:2405.17381). Queries, keys and values pass an activation; the results of all heads are
-    normed together, and multiplied by the sigmoid of a gate.
+    """Lightning attention (arXiv:2405.17381). The state of each head is a matrix that decays at a fixed rate: S =
+    exp(-slope) * S + k v. The result is q S. Queries, keys and values first pass an activation. The results of all
+    heads are normed together and multiplied by the sigmoid of a gate.
 
     Attributes:
         heads, head_dim: their number, and features of each.
@@ -187,8 +187,8 @@ class FadingAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureDelta:
-    """The gated delta rule whose decay d is a number for each feature of a key (arXiv:2510.26692). The decays and the
-    gates are made from a vector of head_dim features each; gates pass the sigmoid.
+    """The gated delta rule with a decay for each feature of a key (arXiv:2510.26692). The decays are made from a vector
+    of head_dim features, the gates from another. Gates pass a sigmoid.
 
     Attributes:
         heads, head_dim: their number, and features of a query, a key and a value.

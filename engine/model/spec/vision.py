@@ -34,8 +34,8 @@ class Projector:
 
 @dataclass(frozen=True, slots=True)
 class Shuffled:
-    """The hidden states of `factor` x `factor` patches side by side, mapped by one matrix to a vector of the decoder
-    (arXiv:2408.12637). `bias`: the matrix has one."""
+    """A projector that concatenates the hidden states of `factor` x `factor` patches and maps them by one matrix to a
+    vector of the decoder (arXiv:2408.12637). `bias`: the matrix has one."""
 
     factor: int
     bias: bool = False
@@ -56,26 +56,26 @@ class Pooled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vision:
-    """A tower over crops of images, and what makes a decoder's vectors of its hidden states (arXiv:2304.08485).
+    """A tower over crops of images, and the projector from its hidden states to a decoder's vectors (arXiv:2304.08485).
 
     Attributes:
         tower: an encoder of images without a head.
         token_id: stands in a prompt wherever a vector goes.
-        skip: of a crop's hidden states so many, the first ones, are left out.
+        skip: number of a crop's first hidden states that are left out.
         projector: makes the decoder's vectors.
         newline: a learned vector ends rows (`Tiling`), and follows an image of one crop.
         tiling: how an image becomes several crops.
-        surrounds: the texts around crops that are images of their own among the tokens.
+        surrounds: the texts around crops that are separate images among the tokens.
         frame, enclosed, leading: the same, for other families.
         lined: the texts among an image's vectors.
-        two_way: the tokens of an image, or of a prompt with images, see each other in the decoder, the later ones,
-            too.
+        two_way: the tokens that see each other in both directions in the decoder: those of an image, or of a prompt
+            with images.
         squares: an image keeps its shape, and each square of this many patches a side becomes a vector
             (`engine.model.grids`); 0: the tower reads crops of one size.
         window: squares of a window's side, for attention `in_parts`; 0: an image is one window.
-        deep: makes further vectors of each of the tower's `kept` hidden states. The decoder's first layers, one after
+        deep: makes further vectors from each of the tower's `kept` hidden states. The decoder's first layers, one after
             the other, add them to the tokens' hidden states (arXiv:2406.04334).
-        joined: the projector reads each of the tower's `kept` hidden states, in order, and the last, side by side.
+        joined: the projector reads the tower's `kept` hidden states, in order, and the last ones, concatenated.
         scale: multiplies the decoder's vectors.
         axes: positions of the decoder's tokens have three axes: in an image time, row and column.
     """

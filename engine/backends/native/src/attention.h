@@ -17,7 +17,7 @@ struct Attention {
   const int32_t* where;                       // [rows, where_row] pages; without pages, [rows] first tokens
   int64_t where_row, block_size, slots;       // block_size 0 without pages
   const int32_t *query_start, *context;       // [rows + 1], [rows]
-  const int32_t* two_way;  // [rows] 1 where causal queries see all later keys, 2 where all keys; null for none
+  const int32_t* two_way;  // [rows] 1: causal queries see all later keys, too; 2: all keys; null: 0 for all rows
   int64_t rows, tokens, heads, kv_heads, head_dim;
   int64_t causal, left, right, chunk;  // left < 0: no window; chunk: tokens of one, 0 for none
   double scale, softcap;        // softcap 0: none

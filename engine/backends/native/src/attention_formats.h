@@ -90,7 +90,7 @@ struct Single {
 };
 
 #if defined(__AVX512BF16__)
-#define OCTAVO_PAIRS  // there are products of pairs
+#define OCTAVO_PAIRS  // the CPU multiplies pairs
 
 // Two bfloat16 a unit.
 struct Pair {
@@ -118,7 +118,7 @@ struct Pair {
     _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(second, first));
   }
 
-  // The sum of what they are as bfloat16.
+  // The sum of the values, rounded to bfloat16.
   OCTAVO_INLINE Vector add_all(Vector acc, Vector first, Vector second) {
     const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
     return _mm512_dpbf16_ps(acc, _mm512_cvtne2ps_pbh(second, first), ones);
@@ -151,7 +151,7 @@ struct Pair {
     store(reinterpret_cast<float*>(to), narrowed(first, second));
   }
 
-  // The sum of what they are as bfloat16.
+  // The sum of the values, rounded to bfloat16.
   OCTAVO_INLINE Vector add_all(Vector acc, Vector first, Vector second) {
     return dot(acc, narrowed(first, second), (Vector)vdupq_n_u16(0x3f80));
   }

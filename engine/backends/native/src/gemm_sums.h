@@ -30,7 +30,7 @@ class Sums {
  public:
   static constexpr bool TWO = true;  // units at a time
 
-  // What sums begin with: start(row), the same for all outputs.
+  // Sets the sums of each row to start(row), for all outputs.
   template <class Start>
   OCTAVO_INLINE_MEMBER void begin(const Start& start) {
     for (int pair = 0; pair < N / 2; ++pair)
@@ -39,7 +39,7 @@ class Sums {
     for (int side = 0; N % 2 && side < SIDES; ++side) last_[side] = start(N - 1);
   }
 
-  // Two units: x [2][N]; dot(sum, weights, x) adds one.
+  // Adds two units: x [2][N]. dot(sum, weights, x) adds one.
   template <class Word, class Dot>
   OCTAVO_INLINE_MEMBER void add(const Integers (&first)[SIDES], const Integers (&second)[SIDES], const Word* x,
                                 const Dot& dot) {
@@ -70,7 +70,7 @@ class Sums {
   static OCTAVO_INLINE_MEMBER Sum lower(Sum a, Sum b) { return (Sum)vzip1q_u64((uint64x2_t)a, (uint64x2_t)b); }
   static OCTAVO_INLINE_MEMBER Sum upper(Sum a, Sum b) { return (Sum)vzip2q_u64((uint64x2_t)a, (uint64x2_t)b); }
 
-  // units(row) gives the first unit of this row and of the next one, and then their second ones.
+  // units(row): the first units of this row and of the next one, then the second units of both.
   template <class Units>
   OCTAVO_INLINE_MEMBER void add_pairs(const Integers (&first)[SIDES], const Integers (&second)[SIDES],
                                       const Units& units) {
@@ -91,7 +91,7 @@ class Sums {
   }
 
   Sum pairs_[N > 1 ? N / 2 : 1][SIDES][2];  // of outputs 0 and 1 of a row and of the next one; of outputs 2 and 3
-  Sum last_[SIDES];                         // of a row that has no second one
+  Sum last_[SIDES];                         // of the last row, if N is odd
 };
 
 #else
@@ -101,7 +101,7 @@ class Sums {
  public:
   static constexpr bool TWO = false;
 
-  // What sums begin with: start(row), the same for all outputs.
+  // Sets the sums of each row to start(row), for all outputs.
   template <class Start>
   OCTAVO_INLINE_MEMBER void begin(const Start& start) {
 #pragma GCC unroll 16
@@ -109,7 +109,7 @@ class Sums {
       for (int side = 0; side < SIDES; ++side) sums_[row][side] = start(row);
   }
 
-  // Two units: x [2][N]; dot(sum, weights, x) adds one.
+  // Adds two units: x [2][N]. dot(sum, weights, x) adds one.
   template <class Word, class Dot>
   OCTAVO_INLINE_MEMBER void add(const Integers (&first)[SIDES], const Integers (&second)[SIDES], const Word* x,
                                 const Dot& dot) {

@@ -107,7 +107,7 @@ OCTAVO_INLINE Halves narrow(Vector v) {
   if (_mm512_fpclass_ps_mask((__m512)v, UNLIKE) == 0) [[likely]]
     return (Halves)_mm512_cvtneps_pbh((__m512)v);
 #elif defined(OCTAVO_NEON) && defined(__ARM_FEATURE_BF16)
-  // Which NaN it is differs.
+  // The instruction returns other NaNs than the code below.
   const uint16x4_t made = vreinterpret_u16_bf16(vcvt_bf16_f32((float32x4_t)v));
   return (Halves)vbsl_u16(vmovn_u32(vceqq_f32((float32x4_t)v, (float32x4_t)v)), made, vdup_n_u16(0x7fc0));
 #endif
