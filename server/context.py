@@ -68,7 +68,7 @@ class Batches(Protocol):
     store: BatchStore
 
     def wake(self) -> None:
-        """There is a new batch, or one was cancelled."""
+        """Look for new batches and cancelled ones."""
 
 
 class Models(Protocol):

@@ -51,7 +51,7 @@ def uvicorn_config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
 
 
 class Server(uvicorn.Server):
-    """uvicorn that reports when it listens, and that keeps answering while it drains.
+    """A uvicorn server that reports when it listens and answers requests while it drains.
 
     Args:
         config: the result of `uvicorn_config`.

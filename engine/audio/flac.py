@@ -1,4 +1,4 @@
-"""FLAC files that state their length, which programs that write to a pipe cannot do (RFC 9639, sections 8.2 and 9.1).
+"""FLAC files with a stated length. Programs that write to a pipe cannot state it (RFC 9639, sections 8.2 and 9.1).
 
 libsndfile reads a file without a stated length only up to its last block, and reports no length before.
 """

@@ -354,7 +354,7 @@ class DiskTier:
             self._flushing.release()
 
     def close(self) -> None:
-        """Write what is worth it, and stop."""
+        """Write pages that are worth keeping, and stop."""
         self.flush()
         self._closed = True
         self._to_read.release()

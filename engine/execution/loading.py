@@ -41,9 +41,9 @@ def check_weights_fit(
 ) -> None:
     """Refuse weights that exceed the free memory, before they are read.
 
-    A CPU's operating system hands out memory that it does not have, and kills the process that uses it. If a control
-    group limits the memory, its limit counts (`engine.host.cgroups`). Raises ModelLoadError if the weights take more
-    than there is.
+    On a CPU, the operating system grants more memory than it has, and later kills the process that uses it. If a
+    control group limits the memory, its limit counts (`engine.host.cgroups`). Raises ModelLoadError if the weights need
+    more than the free memory.
 
     Args:
         scheme: how quantised weights are stored.

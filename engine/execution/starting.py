@@ -181,8 +181,8 @@ def resolve(config: EngineConfig, device: torch.device, read: ConfigReader = rea
 def find_vision(
     spec: ModelSpec, path: Path, config: EngineConfig, device: torch.device
 ) -> tuple[ModelSpec, VisionInfo | None]:
-    """How a model reads images among its tokens, and the model. If its folder does not say how images are prepared, or
-    asks for something that is not implemented, the model comes without its vision part. The log says why."""
+    """The model, and how it reads images among its tokens. If its folder does not define how images are prepared, or
+    has a setting that is not implemented, the model loses its vision part, and the log says why."""
     if spec.vision is None:
         return spec, None
     try:

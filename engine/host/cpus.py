@@ -118,8 +118,8 @@ def given_environment() -> dict[str, str]:
 
 
 def threads_of_rank(setting: int | None, ranks: int) -> int | None:
-    """The setting for the threads of each of several processes that divide a model: an equal share of the cores unless
-    it is set; None: each process may have them all."""
+    """The number of threads of each process, if several processes divide a model: the setting, else an equal share of
+    the cores. None: no setting, and only one process."""
     if setting is not None or ranks == 1:
         return setting
     return max(1, choose_threads(None, given_environment()).count // ranks)

@@ -50,7 +50,7 @@ class CacheMap:
     """All pages in order, as cells, and the running and waiting requests.
 
     Attributes:
-        pages_per_cell: pages per cell, the last one perhaps fewer: 1 unless there are very many.
+        pages_per_cell: pages in each cell; the last cell may have fewer. 1 unless there are very many pages.
         runs: alternately, the number of equal cells in a row and the index of their kind.
         kinds: the kinds of cells.
         running: the first running requests, in the order of service.

@@ -101,7 +101,7 @@ class AllowedTokens:
         return row
 
     def accept(self, token: int) -> None:
-        """Nothing changes."""
+        """Do nothing: the allowed tokens are always the same."""
 
     def fill(self, mask_row: MaskRow) -> None:
         """Write which tokens may come next."""

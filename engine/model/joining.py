@@ -38,7 +38,8 @@ class Joining(nn.Module):
         return normed
 
     def enter(self, hidden: Tensor, min_rows: int) -> Tensor:
-        """The hidden states to be given, of those of another model; min_rows: minimum rows of a matrix product."""
+        """The hidden states of another model, mapped to the form that this model reads. `min_rows`: minimum rows of a
+        matrix product."""
         if self.entrance is None:
             return hidden
         padding = max(min_rows - len(hidden), 0)

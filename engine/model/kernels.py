@@ -36,7 +36,7 @@ GATED: dict[torch.dtype, frozenset[spec.Activation]] = {
 
 
 class RowForm(NamedTuple):
-    """How a GPU computes a single row; an argument of each pass."""
+    """The way in which a GPU computes a single row; an argument of each pass."""
 
     name: str
     fused: bool = False  # whether to use our kernels around products (`engine.model.executors.triton_row`)

@@ -86,7 +86,7 @@ class Apply(Operation):
     """made = a part's own computation of given; torch runs it on every device.
 
     Attributes:
-        name: what is computed, for log lines.
+        name: the name of the computation, for log lines.
         compute: called with the pass and the given rows; returns a tensor for each of the made rows.
     """
 

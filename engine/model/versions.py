@@ -73,8 +73,8 @@ class LayerVersions(nn.Module):
         return predicted.view_as(versions), predicted[:, self.part.active].contiguous()
 
     def correct(self, predicted: Tensor, made: Tensor) -> tuple[Tensor, Tensor]:
-        """(versions [Tp, count * hidden], what is read of them beside [Tp, hidden]), given what the layer has made of
-        the active one."""
+        """Correct the predicted versions by the layer's output for the active one. Returns (versions [Tp, count *
+        hidden], the vector [Tp, hidden] that is read beside them)."""
         apart = predicted.view(len(predicted), self.part.count, self.hidden_size)
         news = (made - apart[:, self.part.active]).float()
         factors = _product(self._odds(made), self.corrections) + 1.0

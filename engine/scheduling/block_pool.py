@@ -53,13 +53,13 @@ class PageHasher:
 
 
 class PoolListener(Protocol):
-    """Notified when contents can no longer be found."""
+    """A listener that is told when the contents of pages can no longer be found."""
 
     def removed(self, page_hash: PageHash) -> None:
-        """One content, at the moment it is forgotten."""
+        """Record that the pool forgets this content."""
 
     def cleared(self) -> None:
-        """All contents are forgotten."""
+        """Record that the pool forgets all contents."""
 
 
 class BlockPool:

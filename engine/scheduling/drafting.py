@@ -117,8 +117,8 @@ def drafts_of(
 
 
 def forced_drafts(group: SequenceGroup, sequence: Sequence, most: int) -> tuple[int, ...]:
-    """Tokens that must follow a sequence whose tokens are all known, as far as its constraint knows. They are certain;
-    as drafts they are computed together, and each gets its log-probability."""
+    """The tokens that a sequence's constraint forces next, if all its tokens are known. They are certain. As drafts
+    they are computed in one step, and each gets its log-probability."""
     decoding, constraint = group.request.decoding, sequence.constraint
     most = min(most, decoding.max_tokens - 1 - sequence.num_output)
     if most <= 0 or not isinstance(constraint, Forcing):

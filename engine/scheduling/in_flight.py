@@ -1,10 +1,10 @@
 """Steps that are planned but whose answers are not applied yet: the only record of what is in flight.
 
 There is one such step, or two if the scheduler plans one step ahead, and more while a failed step is computed in parts.
-A step has its rows, its page copies and its encoder runs. So it can be planned again, whole or in two parts, with what
-is known by then: that computes the same positions and copies the same pages. So the sources of copies keep their
-content until the step is over (`BlockPool.pin`), even if they are released meanwhile. Everything else that a row reads
-is held by its sequence.
+A step keeps its rows, its page copies and its encoder runs, so it can be planned again, whole or in two parts. The new
+plan computes the same positions and copies the same pages. Therefore the sources of copies keep their content until the
+step is over (`BlockPool.pin`), even if they are released meanwhile. Everything else that a row reads is held by its
+sequence.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class SchedulerConfig:
 
     @property
     def seen_pages(self) -> int | None:
-        """How many of a sequence's last full pages its next query sees; None: all of them."""
+        """The number of a sequence's last full pages that its next query sees. None: all of them."""
         return None if self.window is None else pages_needed(self.window - 1, self.block_size)
 
     def first_page(self, position: int) -> int:

@@ -49,7 +49,8 @@ class SequenceNeeds:
         return {**request.sides, **own} if own else request.sides
 
     def rotary_shift(self, reach: int) -> int:
-        """How many rows after its position a token's angles are, in a sequence that can reach this many tokens."""
+        """The number of rows between a token's position and its angles, in a sequence that can reach this many
+        tokens."""
         return next((shift for limit, shift in self.rotary_shifts if reach <= limit), 0)
 
     def crossed_limit(self, request: Request) -> int | None:

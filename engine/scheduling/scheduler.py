@@ -312,7 +312,8 @@ class Scheduler:
         return self.take_outbox(deltas)
 
     def _keep(self, row: Row, count: int, delta: RequestDelta) -> None:
-        """Count this many of a row's drafts as computed, as far as its answer goes: they were right."""
+        """Count this many of a row's drafts as computed, because they were right. Drafts beyond the answer's end are
+        left out."""
         count = min(count, row.sequence.num_tokens - row.start - (row.count - len(row.drafts)))
         for counted in (self.stats, delta):
             counted.num_draft_tokens += len(row.drafts)

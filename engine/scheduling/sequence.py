@@ -348,8 +348,8 @@ class SequenceGroup:
 
     @property
     def key(self) -> tuple[int, int]:
-        """The order in which running groups are served: lower priority number first, then arrival. A tenant's
-        priorities are its own affair: against others its requests have arrival alone. Background requests come
+        """The order in which running groups are served: lower priority number first, then arrival. A request's priority
+        counts only among requests of its own tenant; other requests are ordered by arrival. Background requests come
         last."""
         own = self.request.tenant is not None and not self.is_background
         return (0 if own else self.request.priority, self.arrival)

@@ -86,9 +86,8 @@ class Tables:
         group.fork_point = None
 
     def share(self, child: Sequence, parent: Sequence) -> None:
-        """Give a sequence its parent's pages, whatever it has itself. If it has a page of its own in which it would
-        write next, it
-        keeps: the parent's page will be copied there."""
+        """Give a sequence its parent's pages instead of its own. If it has its own page for the next tokens, it keeps
+        that page, and the parent's page will be copied there."""
         child.num_writable = 0
         if self._states is not None:
             self._states.share(child, parent)

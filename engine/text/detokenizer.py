@@ -121,7 +121,7 @@ class Detokenizer:
         return self._decode(self._pending)
 
     def _settle(self, text: str) -> str:
-        """All pending ids are certain, with that text; returns the part that has not been returned."""
+        """Make this the final text of all pending ids. Returns the part that has not been returned yet."""
         piece = self._beyond_given(text)
         settled, self._pending, self._given = self._pending, [], ""
         self._remember(self._history + settled)

@@ -210,7 +210,7 @@ def overlapping(schema: Any) -> str | None:
 
 
 class _Exclusion:
-    """Whether no value is valid for both of two schemas in a document; no if in doubt."""
+    """A check that no value is valid for both of two schemas in a document. In doubt, the check fails."""
 
     def __init__(self, root: Any):
         self._root = root

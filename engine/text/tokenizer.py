@@ -196,7 +196,7 @@ class Tokenizer:
         return template if isinstance(template, Mapping) else None
 
     def _template(self, name: str) -> str | None:
-        """One of the model's chat templates; if there is only one, it has every name."""
+        """The chat template with this name. If the model has only one template, it is used for every name."""
         template = getattr(self._hf, "chat_template", None)
         if isinstance(template, Mapping):
             template = template.get(name)

@@ -41,7 +41,7 @@ class AnswerBlock:
 
 
 class BlockListener(Protocol):
-    """Is notified as blocks grow."""
+    """A listener that is told when blocks begin and grow."""
 
     def began(self, block: AnswerBlock) -> None:
         """A new, empty block has begun; all others have ended."""

@@ -21,7 +21,7 @@ class FairSlots:
 
     @property
     def num_inside(self) -> int:
-        """How many hold a slot or wait for one."""
+        """The number of holders of slots and of those that wait for one."""
         return self._held.total() + sum(len(line) for line in self._waiting.values())
 
     def of(self, tenant: str | None) -> Turn:

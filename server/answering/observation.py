@@ -28,7 +28,7 @@ logger = structlog.get_logger("octavo.request")
 
 
 class RequestListener(Protocol):
-    """Is notified of the end of a request, besides the log."""
+    """A listener that is told the end of each request, like the log."""
 
     def tell(self, record: RequestRecord, outcome: str, facts: Mapping[str, Any]) -> None:
         """The request ended with this outcome; `facts` belong to the outcome, such as an error's code."""

@@ -37,7 +37,7 @@ class DecoderFields:
         return params if self.start is None else replace(params, decoder_start_token_id=self.start)
 
     async def tokens(self, service: Service, params: SamplingParams) -> list[int]:
-        """The beginning for the decoder, after its start token.
+        """The decoder's first tokens after its start token.
 
         A text is preceded by the forced first token of the answer, unless it already contains it; ids are used
         unchanged. Raises ApiError if the text is far too long.

@@ -68,7 +68,7 @@ def _count(block: npt.NDArray[np.uint8], outside: npt.NDArray[np.bool_], sign: s
 def _drop_escaped(block: npt.NDArray[np.uint8], quote: npt.NDArray[np.bool_], escaped: bool) -> bool:
     """Unmark quotes that a backslash escapes. `escaped`: whether a backslash before the block escapes its first byte.
 
-    Returns: The same for the next block.
+    Returns: whether the block's last backslash escapes the first byte of the next block.
     """
     places = np.flatnonzero(block == ord("\\"))
     if escaped and not (places.size and places[0] == 0):

@@ -95,8 +95,7 @@ def _is_text(value: str) -> bool:
 
 
 def check_file(path: Path, endpoint: str, is_served: Callable[[Any], str | None]) -> tuple[int, list[Problem]]:
-    """The number of requests in a file, and its problems. `is_served`: says what is wrong with a body's model; None if
-    nothing is."""
+    """The number of requests in a file, and its problems. `is_served`: returns the fault of a body's model, or None."""
     problems: list[Problem] = []
     seen: dict[str, int] = {}
     count = 0

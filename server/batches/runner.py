@@ -60,11 +60,11 @@ class BatchRunner:
         self._news = asyncio.Event()
 
     def wake(self) -> None:
-        """There is a new batch, or one was cancelled."""
+        """Look for new batches and cancelled ones."""
         self._news.set()
 
     async def run(self) -> None:
-        """Answer batches, for ever."""
+        """Answer batches until the task is cancelled."""
         try:
             while True:
                 try:
@@ -79,7 +79,7 @@ class BatchRunner:
             await asyncio.gather(*running, return_exceptions=True)
 
     async def _look(self) -> None:
-        """Learn of new batches, of cancelled ones and of those whose time is over, and end what has no lines left."""
+        """Look for batches that are new, cancelled or expired, and end those without remaining lines."""
         if not await self._store.do(self._store.hold):
             return
         tenants: set[str | None] = set()

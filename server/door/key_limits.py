@@ -20,8 +20,8 @@ _SOON = 1  # seconds, because the end of a running request is unknown
 
 
 class KeyLimitsMiddleware:
-    """Answers 429 to requests beyond the limits of their key, before the body is read. Headers tell the client how many
-    requests the key has left. Requests that do not use the model are not counted."""
+    """Middleware that answers 429 to requests beyond their key's limits, before the body is read. Headers tell the
+    client how many requests the key has left. Requests that do not use the model are not counted."""
 
     def __init__(self, app: ASGIApp, *, counts: CountsKeys, rejected: Callable[[str], None]):
         self._app = app

@@ -72,7 +72,7 @@ class _Said:
         self.response = _response(model, None)
 
     def loaded(self, percent: int) -> None:
-        """Include the progress from now on."""
+        """Include this progress in answers from now on."""
         self.response = _response(self._model, percent)
 
 

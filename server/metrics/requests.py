@@ -168,7 +168,7 @@ class RequestMetrics:
         self._generation_tokens.observe(sum(times.generated))
 
     def input_done(self, times: PromptTimes) -> None:
-        """An input has its vector, its classes or its masked tokens."""
+        """Record an input whose vector, classes or masked tokens are ready."""
         self.finished("stop")  # as vLLM counts them
         self._total.observe(max(0.0, time.monotonic() - times.arrival))
         for histogram, seconds in ((self._queue, times.queue_seconds), (self._prefill, times.prefill_seconds)):

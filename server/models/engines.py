@@ -20,7 +20,7 @@ NO_MODEL = EngineInfo(
 
 
 def expected_info(source: str, found: MemoryPrediction) -> EngineInfo:
-    """A model that has never been loaded, as far as its prediction tells.
+    """The known facts about a model that has never been loaded, from its prediction.
 
     Args:
         source: the folder, GGUF file or hub id.
@@ -33,7 +33,7 @@ def expected_info(source: str, found: MemoryPrediction) -> EngineInfo:
 
 
 class AllEngines(EngineClient):
-    """Accepts no requests.
+    """An engine client that accepts no requests.
 
     Args:
         clients: returns the clients of the currently loaded models.
@@ -50,16 +50,16 @@ class AllEngines(EngineClient):
         raise EngineDeadError("no model was selected")
 
     def abandon(self, request_id: str) -> None:
-        """There are no requests."""
+        """Do nothing: there are no requests."""
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
-        """There are no requests."""
+        """Do nothing: there are no requests."""
 
     async def settled(self) -> None:
-        """There is nothing to wait for."""
+        """Return at once: there are no requests to wait for."""
 
     def stats(self) -> EngineStats:
-        """Nothing: each model has its own."""
+        """Empty statistics. Each model has its own."""
         return EngineStats()
 
     async def cache_map(self) -> CacheMap:

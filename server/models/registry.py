@@ -215,7 +215,8 @@ class Registry:
             raise ApiError(503, message, code="model_loading", headers={"Retry-After": str(_RETRY)}) from None
 
     def _obstacle(self) -> str:
-        """Why a model has not loaded in time. It names no other model, which the caller's key may not see."""
+        """The reason why a model has not loaded in time. It names no other model, because the caller's key may not see
+        that."""
         busy = any(served.running is not None and served.uses for served in self._served)
         return "other models have running requests and need the memory" if busy else "it is still loading"
 

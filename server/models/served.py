@@ -83,7 +83,7 @@ class Served:
 
     @property
     def failure(self) -> str:
-        """Why it has failed, or why its engine is restarting; else ""."""
+        """The reason why it has failed or its engine is restarting; else ""."""
         if self.running is not None:
             return self.running.client.death or ""
         return self._failure

@@ -149,7 +149,7 @@ class RemoteKeys:
         return Begun(answer.running, None if answer.window is None else RateWindow(*answer.window), answer.counted)
 
     def end(self, tenant: str) -> None:
-        """One of the tenant's counted requests has ended; it does not matter which."""
+        """Count the end of one of the tenant's requests; it does not matter which."""
         numbers = self._counted[tenant]
         self._line.tell(EndKey(numbers.pop()))
         if not numbers:

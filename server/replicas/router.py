@@ -73,7 +73,7 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignor
         self._prefixes.forget(replica_id.unique_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Called by Serve when the replicas have changed."""
+        """Take over changed replicas; Serve calls this."""
         before = {replica_id.unique_id for replica_id in self._replicas}
         super().update_replicas(replicas)
         for name in before - {replica_id.unique_id for replica_id in self._replicas}:

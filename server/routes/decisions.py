@@ -173,8 +173,7 @@ async def create_structured_decision(call: TaskCall[SystemOneRequest]) -> Respon
 
 
 def _spec(where: str, spec: QuestionSpec) -> LabelQuestion:
-    """A question in vLLM's shape, in the form that the model reads. Raises ApiError: says what is wrong with the
-    question."""
+    """A question in vLLM's shape, in the form that the model reads. Raises ApiError if the question is invalid."""
     if spec.model_extra:
         _fail(where, f"{where}: unknown field(s) {', '.join(sorted(spec.model_extra))}.")
     instructions = spec.instructions if isinstance(spec.instructions, str) else str(spec.instructions or "")

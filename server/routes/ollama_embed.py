@@ -75,8 +75,8 @@ def _run_of(
     cut: bool,
     single: bool = False,
 ) -> _EmbedRun | None:
-    """The run of a request; None if it has no texts. Raises ApiError, InvalidRequestError: something in the body is
-    wrong, or not supported."""
+    """The run of a request; None if it has no texts. Raises ApiError, InvalidRequestError if a field of the body is
+    invalid or not supported."""
     model = find_model(service, body.model)
     service.require("/v1/embeddings")
     body.refuse_unsupported()

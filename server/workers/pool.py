@@ -80,7 +80,7 @@ class _Worker:
         return _is_stopped(self._pid)
 
     def close(self) -> None:
-        """Hang up: it ends after its current job."""
+        """Close the connection. The worker ends after its current job."""
         self._line.close()
 
     def kill(self) -> None:

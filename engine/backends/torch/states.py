@@ -75,7 +75,7 @@ def apply_scan(x: tuple[Tensor, Tensor, Tensor], decays: Tensor, state: Tensor) 
     """The selective scan of some tokens, one after the other.
 
     Args:
-        x: what is added [N, heads, head_dim], B and C [N, heads, size]; float32.
+        x: the added vectors [N, heads, head_dim], B and C [N, heads, size]; float32.
         decays: [N, heads] the factors of the matrices.
         state: [heads, size, head_dim].
 

@@ -68,7 +68,8 @@ def _phimoe(c: Any) -> Attention:
 
 
 def _phimoe_position(c: Any) -> Rotary:
-    """If positions are stretched, rotated features are multiplied by a setting of this family."""
+    """The rotary positions of Phi-3.5-MoE. If they are scaled, rotated features are multiplied by a setting of this
+    family."""
     part = rotary(c)
     if part.scaling is None:
         return part
@@ -94,7 +95,8 @@ def _olmoe_refusals(c: Any) -> None:
 
 
 def _granite_attention(c: Any) -> list[Attention]:
-    """Some have windows and sinks, and a rotary base for each layer; 0 stands for no positions."""
+    """The attention of each layer. Some models have windows and sinks, and a rotary base for each layer; 0 means no
+    positions."""
     parts: dict[str, Any] = {"scale": c.attention_multiplier, "bias": c.attention_bias}
     usual = rotary(c)
     if not c.model_type.endswith("_swa"):
@@ -122,7 +124,7 @@ def _granite(c: Any) -> FeedForward:
 
 
 def granite_shared(target: str, source: str, part: object) -> list[Entry]:
-    """The network for every token; GGUF files have its gates and what they open apart."""
+    """Entries of the network for every token. GGUF files store the gates and the gated part separately."""
     assert isinstance(part, Gated)
     stored = f"{source}.shared_mlp"
     return [

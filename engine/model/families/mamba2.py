@@ -104,7 +104,7 @@ def _scan_weights(target: str, layer: str, part: StateLayer, name: str = "mamba"
 
 
 def _granite_networks(c: Any) -> FeedForward:
-    """One network, with experts beside it or without."""
+    """The feed-forward network: one dense network, with or without experts beside it."""
     always = Gated(c.shared_intermediate_size, activation(c.hidden_act))
     if not c.num_local_experts:
         return always

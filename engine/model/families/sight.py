@@ -1,4 +1,4 @@
-"""The part of vision-language models that sees: which have one here, what it is made of, and its weights."""
+"""The vision part of vision-language models: the models that have one here, its spec and its weights."""
 
 from __future__ import annotations
 

@@ -140,8 +140,8 @@ class Block:
             may lack either.
         mixing: an alternative way to mix tokens, if there is no attention; a state beside attention adds its result to
             attention's.
-        factors: numbers by which parameters are multiplied at load time, by the end of our name: one number, one for
-            each of the parts that are joined in it, or one for each of these counts of rows.
+        factors: by the end of a parameter's name, the factors that multiply it at load time: one number, one for each
+            part that is joined in it, or one for each of these counts of rows.
         bottleneck: the features of the layer, if they are not the stream's; its norms replace those of the placement.
         input: what the layer reads for each token beside the stream.
         low_rank: what runs beside attention.
