@@ -23,7 +23,7 @@ MAX_WATCHERS = 32
 
 
 class LiveFeed:
-    """Queries the engine once for all clients of the feed.
+    """A feed that queries the engine once for all its clients.
 
     Args:
         drain: ends the feed when the service stops.

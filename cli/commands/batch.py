@@ -90,8 +90,8 @@ def run(arguments: list[str]) -> int:
 
 
 def read_requests(source: Path) -> dict[str, LinePlace]:
-    """The places of a file's requests, by their ids. Raises TalkError if a line is no request; says which one and why;
-    OSError if the file cannot be read."""
+    """The places of a file's requests, by their ids. Raises TalkError with the line and the reason if a line is not a
+    request; OSError if the file cannot be read."""
     found: dict[str, LinePlace] = {}
     for place, line in places(source):
         try:

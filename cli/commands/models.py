@@ -195,7 +195,7 @@ def _examine(model: str, settings: dict[str, Any]) -> _Verdict:
 
 
 def _ranks(facts: ModelFacts) -> list[tuple[str, str, Any]]:
-    """How the model is divided, or by how many ranks it can be."""
+    """The ranks' parts of a divided model, or the numbers of ranks that can divide it."""
     if facts.ranks:
         parts = "; ".join(f"{rank.heads} heads, {_mebi(rank.weights)}" for rank in facts.ranks)
         return [("ranks", f"{len(facts.ranks)}: {parts}", [rank.weights for rank in facts.ranks])]

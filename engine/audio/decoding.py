@@ -27,8 +27,8 @@ _COUNTED = {"FLAC": flac.counted, "MP3": mpeg.counted, "WAV": riff.counted, "WAV
 
 
 def decode_part(data: bytes, *, rate: int, start: int = 0, count: int, most_seconds: float) -> tuple[Samples, float]:
-    """Mono samples of a file, with channels averaged, and the seconds of the whole file. Raises ValueError if the file
-    is not sound in a supported format, or is damaged; says which.
+    """Mono samples of a file, with channels averaged, and the seconds of the whole file. Raises ValueError with the
+    reason if the file is not sound in a supported format, or is damaged.
 
     Args:
         rate: samples per second of the result.

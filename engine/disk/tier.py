@@ -448,7 +448,7 @@ def _need(shelf: Shelf, hashes: Sequence[PageHash], wanted: range, seen: int | N
 
 
 def last_known(hashes: Sequence[PageHash], is_known: Callable[[PageHash], bool]) -> int:
-    """The largest number of pages whose last one is known; 0 if none is."""
+    """The largest number of first pages of which the last is known; 0 if none is."""
     return next((count for count in range(len(hashes), 0, -1) if is_known(hashes[count - 1])), 0)
 
 

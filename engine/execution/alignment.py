@@ -151,7 +151,7 @@ def first_positions(costs: NDArray[np.float64]) -> Int32:
 
 
 def _cheapest_steps(costs: NDArray[np.float64]) -> Sequence[NDArray[np.int8]]:
-    """Which step the cheapest path to each cell takes. Cells are counted from 1; those whose indices add up to d are in
+    """The last step of the cheapest path to each cell. Cells are counted from 1; those whose indices add up to d are in
     [d][token]. Each diagonal follows from the two before it and is computed at once; sums are kept in float32."""
     tokens, positions = costs.shape
     flat, offsets = costs.ravel(), np.arange(tokens + 1) * (positions - 1)

@@ -77,8 +77,8 @@ def check_ranks(config: EngineConfig) -> None:
 
 
 def check_divisible(config: EngineConfig, spec: ModelSpec, device: torch.device) -> None:
-    """Refuse a model that the ranks of the settings cannot divide. Raises UnsupportedModelError, ConfigError: says
-    why."""
+    """Refuse a model that the ranks of the settings cannot divide. Raises UnsupportedModelError or ConfigError with the
+    reason."""
     count = config.tensor_parallel_size
     setting = f"tensor_parallel_size is {count}, but"
     if count == 1:

@@ -1,5 +1,4 @@
-"""The GPU that serves, among those that torch sees, in words: which one it is, and how much of it other processes
-use."""
+"""A description of the GPU that serves, among those that torch sees, and of its use by other processes."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ class GpuFacts:
     """The GPU that serves.
 
     Attributes:
-        chosen: which one it is, of how many.
+        chosen: a text with its device, its name and the number of GPUs.
         warnings: problems with it, and what to do about them.
         no_kernels: why it computes only with torch, and what to do about it; empty if it has Octavo's kernels.
     """

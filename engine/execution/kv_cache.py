@@ -50,8 +50,8 @@ class KVCache:
     ):
         """Allocate num_blocks pages and block 0 in a format of `engine.backends.attention.formats`.
 
-        `key_centres`, for int8 and fp8 only: what is subtracted from each layer's keys (`Paged.key_centre`), None if
-        nothing is. Raises ConfigError if there is not enough memory for them.
+        `key_centres`, for int8 and fp8 only: the vectors that are subtracted from each layer's keys
+        (`Paged.key_centre`), or None. Raises ConfigError if there is not enough memory for them.
         """
         self.block_size = block_size
         self.states: StateCache | None = None  # beside the pages, if the model's layers have states

@@ -200,7 +200,7 @@ def largest_steps(runner: ModelRunner, max_tokens: int, max_rows: int) -> Iterat
 def _check_room(
     config: EngineConfig, needs: Needs, page: int, max_model_len: int, max_rows: int, device: torch.device
 ) -> None:
-    """Refuse a start without room for a page. Raises ConfigError: says what is needed and what is free."""
+    """Refuse a start without room for a page. Raises ConfigError with the needed and the free memory."""
     share, tokens = config.gpu_memory_utilization, config.max_num_batched_tokens
     left = needs.left(share)
     if left >= 2 * page:  # block 0 is one, too

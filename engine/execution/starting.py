@@ -103,8 +103,7 @@ def start(
     beside: int | Beside = 0,
     ranks: Ranks | None = None,
 ) -> LocalExecutor:
-    """Load a model in this process. Raises ModelLoadError, UnsupportedModelError, ConfigError: says what to do about
-    it.
+    """Load a model in this process. Raises ModelLoadError, UnsupportedModelError or ConfigError with a remedy.
 
     Args:
         beside: bytes that another model takes for each page of this one, or the other model.
@@ -200,8 +199,8 @@ def find_vision(
 
 
 def _check_two_way(info: VisionInfo, config: EngineConfig, device: torch.device) -> None:
-    """Refuse images whose tokens see each other where one step cannot compute them. Raises UnsupportedModelError: says
-    why."""
+    """Refuse images whose tokens see each other where one step cannot compute them. Raises UnsupportedModelError with
+    the reason."""
     if device.type != "cpu":
         raise UnsupportedModelError("attention to later tokens of a prompt has no kernels for GPUs yet.")
     least = info.grid[0] * info.grid[1] + config.most_seqs

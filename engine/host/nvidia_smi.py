@@ -24,7 +24,7 @@ class ListedGpu:
 
 
 class NoAnswerError(Exception):
-    """The tool is missing or fails; the message says which."""
+    """A failure of the tool: it is missing or returns an error. The message has the reason."""
 
 
 def list_gpus() -> list[ListedGpu]:

@@ -1,4 +1,4 @@
-"""How a checkpoint's processor cuts an image into the crops that a vision-language model reads."""
+"""The settings by which a checkpoint's processor cuts an image into the crops that a vision-language model reads."""
 
 from __future__ import annotations
 

@@ -396,7 +396,7 @@ class SpeechInfo:
 
     @property
     def no_speech_id(self) -> int:
-        """The token that is likely after the first one if nothing is spoken."""
+        """The token that is likely after the first one if the sound contains no speech."""
         return self.no_timestamps_id - 1
 
 

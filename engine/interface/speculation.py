@@ -17,7 +17,7 @@ _DEFAULT_COUNTS = {"mtp": 1, "eagle3": 3}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """How tokens are drafted."""
+    """The settings for drafting tokens."""
 
     # ngram: the tokens that followed the longest earlier occurrence of the last tokens, in the prompt or the answer.
     # suffix: also in earlier answers to requests of the same API key, cache salt and adapter; equally long occurrences

@@ -18,8 +18,8 @@ from engine.model.positions import QueryBuckets
 
 class BucketedAttention(SelfAttention):
     """The weights of self-attention, and those that make a number for each bucket and head from a hidden state. torch
-    computes it, whatever computes other attentions. `columns`: [max_distance + 1] int64 bucket of each distance, the
-    farthest first; `zero`: the entry for a token's distance to itself."""
+    always computes this attention, also beside other attention backends. `columns`: [max_distance + 1] int64 bucket of
+    each distance, the farthest first; `zero`: the entry for a token's distance to itself."""
 
     columns: Tensor
 

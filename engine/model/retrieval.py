@@ -90,8 +90,9 @@ def _colbert_layer(path: Path) -> DenseLayer:
 
 
 def _sides(file: Path) -> dict[str, SideInfo]:
-    """How ColBERT's own library reads queries and documents (`QueryTokenizer`, `DocTokenizer` and `ColBERT.mask` of its
-    colbert/modeling/), from the settings that it saves and the defaults of its colbert/infra/config/settings.py."""
+    """The way in which ColBERT's own library reads queries and documents (`QueryTokenizer`, `DocTokenizer` and
+    `ColBERT.mask` of its colbert/modeling/), from the settings that it saves and the defaults of its
+    colbert/infra/config/settings.py."""
     if not file.is_file():
         logger.warning(
             "%s is missing. Queries and documents are read like any other text, without markers, and queries are "

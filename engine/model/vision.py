@@ -91,8 +91,8 @@ def _projector(part: spec.Vision, hidden: int, place: Place) -> Projector | Shuf
 
 
 class ImageEmbedding(nn.Module):
-    """Crops of an image to vectors of a decoder, by a tower, which is a model of its own, and a projector. `hidden`:
-    features of the decoder's vectors."""
+    """A tower, which is a separate model, and a projector. They turn crops of an image into vectors of a decoder.
+    `hidden`: features of the decoder's vectors."""
 
     def __init__(self, part: spec.Vision, hidden: int, place: Place):
         super().__init__()

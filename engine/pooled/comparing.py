@@ -62,7 +62,7 @@ Comparison = Literal["cosine", "max_sim", "sparse_product"]
 
 
 def comparison_of(info: EngineInfo) -> Comparison | None:
-    """How a model that reads texts separately compares them; None if it cannot."""
+    """The comparison of texts by a model that reads them separately; None if it cannot compare them."""
     if "embed" in info.tasks:
         return "cosine"
     if info.token_vectors is not None:

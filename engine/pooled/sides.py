@@ -1,5 +1,5 @@
-"""How queries and documents are read if they are compared token by token: with markers, cut to their own lengths, with
-queries filled up with masks, and without vectors of punctuation in documents (ColBERT, arXiv:2004.12832, 3.2)."""
+"""The reading of queries and documents that are compared token by token. They get markers and are cut to separate
+lengths; queries are padded with masks, and punctuation in documents has no vectors (ColBERT, arXiv:2004.12832, 3.2)."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ logger = logging.getLogger("octavo.client")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """When to start an engine again after it died."""
+    """The rules for starting an engine again after it died."""
 
     # after this many deaths in a row, the engine is not started again; 1 means after the first death
     max_failures: int = 3

@@ -11,8 +11,8 @@ from engine.scheduling.step import NextStep
 class ImageWork:
     """The work of making vectors of images. It counts against the steps that do it.
 
-    The executor keeps the vectors that it has made. This is an estimate of which ones: a wrong one makes a step longer
-    or shorter than planned, and changes no answer.
+    The executor keeps the vectors that it has made. This is an estimate. A wrong one makes a step longer or shorter
+    than planned, but changes no answer.
 
     Args:
         crop_work: the work of each of an image's `pieces`, in tokens.

@@ -368,7 +368,7 @@ class Scheduler:
         return time.monotonic() < self._client_came + _CLIENTS_RETURN
 
     def _plan_prompts(self, step: NextStep, chunked: list[SequenceGroup]) -> None:
-        """Give what is left to sequences with several tokens to compute, and to waiting requests.
+        """Give the remaining room to sequences with several tokens to compute, and to waiting requests.
 
         A client may send thousands of pooling inputs, so they take turns with other work: in every second step they get
         tokens only if nothing else runs in it. In the steps between, they and other prompts get half of the work. So
@@ -412,8 +412,8 @@ class Scheduler:
         return any(group.request.pooling is None for group in step.rows)
 
     def _plan_short(self, step: NextStep, oldest: SequenceGroup, others: list[SequenceGroup]) -> None:
-        """Give up to half of what is left to prompts that have at most half as much to compute as the oldest one, so
-        that a short turn of a conversation does not wait for a long prompt."""
+        """Give up to half of the remaining room to prompts that have at most half as much to compute as the oldest one,
+        so that a short turn of a conversation does not wait for a long prompt."""
         most, priority = oldest.num_missing // 2, oldest.key[0]
         with step.half():
             for group in others:

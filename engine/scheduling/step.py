@@ -65,7 +65,7 @@ class NextStep:
     image_work: float = 0.0  # the work of making vectors of images, in tokens
 
     def begin_prompts(self) -> None:
-        """All decoding rows have their token: whatever they took, prompts get their minimum."""
+        """Begin to plan prompts, after all decoding rows have their token. Prompts get at least their minimum."""
         self.num_prompts = self.num_drafts = 0
         work = self.limit.work - sum(self._work(group, rows) for group, rows in self.rows.items())
         self.left = max(work, self.limit.least)
@@ -84,7 +84,8 @@ class NextStep:
 
     @contextmanager
     def half(self) -> Iterator[None]:
-        """Within this context, plan only half of what is left. The next prompt after it counts as the step's first."""
+        """A context in which only half of the remaining room is planned. The next prompt after it counts as the step's
+        first."""
         budget, work = self.budget // 2, self.left / 2 if self.left < math.inf else 0.0
         kept = self.budget - budget
         self.budget, self.left = budget, self.left - work

@@ -174,7 +174,7 @@ def _joined(hf: Any, parts: list[list[int]]) -> list[int]:
 
 
 def _room(max_length: int, added: int) -> int:
-    """How many tokens of the text fit beside the special ones."""
+    """The number of tokens of the text that fit beside the special ones."""
     if max_length < added:
         raise InvalidRequestError(
             f"the input cannot be cut to {max_length} tokens, because the tokenizer adds {added} special tokens. "

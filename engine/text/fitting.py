@@ -106,8 +106,8 @@ def fitted(messages: Messages, shows: Shows, writing: Writing) -> Messages:
 
 
 def with_tool_prompt(messages: Messages, tools: Sequence[Mapping[str, Any]], writing: Writing) -> Messages:
-    """The messages with a system message that says what the template cannot: which functions exist, and how to call
-    them."""
+    """The messages with a system message about the functions and the format of calls, which the template cannot
+    describe."""
     described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     prompt = _PROMPT.format(tools=described, call=writing.written([("NAME", "ARGUMENTS")]))
     if messages and messages[0]["role"] in _LEADING:

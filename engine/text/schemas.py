@@ -59,8 +59,8 @@ _FORMATS = {
 
 
 def narrow(schema: Any) -> None:
-    """Rewrite what llguidance would read too widely, or not at all: formats become patterns that allow nothing else,
-    inexact bounds become the nearest exact ones, and exclusive bounds become inclusive.
+    """Rewrite keywords that llguidance would apply too loosely or not at all: formats become patterns that allow
+    nothing else, inexact bounds become the nearest exact ones, and exclusive bounds become inclusive.
     """
     items = [item for _, item in subschemas(schema) if isinstance(item, dict)]
     combined = any(map(_combines, items))

@@ -167,7 +167,7 @@ class Run(ABC, Generic[Piece, Choice]):
         return make() if self._size < _SMALL_ANSWER else await asyncio.to_thread(make)
 
     def ended(self) -> None:
-        """Called when a stream has ended, for whatever reason."""
+        """A hook that is called when a stream has ended, for any reason."""
 
     def failing(self, problem: ApiError) -> str:
         """The last events of a failing stream."""

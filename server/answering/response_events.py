@@ -157,7 +157,7 @@ class ResponseEvents(Events[ChatPiece]):
         return self.final
 
     def cancel(self) -> Response:
-        """The answer so far; nothing is added any more."""
+        """The answer so far. It does not change after this call."""
         ended = [block if block.ended else replace(block, ended=True) for block in self._blocks.made]
         return {
             **self._frame,

@@ -34,8 +34,8 @@ class MultipartForm:
 
 
 def read_form(content: bytes, content_type: str) -> MultipartForm:
-    """Parse a body as a form. `content_type`: the header, which contains the boundary between parts. Raises ApiError if
-    the body is not such a form, or contains too much; says what."""
+    """Parse a body as a form. `content_type`: the header, which contains the boundary between parts. Raises ApiError
+    with the reason if the body is not such a form, or exceeds a limit."""
     kind = _headers(b"Content-Type: " + content_type.encode("latin-1", "replace"))
     boundary = kind.get_boundary()
     if kind.get_content_type() != "multipart/form-data" or not boundary:

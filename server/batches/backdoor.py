@@ -18,8 +18,8 @@ from server.errors import to_api_error
 
 
 class BackDoor:
-    """The innermost middleware: knows how many clients wait for the model, and takes requests of its own. `num_inside`:
-    requests of clients that may make the model work."""
+    """The innermost middleware. It counts the clients that wait for the model, and it accepts requests from batches.
+    `num_inside`: requests of clients that may make the model work."""
 
     def __init__(self) -> None:
         self.num_inside = 0

@@ -22,7 +22,7 @@ class CountsKeys(Protocol):
     """Counts requests of keys, in this process or another."""
 
     async def begin(self, tenant: str, concurrency: int | None, per_minute: int | None) -> Begun:
-        """A request of a key has arrived; the key may have this many concurrent requests, and this many per minute."""
+        """Count a request of a key that may have this many concurrent requests, and this many per minute."""
 
     def end(self, tenant: str) -> None:
         """A counted request has ended."""
@@ -36,7 +36,7 @@ class KeyCounts:
         self.running: Counter[str] = Counter()  # by tenant; only tenants with running requests
 
     async def begin(self, tenant: str, concurrency: int | None, per_minute: int | None) -> Begun:
-        """A request of a key has arrived; the key may have this many concurrent requests, and this many per minute."""
+        """Count a request of a key that may have this many concurrent requests, and this many per minute."""
         running = self.running.get(tenant, 0)
         if concurrency is not None and running >= concurrency:
             return Begun(running, None, counted=False)

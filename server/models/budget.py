@@ -34,7 +34,7 @@ class Budget:
         return sum(promise.size for promise in self._promises)
 
     def check(self, name: str, size: int) -> None:
-        """Refuse a model that can never be loaded. Raises TooLargeError: says what to change."""
+        """Refuse a model that can never be loaded. Raises TooLargeError with the settings to change."""
         if self.limit is not None and size > self.limit:
             raise ModelTooLargeError(
                 f"{name} needs {size / _MIB:.0f} MiB, but all models together may take {self.limit / _MIB:.0f} MiB "

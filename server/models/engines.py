@@ -68,7 +68,7 @@ class AllEngines(EngineClient):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the service can load models, whatever has become of each."""
+        """Whether the service can load models, regardless of failed ones."""
         return True
 
     @property

@@ -109,7 +109,7 @@ class LookAt(msgspec.Struct, tag=True):
 
 
 class Admit(msgspec.Struct, tag=True):
-    """`Gate.admit`; the answer is `Done` or `Refused`. The reservation has this number until `Release`."""
+    """`Gate.admit`; the answer is `Done` or `Refused`. The reservation has this number until `ReleaseSlots`."""
 
     number: int
     gate: GateName

@@ -143,7 +143,7 @@ class WorkerPool:
             memory: maximum bytes.
 
         Raises:
-            RefusedError: the job refused its argument; has the job's message.
+            RefusedError: the job refused its argument. The error has the job's message.
             TimeoutError: it took too long.
             WorkerLostError: it took too much memory.
             WorkerStuckError: its process is suspended.

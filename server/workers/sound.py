@@ -30,8 +30,8 @@ class DecodedPart(msgspec.Struct, array_like=True):
 
 
 def decode(part: SoundPart) -> DecodedPart:
-    """Samples of a file. Raises ValueError if the file is not sound in a supported format, or is damaged; says
-    which."""
+    """Samples of a file. Raises ValueError with the reason if the file is not sound in a supported format, or is
+    damaged."""
     with _unheard():
         samples, seconds = decode_part(
             part.data, rate=part.rate, start=part.start, count=part.count, most_seconds=part.most_seconds

@@ -56,8 +56,8 @@ class RenderedTemplate(msgspec.Struct, array_like=True):
 
 
 def render(conversation: TemplateInput) -> RenderedTemplate:
-    """Messages to the text of a prompt. Raises ValueError if the template refuses these messages or fails; has its
-    message."""
+    """Render messages to the text of a prompt. Raises ValueError with the template's message if it refuses the messages
+    or fails."""
     writing = conversation.writing or HERMES
     if conversation.prompted and conversation.tools:
         conversation.messages = with_tool_prompt(conversation.messages, conversation.tools, writing)

@@ -166,7 +166,7 @@ def bert_head(config: Any) -> Head:
 
 
 def roberta_head(config: Any) -> Head:
-    """The head of a config like RoBERTa's: GELU before the vocabulary, whatever hidden_act says."""
+    """The head of a config like RoBERTa's: GELU before the vocabulary, regardless of hidden_act."""
     return named_head(config, masked_lm(config, "gelu", config.layer_norm_eps), "tanh")
 
 

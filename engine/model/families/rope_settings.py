@@ -68,8 +68,9 @@ def rotated(settings: Mapping[str, Any], head_dim: int, *, partial: bool, shares
 
 
 def pairs_of(settings: Mapping[str, Any], dim: int) -> tuple[tuple[int, int], ...]:
-    """Which of three axes turns each pair of `dim` rotated features (`mrope_section`): runs of pairs, or in turns
-    (`mrope_interleaved`). (): the settings name no axes, or do not fit; then positions have one."""
+    """The axis, of three, of each pair of `dim` rotated features (`mrope_section`). An axis has a run of pairs, or the
+    axes alternate (`mrope_interleaved`). () if the settings name no axes or do not fit; then positions have one
+    axis."""
     sections = settings.get("mrope_section")
     counted = isinstance(sections, list | tuple) and all(isinstance(n, int) and n >= 0 for n in sections)
     if not counted or len(sections or ()) % 3 or sum(sections or ()) != dim // 2:
