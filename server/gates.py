@@ -35,7 +35,7 @@ class Reservation(Protocol):
 
 
 class Gate(Protocol):
-    """Admits requests while there is room; see `server.admission.Admission`."""
+    """A gate that admits requests while there is room; see `server.admission.Admission`."""
 
     async def look(self, tenant: str | None = None) -> None:
         """Refuse a request of this tenant if every request of the tenant would be refused. Only the tenant is known

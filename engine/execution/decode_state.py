@@ -168,7 +168,7 @@ class DecodeState:
 
     def exchanged(self, searches: Searches) -> None:
         """Record that the device reorders the loaded tables of these searches' rows, in an order that the host does not
-        know. Where the tables differ, and where the rows write, the next plan uploads its own values."""
+        know. The next plan uploads its own values at the places where the tables differ or the rows write."""
         rows, widths, columns = (part.tolist() for part in (searches.rows, searches.widths, searches.columns))
         for row, width, column in zip(rows, widths, columns, strict=True):
             expected = self._tables.expected[row : row + width, : self._tables.used]

@@ -259,7 +259,7 @@ class _Translation:
         return "\n".join(["start: r0", *rules])
 
     def _find_regular(self) -> None:
-        """Find the rules that are regular expressions, in which no rule leads back to itself."""
+        """Find the rules that are regular expressions: no rule in them leads back to itself."""
         open_rules: list[str] = []
 
         def visit(name: str) -> None:

@@ -84,7 +84,7 @@ class Slot:
         return self._slots.ask(self, path)
 
     def stir(self) -> None:
-        """The client has sent something."""
+        """Note that the client has sent something."""
         self._slots.idle.pop(self, None)
 
     def rest(self) -> None:

@@ -43,7 +43,7 @@ class Octavo:
         self._replica.check()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Called by Serve; `scaling` reads it."""
+        """The number of waiting requests. Serve calls this, and `scaling` reads the result."""
         return {scaling.WAITING: self._replica.num_waiting()}
 
     def __del__(self) -> None:

@@ -46,7 +46,8 @@ class RequestTrace:
         self._failed = False
 
     def tell(self, record: RequestRecord, outcome: str, facts: Mapping[str, Any]) -> None:
-        """The request's record is complete: its phases become child spans, and its usage becomes attributes."""
+        """End the trace with the request's complete record. Its phases become child spans, its usage becomes
+        attributes."""
         if not self._span.is_recording():
             return
         for name, (start, end) in record.phases().items():
