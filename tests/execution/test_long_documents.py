@@ -150,13 +150,13 @@ def test_work_of_long_inputs(name: str, tmp_path: Path, monkeypatch: pytest.Monk
 def test_attention_to_blocks_is_no_square(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block's queries meet all keys where it is the first or the last one, those of five blocks elsewhere."""
     length, size, met = 4096, 64, []
-    attend = attention_sparse.F.scaled_dot_product_attention
+    attend = torch.nn.functional.scaled_dot_product_attention
 
     def spy(queries: Tensor, keys: Tensor, *more: Any, **options: Any) -> Tensor:
         met.append((queries.shape[2], keys.shape[2]))
         return attend(queries, keys, *more, **options)
 
-    monkeypatch.setattr(attention_sparse.F, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
     heads = (torch.randn(length, 1, 8), torch.randn(length, 1, 8), torch.randn(length, 1, 8))
     rows = AttentionMetadata.build([length], [length], torch.device("cpu"))
     attention_sparse.attend(heads, rows, 1.0, size=size, whole=704, first_counts=4)
