@@ -119,7 +119,7 @@ def test_the_delta_rule(
     def step(known: Tensor, part: slice) -> Tensor:
         given = (queries[part] * key_dim**-0.5, keys[part], values[part])
         matrices = known.view(heads, key_dim, value_dim)
-        attended[part], left = apply_delta(given, decays[part], most * shares[part].sigmoid(), matrices)
+        attended[part], left = apply_delta(given, decays[part, :, None], most * shares[part].sigmoid(), matrices)
         return left.flatten()
 
     each_row(COUNTS, theirs, 0, step, size, begin, device=x.device)
