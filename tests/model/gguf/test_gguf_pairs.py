@@ -205,3 +205,42 @@ def test_the_side_of_a_square_of_patches(tmp_path: Path) -> None:
     assert name in stored
     bare.write_bytes(stored.replace(name, b"general.not_of_the_architecture"[: len(name)]))
     assert (stand_in(text, str(bare)) / "config.json").read_text() == (stand_in(text) / "config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"clip.vision.image_std": [0.0, 1.0, 1.0]}, r"cannot be served with .*mmproj\.gguf: .*image_std must be"),
+     ({"clip.vision.attention.head_count": 7}, r"mmproj\.gguf is not supported; the log says why.*--mmproj none")],
+)  # fmt: skip
+def test_a_named_projector_is_served_or_refused(
+    changes: dict[str, Any], message: str, pair: tuple[SeeingModel, Path, Path], tmp_path: Path
+) -> None:
+    """Where only the engine finds what is not supported, too."""
+    model, text, _ = pair
+    changed, path = tmp_path / "mmproj.gguf", tmp_path / "model.gguf"
+    path.symlink_to(text)
+    write_projector(model, PAIRS["qwen2-vl"], changed, changes=changes)
+    with pytest.raises(UnsupportedModelError, match=message):
+        make_engine(path, mmproj=str(changed))
+    engine = make_engine(path)
+    assert engine.info.vision is None
+    engine.close()
+
+
+def test_damaged_files_beside_a_model(
+    pair: tuple[SeeingModel, Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The model is served without images."""
+    _, text, projector = pair
+    damaged, path = tmp_path / "mmproj.gguf", tmp_path / "model.gguf"
+    path.symlink_to(text)
+    for number, content in enumerate((b"", b"no model", projector.read_bytes()[:700], projector.read_bytes()[:-99])):
+        damaged.write_bytes(content)
+        caplog.clear()
+        assert not (stand_in(path) / "preprocessor_config.json").exists(), number
+        assert "Requests with images are refused" in caplog.text
+        with pytest.raises(UnsupportedModelError, match=r"mmproj\.gguf is (damaged|not a GGUF file)"):
+            stand_in(path, str(damaged))
+    damaged.unlink()
+    damaged.symlink_to(tmp_path / "nowhere")
+    assert stand_in(path) == stand_in(path, "none")
