@@ -157,6 +157,11 @@ class Service:
     models: Models | None = None  # the models of a service with several; None if there is one
 
     @property
+    def sees(self) -> bool:
+        """Whether the model reads images of conversations."""
+        return self.chat_images is not None or self.client.info.writes_of_images
+
+    @property
     def fingerprint(self) -> str:
         """`system_fingerprint` of answers: it identifies the server."""
         return f"octavo-{self.version}"

@@ -50,6 +50,7 @@ from engine.interface.vision import VisionInfo
 from engine.model.abilities import find_abilities
 from engine.model.checkpoint import ConfigReader, find, laid_out, read_config
 from engine.model.families import build_spec, context_length, stored_scheme
+from engine.model.gguf.files import NO_PROJECTOR
 from engine.model.gguf.folder import lacks_tokenizer
 from engine.model.lora.reading import largest_rank
 from engine.model.parameter_count import check_parameters
@@ -63,6 +64,8 @@ from engine.model.weights import load_model, stored_dtype
 from engine.scheduling.budget import Costs
 
 logger = logging.getLogger("octavo.execution")
+
+_WITHOUT_IMAGES = "Choose another file, or serve the model without images: --mmproj none."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,8 +184,12 @@ def find_vision(
     spec: ModelSpec, path: Path, config: EngineConfig, device: torch.device
 ) -> tuple[ModelSpec, VisionInfo | None]:
     """The model, and how it reads images among its tokens. If its folder does not define how images are prepared, or
-    has a setting that is not implemented, the model loses its vision part, and the log says why."""
+    has a setting that is not implemented, the model loses its vision part, and the log says why. Raises
+    UnsupportedModelError instead if the configuration names an image projector."""
+    named = config.mmproj not in (None, NO_PROJECTOR)
     if spec.vision is None:
+        if named:
+            raise UnsupportedModelError(f"{config.mmproj} is not supported; the log says why. {_WITHOUT_IMAGES}")
         return spec, None
     try:
         cropping = read_cropping(path)
@@ -194,6 +201,8 @@ def find_vision(
         why: object = f"{path} has no preprocessor_config.json, which says how images are made ready."
     except UnsupportedModelError as error:
         why = error
+    if named:
+        raise UnsupportedModelError(f"Images cannot be served with {config.mmproj}: {why} {_WITHOUT_IMAGES}")
     logger.warning("Requests with images are refused: %s", why)
     return replace(spec, vision=None), None
 

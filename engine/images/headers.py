@@ -26,7 +26,7 @@ def header_size(text: str) -> Size | None:
 
 
 def _others(head: bytes) -> Size | None:
-    if head.startswith(b"\x89PNG\r\n\x1a\n") and len(head) >= 24:
+    if head.startswith(b"\x89PNG\r\n\x1a\n") and head[12:16] == b"IHDR" and len(head) >= 24:
         width, height = struct.unpack_from(">II", head, 16)
         return height, width
     if head.startswith((b"GIF87a", b"GIF89a")) and len(head) >= 10:

@@ -346,7 +346,7 @@ class Run(ABC, Generic[Piece, Choice]):
         info = self.service.client.info
         longest, begun = Room.of_prompt(info).tokens, info.max_model_len  # the engine refuses a longer prompt
         await reservation.measured(
-            [min(len(p.token_ids), longest) + min(len(p.decoder_ids or ()), begun) for p in prompts]
+            [min(len(p.token_ids), longest) + min(len(p.decoder_ids or ()), begun) + p.positions for p in prompts]
         )
         self._size = AnswerSize(self.shape, self.bytes_per_logprob, info).check(
             prompts, self.service.settings, stream=not self.keeps_answer

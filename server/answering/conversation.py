@@ -39,8 +39,7 @@ async def render_chat(service: Service, chat: ChatCompletionRequest) -> Prompt:
 
 def pictures_for(service: Service) -> Pictures | None:
     """Takes the images of a conversation; None if the model reads none."""
-    reads = service.chat_images is not None or service.client.info.writes_of_images
-    return Pictures() if reads else None
+    return Pictures() if service.sees else None
 
 
 @dataclass(slots=True)
@@ -100,7 +99,9 @@ class ConversationRun(Run[ChatPiece, Choice]):
             tokens += estimate_tokens(self.prediction)
         if self.pictures is not None and self.service.chat_images is not None:
             tokens += self.service.chat_images.count_tokens(self.pictures)
-        return 1, min(tokens, self.service.client.info.max_model_len)
+        info = self.service.client.info
+        seen = info.signal.positions if info.signal is not None and info.writes_of_images else 0
+        return 1, min(tokens, info.max_model_len) + seen
 
     async def prompts(self) -> list[Prompt]:
         if self.tools is not None:  # a later turn may force a call

@@ -147,7 +147,7 @@ def capabilities(service: Service) -> list[str]:
         "thinking": writes and chats and formats.reasoning is not None,
         "insert": writes and Infilling.of(service.tokenizer) is not None,
         "embedding": "embed" in info.tasks and not writes,
-        "vision": service.chat_images is not None,
+        "vision": service.sees,
     }
     return [name for name, has in able.items() if has]
 

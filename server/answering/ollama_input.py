@@ -173,7 +173,7 @@ def read_chat(
         ignored: collects the names of what it leaves out or lowers.
     """
     fields = read_options(body, service, ignored)
-    fields |= {"model": model, "messages": _read_messages(messages, sees=service.chat_images is not None)}
+    fields |= {"model": model, "messages": _read_messages(messages, sees=service.sees)}
     if body.logprobs or body.top_logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     last: Mapping[str, Any] = fields["messages"][-1] if messages else {}

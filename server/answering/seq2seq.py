@@ -138,14 +138,14 @@ def _tokenizer(service: Service, name: str) -> Tokenizer:
 
 
 def refuse_chat(service: Service, param: str) -> None:
-    """Refuse messages to an encoder-decoder model or to a model without a decoder. Raises ApiError: gives the
-    reason."""
+    """Refuse messages to an encoder-decoder model that reads texts, or to a model without a decoder. Raises ApiError:
+    gives the reason."""
     if service.client.info.encoder_only:
         message = (
             f"{service.model_id} is an encoder-only model and does not support conversations. Send a text as prompt."
         )
         _fail(param, message, "no_chat")
-    if service.client.info.max_encoder_len is not None:
+    if service.client.info.max_encoder_len is not None and not service.sees:
         message = (
             f"{service.model_id} is an encoder-decoder model: it turns one input into one output and does not "
             "support conversations. Send the input as prompt to /v1/completions."

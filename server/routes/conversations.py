@@ -159,7 +159,7 @@ async def delete_item(
 
 
 def _read(body: ConversationFields | NewItems, response: Response, service: Service) -> list[Item]:
-    ignored = Ignored(sees=service.chat_images is not None)
+    ignored = Ignored(sees=service.sees)
     ignored.update(body.ignored_fields())
     items = [] if body.items is None else read_items(body.items, ignored, "items")
     response.headers.update(ignored_header(ignored))

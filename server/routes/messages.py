@@ -50,7 +50,7 @@ def run_of(body: MessageRequest, service: Service, arrival: float) -> MessageRun
     unsupported field."""
     service.check_model(body.model)
     service.require(MESSAGES_PATH)
-    ignored = Ignored(sees=service.chat_images is not None)
+    ignored = Ignored(sees=service.sees)
     chat = read_chat(body, ignored)
     with public_names(NAMES):
         return MessageRun.of(chat, service, arrival, ignored=ignored)
@@ -65,9 +65,9 @@ async def count_tokens(
     """Count the prompt tokens that /v1/messages would use for these messages."""
     service.check_model(body.model)
     service.require(MESSAGES_PATH)
-    ignored = Ignored(sees=service.chat_images is not None)
+    ignored = Ignored(sees=service.sees)
     chat = read_prompt(body, ignored)
     response.headers.update(ignored_header(ignored))
     with public_names(NAMES), in_anthropics_words(service.client.info.max_model_len):
         prompt = await render_chat(service, chat)
-    return TokenCount(input_tokens=len(prompt.token_ids))
+    return TokenCount(input_tokens=prompt.num_tokens)

@@ -83,7 +83,7 @@ async def chat(
     form = OllamaForm(body.model or service.model_id, chat=True)
     if body.messages is None or _is_empty(body):
         return _loaded(body, form, service)
-    ignored = Ignored(sees=service.chat_images is not None)
+    ignored = Ignored(sees=service.sees)
     asked = read_chat(body, body.messages, model, service, ignored)
     with public_names(NAMES):
         run = OllamaRun.of(asked, service, arrival, form=form, ignored=ignored)
@@ -108,11 +108,11 @@ async def generate(
         return _loaded(body, OllamaForm(body.model or "", chat=False))
     model = find_model(service, body.model)
     service.require("/v1/completions")
-    check_generate(body, sees=service.chat_images is not None)
+    check_generate(body, sees=service.sees)
     form = OllamaForm(body.model or service.model_id, chat=False)
     if _is_empty(body):
         return _loaded(body, form, service)
-    ignored = Ignored(sees=service.chat_images is not None)
+    ignored = Ignored(sees=service.sees)
     tokenizer, info = service.tokenizer, service.client.info
     templated = tokenizer is not None and tokenizer.chat_template is not None and info.max_encoder_len is None
     if body.raw or body.suffix or not templated:

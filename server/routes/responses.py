@@ -61,7 +61,7 @@ async def create_response(call: TaskCall[ResponseRequest]) -> Response:
 async def run_of(body: ResponseRequest, request: Request, service: Service, arrival: float) -> ResponseRun:
     """The run that answers a request. Raises ApiError, InvalidRequestError if the body contains an invalid or
     unsupported field."""
-    ignored = Ignored(sees=service.chat_images is not None)
+    ignored = Ignored(sees=service.sees)
     items, chat, tools = await _read(body, request, service, ignored)
     with public_names(NAMES):
         return ResponseRun.of(chat, service, arrival, asked=body, items=items, called=tools, ignored=ignored)
@@ -75,11 +75,11 @@ async def count_input_tokens(
     service: ServiceDep,
 ) -> InputTokens:
     """Count the tokens of the prompt that /v1/responses makes of the same body."""
-    ignored = Ignored(sees=service.chat_images is not None)
+    ignored = Ignored(sees=service.sees)
     _, chat, _ = await _read(body, request, service, ignored)
     response.headers.update(ignored_header(ignored))
     with public_names(NAMES):
-        return InputTokens(input_tokens=len((await render_chat(service, chat)).token_ids))
+        return InputTokens(input_tokens=(await render_chat(service, chat)).num_tokens)
 
 
 @stored.post(f"{_ENDPOINT}/compact", include_in_schema=False)

@@ -43,6 +43,8 @@ def test_damage() -> None:
     whole = base64.b64decode(encoded(30, 20, "JPEG"))
     for text in ("", "https://example.org/cat.png", "data:image/png,x", "%%%%", base64.b64encode(whole[:9]).decode()):
         assert header_size(text) is None
+    png = base64.b64decode(encoded(30, 20, "PNG"))
+    assert header_size(base64.b64encode(png.replace(b"IHDR", b"tEXt")).decode()) is None
     for start in (b"\xff\xd8\xff", b"RIFF....WEBPVP8 ", b"BM", b"GIF89a", b"\x89PNG\r\n\x1a\n"):
         for length in (0, 3, 20, 300):
             found = header_size(base64.b64encode(start + rng.bytes(length)).decode())

@@ -62,7 +62,9 @@ DELTA: dict[str, Any] = {
 # Of each architecture the settings of its language part, of what sees, and of the whole.
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "AyaVisionForConditionalGeneration": ({"model_type": "cohere2", "sliding_window": 9}, SIGLIP, {}),
-    "Gemma3ForConditionalGeneration": ({"head_dim": 10, "sliding_window": 9}, VISION, {}),
+    "Gemma3ForConditionalGeneration": (
+        {"head_dim": 10, "sliding_window": 9, "final_logit_softcapping": 2.0}, VISION, {}
+    ),
     "Gemma3nForConditionalGeneration": (
         {"head_dim": 10, "sliding_window": 9, "num_hidden_layers": 3, "num_kv_shared_layers": 1,
          "layer_types": ["full_attention"] * 3, "vocab_size_per_layer_input": VOCAB,
@@ -191,6 +193,18 @@ def test_greedy_answers_are_those_of_the_whole(subject: Subject) -> None:
             reasons.add(answer.finish_reason)
     assert clear >= 5
     assert reasons <= {"stop", "length"}
+
+
+@torch.no_grad()
+def test_log_probabilities_are_those_of_the_whole(subject: Subject) -> None:
+    """Most heads leave out the factor or the cap that their language part has alone."""
+    prompt = random_prompt(VOCAB, 50, 20)
+    add(subject.engine, "0", Job(prompt, SamplingParams(temperature=0.0, max_tokens=1, logprobs=5)))
+    (found,) = finish(subject.engine)["0"].outputs[0].logprobs or ()
+    expected = subject.whole(input_ids=torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+    assert {token: one.logprob for token, one in found.items()} == pytest.approx(
+        {token: expected[token].item() for token in found}, abs=1e-4
+    )
 
 
 @torch.no_grad()

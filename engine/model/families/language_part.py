@@ -72,6 +72,16 @@ _FAMILIES = {
 }
 # Models that store the matrices of experts [in, out].
 _TURNED = frozenset({"Qwen3VLMoeForConditionalGeneration"})
+# Models whose logits have the cap of their language part. The heads of the others are matrices alone.
+_CAPPED = frozenset(
+    {
+        "Gemma3nForConditionalGeneration",
+        "Gemma4ForConditionalGeneration",
+        "Gemma4UnifiedForConditionalGeneration",
+        "PaliGemmaForConditionalGeneration",
+    }
+)
+_BARE = {"logit_scale": 1.0, "logits_scaling": 1.0, "final_logit_softcapping": None}
 # Models in which all tokens of a prompt with images see each other.
 _LEADING = frozenset({"PaliGemmaForConditionalGeneration"})
 _WHOLE = "config_of_the_whole"
@@ -99,8 +109,9 @@ def language_part(config: Any) -> Any:
             setattr(text, setting, getattr(config, setting, None))
     if name in _TURNED:
         text.norm_topk_prob = True  # of any config
-    if text.model_type == "granite" and name.startswith("Llava"):
-        text.logits_scaling = 1.0  # the whole model's head is only a matrix
+    if name not in _CAPPED:
+        for setting in _BARE.keys() & vars(text).keys():
+            setattr(text, setting, _BARE[setting])
     if name in _LEADING:
         text.use_bidirectional_attention = None  # it applies only to prompts with images (`Vision.two_way`)
     setattr(text, _MARK, name)

@@ -142,7 +142,7 @@ def square_entries(vision: Vision) -> list[Entry]:
         names = replace(names, ffn=("mlp.linear_fc1", "mlp.linear_fc2"))
         norm, matrices = "norm", ("linear_fc1", "linear_fc2")
         positions = [Entry(f"{ours}.embedding.positions", ("visual.pos_embed.weight",))]
-    elif isinstance(stack.blocks[0].ffn, Gated):
+    elif stack.blocks and isinstance(stack.blocks[0].ffn, Gated):
         names = replace(names, ffn=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))
     mergers = {"vision.projector": merger}
     mergers |= {f"vision.deep.{i}": f"visual.deepstack_merger_list.{i}" for i in range(len(stack.kept))}

@@ -40,7 +40,7 @@ def single_file(folder: Path) -> Path | None:
 
 def projectors_beside(model: Path) -> list[Path]:
     """The image projectors in the folder of a GGUF file."""
-    return sorted(model.parent.glob(f"{PROJECTOR}*{SUFFIX}"))
+    return sorted(file for file in model.parent.glob(f"{PROJECTOR}*{SUFFIX}") if file.is_file())
 
 
 def projector_for(model: Path, given: str | None) -> Path | None:

@@ -136,7 +136,7 @@ def _make(folder: Path, path: Path, projector: Path | None) -> None:
     may make the same."""
     from engine.model.gguf.container import read_gguf  # brings torch
 
-    contents = _contents(read_gguf(path), None if projector is None else read_gguf(projector))
+    contents = _contents(read_gguf(path), projector)
     draft = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=folder.parent))
     try:
         for name, content in contents.items():
@@ -158,8 +158,9 @@ def _make(folder: Path, path: Path, projector: Path | None) -> None:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _contents(file: Gguf, projector: Gguf | None) -> dict[str, Any]:
+def _contents(file: Gguf, projector: Path | None) -> dict[str, Any]:
     from engine.model.gguf.architectures import describe, sentence_files
+    from engine.model.gguf.container import read_gguf
     from engine.model.gguf.projectors import describe_pair
     from engine.model.gguf.sampling import sampling_fields
     from engine.model.gguf.vocabulary import end_ids, special_ids, tokenizer_files
@@ -170,10 +171,10 @@ def _contents(file: Gguf, projector: Gguf | None) -> dict[str, Any]:
     more: dict[str, Any] = {}
     if projector is not None:
         try:
-            more = describe_pair(file, projector)
+            more = describe_pair(file, read_gguf(projector))
             config = more.pop("config.json")
             config["text_config"] |= ids
-        except (ModelLoadError, UnsupportedModelError) as error:
+        except (ModelLoadError, UnsupportedModelError, PermissionError) as error:
             more[NO_IMAGES] = str(error)
     found: dict[str, Any] = {
         "config.json": config | ids | {"dtype": _dtype(file)},

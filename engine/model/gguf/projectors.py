@@ -217,7 +217,8 @@ def _tower(metadata: Metadata) -> Config:
     file = metadata.file
     up, down = (file.tensors.get(f"v.blk.0.ffn_{name}.weight") for name in ("up", "down"))
     kernel = file.tensors.get("v.patch_embd.weight")
-    if up is None or down is None or kernel is None or not layers <= len(file.tensors) or not heads:
+    counted = heads and 0 < layers <= len(file.tensors)
+    if not counted or up is None or down is None or kernel is None or not len(up.shape) == len(down.shape) == 2:
         raise ModelLoadError(
             f"{file.path} should have {layers} layers with {heads} heads, but lacks their tensors, such as "
             "v.patch_embd.weight or v.blk.0.ffn_up.weight. Download it again."
@@ -375,7 +376,7 @@ def _qwen_3_vl(metadata: Metadata, text: Config) -> Settings:
     text["rope_parameters"]["mrope_interleaved"] = True
     own = {
         "hidden_act": "gelu_pytorch_tanh",
-        "num_position_embeddings": 0 if table is None else table.shape[-2],
+        "num_position_embeddings": 0 if table is None else table.shape[0],
         "deepstack_visual_indexes": _deep_layers(metadata),
     }
     return config | {"vision_config": part | own}, processor
@@ -419,13 +420,14 @@ def _internvl(metadata: Metadata, text: Config) -> Settings:
 
 def _pixtral(metadata: Metadata, text: Config) -> Settings:
     tower, tensors = _tower(metadata), metadata.file.tensors
-    if "mm.patch_merger.weight" not in tensors:
+    merger = tensors.get("mm.patch_merger.weight")
+    if merger is None or len(merger.shape) != 2:
         raise UnsupportedModelError(
-            f"{metadata.file.path} lacks mm.patch_merger.weight: of projectors of the type pixtral, those of Mistral 3 "
-            "are supported. Use --mmproj none to serve the model without images."
+            f"{metadata.file.path} lacks the matrix mm.patch_merger.weight: of the type pixtral, projectors of "
+            "Mistral 3 are supported. Use --mmproj none to serve the model without images."
         )
-    merge = metadata.count("vision.spatial_merge_size", math.isqrt(tensors["mm.patch_merger.weight"].shape[1]))
-    patch = tower["patch_size"]
+    merged = merger.shape[1] // max(tower["hidden_size"], 1)  # patches of a vector
+    merge, patch = metadata.count("vision.spatial_merge_size", math.isqrt(merged)), tower["patch_size"]
     tower |= {
         "model_type": "pixtral", "hidden_act": _activation(metadata, "gelu"),
         "rope_parameters": {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base", 10_000.0)},

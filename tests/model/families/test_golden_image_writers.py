@@ -136,6 +136,19 @@ def test_chats_over_http(subject: Subject) -> None:
         signal = subject.llm.engine.info.signal
         assert signal is not None
         assert found["usage"]["prompt_tokens"] == 2 + signal.positions
+    count, data = found["usage"]["prompt_tokens"], url_of(image).partition(",")[2]
+    image_of = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+    asked = [{"role": "user", "content": [image_of, content[1]]}]
+    assert api.ask("/v1/messages/count_tokens", messages=asked)["input_tokens"] == count
+    usage = api.ask("/v1/messages", messages=asked, max_tokens=1)["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == count
+    image_of = {"type": "input_image", "image_url": url_of(image)}
+    asked = [{"role": "user", "content": [image_of, {"type": "input_text", "text": "a"}]}]
+    assert api.ask("/v1/responses/input_tokens", input=asked)["input_tokens"] == count
+    assert api.ask("/v1/responses", input=asked, max_output_tokens=1)["usage"]["input_tokens"] == count
+    asked = [{"role": "user", "content": "a", "images": [data]}]
+    assert api.ask("/api/chat", model="tiny", messages=asked, stream=False)["prompt_eval_count"] == count
+    assert api.ask("/tokenize", messages=[{"role": "user", "content": content}])["count"] == 2
     refused = api.post("/v1/chat/completions", messages=[{"role": "user", "content": content * 2}], **body)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
     refused = api.post("/v1/completions", prompt="a")

@@ -147,6 +147,7 @@ PROBLEMS: dict[str, tuple[Any, str]] = {
     "general.architecture": ("llama", r"is not an image projector: its architecture is 'llama', not clip"),
     "clip.vision.swiglu_clamp": (1.5, r"has settings that are not supported .* clip\.vision\.swiglu_clamp"),
     "clip.vision.block_count": (1 << 20, r"should have 1048576 layers with 2 heads, but lacks their tensors"),
+    "clip.vision.attention.head_count": (0, r"should have 2 layers with 0 heads, but lacks their tensors"),
     "clip.vision.image_mean": (
         [0.5, 0.5],
         r"clip\.vision\.image_mean of its metadata should be a number for each",
@@ -168,3 +169,78 @@ def test_projectors_that_do_not_fit(
         stand_in(path, str(changed))
     assert not (stand_in(path) / "preprocessor_config.json").exists()
     assert re.search(f"Requests with images are refused: .*{message}", caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [("mistral3", "mm.patch_merger.weight", "lacks the matrix mm.patch_merger.weight"),
+     ("qwen2-vl", "v.blk.0.ffn_up.weight", "but lacks their tensors, such as"),
+     ("qwen2-vl", "v.patch_embd.weight", "visual.patch_embed.proj.weight")],
+)  # fmt: skip
+def test_tensors_of_other_shapes(
+    name: str, tensor: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gguf: Any
+) -> None:
+    """One that is stored flat is refused like one that is missing."""
+    (tmp_path / "stored").mkdir()
+    model = make_seeing_model(name, tmp_path / "stored")
+    text, projector = write_pair(model, PAIRS[name], tmp_path)
+    add = gguf.GGUFWriter.add_tensor
+
+    def flat(writer: Any, stored: str, values: Any, **kind: Any) -> None:
+        add(writer, stored, values.reshape(-1) if stored == tensor else values, **kind)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", flat)
+    write_projector(model, PAIRS[name], projector)
+    with pytest.raises((ModelLoadError, UnsupportedModelError), match=message):
+        make_engine(text, mmproj=str(projector)).close()
+
+
+def test_the_side_of_a_square_of_patches(tmp_path: Path) -> None:
+    """Where the metadata lack it, the matrix that joins the patches tells it."""
+    (tmp_path / "stored").mkdir()
+    model = make_seeing_model("mistral3", tmp_path / "stored")
+    text, projector = write_pair(model, PAIRS["mistral3"], tmp_path)
+    name, bare = b"clip.vision.spatial_merge_size", tmp_path / "bare.gguf"
+    stored = projector.read_bytes()
+    assert name in stored
+    bare.write_bytes(stored.replace(name, b"general.not_of_the_architecture"[: len(name)]))
+    assert (stand_in(text, str(bare)) / "config.json").read_text() == (stand_in(text) / "config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"clip.vision.image_std": [0.0, 1.0, 1.0]}, r"cannot be served with .*mmproj\.gguf: .*image_std must be"),
+     ({"clip.vision.attention.head_count": 7}, r"mmproj\.gguf is not supported; the log says why.*--mmproj none")],
+)  # fmt: skip
+def test_a_named_projector_is_served_or_refused(
+    changes: dict[str, Any], message: str, pair: tuple[SeeingModel, Path, Path], tmp_path: Path
+) -> None:
+    """Where only the engine finds what is not supported, too."""
+    model, text, _ = pair
+    changed, path = tmp_path / "mmproj.gguf", tmp_path / "model.gguf"
+    path.symlink_to(text)
+    write_projector(model, PAIRS["qwen2-vl"], changed, changes=changes)
+    with pytest.raises(UnsupportedModelError, match=message):
+        make_engine(path, mmproj=str(changed))
+    engine = make_engine(path)
+    assert engine.info.vision is None
+    engine.close()
+
+
+def test_damaged_files_beside_a_model(
+    pair: tuple[SeeingModel, Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The model is served without images."""
+    _, text, projector = pair
+    damaged, path = tmp_path / "mmproj.gguf", tmp_path / "model.gguf"
+    path.symlink_to(text)
+    for number, content in enumerate((b"", b"no model", projector.read_bytes()[:700], projector.read_bytes()[:-99])):
+        damaged.write_bytes(content)
+        caplog.clear()
+        assert not (stand_in(path) / "preprocessor_config.json").exists(), number
+        assert "Requests with images are refused" in caplog.text
+        with pytest.raises(UnsupportedModelError, match=r"mmproj\.gguf is (damaged|not a GGUF file)"):
+            stand_in(path, str(damaged))
+    damaged.unlink()
+    damaged.symlink_to(tmp_path / "nowhere")
+    assert stand_in(path) == stand_in(path, "none")
