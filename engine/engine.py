@@ -59,7 +59,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.stepping import Stepping
 from engine.text.breakers import BreakerTokens
 from engine.text.catalogues import Catalogues, check_files
-from engine.text.grammars import Grammars
+from engine.text.grammars import Grammars, are_prepared_early
 from engine.text.tokenizer import Tokenizer
 from engine.text.tokenizer_loading import load_tokenizer
 
@@ -73,11 +73,6 @@ CPU_STEP_TIME = 0.25
 
 # Threads that fill grammar masks.
 MOST_MASK_THREADS = 8
-
-# Memory for prepared grammars (the tokenizer and llguidance's trees): bytes per token of the vocabulary, bytes that are
-# always allowed, and the largest shares of the weights and of the free memory.
-GRAMMAR_BYTES, LITTLE_MEMORY = 1000, 64_000_000
-SHARE_OF_WEIGHTS, SHARE_OF_FREE = 1 / 4, 1 / 32
 
 # Tokens that a step of whole inputs may always have: no stream waits for such a step, and fewer tokens would waste a
 # busy machine's time.
@@ -320,9 +315,7 @@ class Engine:
         compared with its weights or with the free memory."""
         if "generate" not in self.info.tasks:
             return False
-        weights, free = self.executor.facts.weights, available_memory()
-        most = max(LITTLE_MEMORY, weights * SHARE_OF_WEIGHTS, free * SHARE_OF_FREE)
-        return self.info.vocab_size * GRAMMAR_BYTES <= most
+        return are_prepared_early(self.info.vocab_size, self.executor.facts.weights, available_memory())
 
     def _tell_crossing(self, request: Request) -> None:
         """Log if an answer may exceed the length of pretraining, the first time as a warning."""

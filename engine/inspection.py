@@ -49,6 +49,7 @@ from engine.model.weights import as_linears, stored_dtype
 from engine.process.launch import make_folder, remove_folder
 from engine.scheduling.limits import SchedulerConfig
 from engine.scheduling.needs import SequenceNeeds
+from engine.text.grammars import are_prepared_early, prepared_bytes
 from engine.text.processor import load_tokenizer
 
 PROCESS, IMPORTED, STARTING = 184 << 20, 190 << 20, 228 << 20
@@ -89,6 +90,8 @@ class ModelFacts:
         weights_as_stored: size with the quantization "stored"; 0 if the checkpoint has no quantised weights.
         resident: memory of the engine's process on a CPU before its first request; 0 on a GPU.
         peak: maximum memory while it loads; 0 on a GPU.
+        grammars: memory that structured output takes in addition; 0 for a model without it.
+        early_grammars: whether it is taken right after the start, and not with the first request that needs it.
         num_blocks: pages that the settings and the free memory now allow; 0 for an encoder-only model.
         pages: size of these pages.
         num_states: number of state slots, for models whose layers carry a state; 0 for others.
@@ -133,6 +136,8 @@ class ModelFacts:
     quantization: str | None = None
     resident: int = 0
     peak: int = 0
+    grammars: int = 0
+    early_grammars: bool = False
     weights_as_stored: int = 0
     stored: dict[str, int] = field(default_factory=dict)
     hears: bool = False
@@ -145,6 +150,11 @@ class ModelFacts:
     ranks: tuple[RankFacts, ...] = ()
     divisible: tuple[int, ...] = ()
     indivisible: tuple[str, ...] = ()
+
+    @property
+    def planned(self) -> int:
+        """Memory of the weights and of the caches, once these are full."""
+        return self.weights + self.pages + self.states + self.images
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,6 +293,8 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         sizes_of_pages = (page_bytes(rank.kv_shapes(), config.block_size, cache_dtype) for rank in ranks)
         pages = (num_blocks + 1) * sum(sizes_of_pages)
         full_requests = limits.fitting(max_model_len, num_blocks, model.max_encoder_len or 0)
+    free = available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    writes = "generate" in abilities.tasks and not config.skip_tokenizer_init
     return ModelFacts(
         path=path,
         architecture=architecture(hf_config),
@@ -303,7 +315,9 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         block_size=config.block_size,
         max_model_len=max_model_len,
         max_encoder_len=model.max_encoder_len,
-        free=available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0],
+        free=free,
+        grammars=prepared_bytes(model.vocab_size) if writes else 0,
+        early_grammars=writes and are_prepared_early(model.vocab_size, weights, available_memory()),
         tasks=abilities.tasks,
         quantization=quantization,
         stored=stored,

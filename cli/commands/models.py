@@ -177,10 +177,12 @@ def _examine(model: str, settings: dict[str, Any]) -> _Verdict:
             f"at most {_mebi(facts.peak)} while loading"
         )
         shown.append(("at rest", taken, facts.resident))
-    planned = facts.weights + facts.pages + facts.states + facts.images
+    if facts.grammars:
+        when = "prepared at start" if facts.early_grammars else "with the first such request"
+        shown.append(("grammars", f"{_mebi(facts.grammars)} more for structured output, {when}", facts.grammars))
     what = "weights, pages and vectors of images" if facts.images else "weights and pages"
     shown += [
-        ("memory", f"{_mebi(planned)} for {what}; {_mebi(facts.free)} are free", planned),
+        ("memory", f"{_mebi(facts.planned)} for {what}; {_mebi(facts.free)} are free", facts.planned),
         ("tokenizer", known, tokenizer and tokenizer.vocab_size),
         ("chat template", "yes" if chats else "no", chats),
     ]  # fmt: skip

@@ -86,7 +86,9 @@ def look(config: EngineConfig, *, download: bool = False) -> MemoryPrediction:
     except Exception as problem:  # no check found the damage of a file; the other models are still predicted
         return MemoryPrediction(problem=f"{type(problem).__name__}: {problem}")
     on_gpu = facts.device.startswith("cuda")
-    held = max(facts.peak, facts.resident + facts.pages) if facts.resident else facts.weights + facts.pages
+    held = facts.planned
+    if facts.resident:  # on a CPU
+        held = max(facts.peak, facts.resident + facts.planned - facts.weights + facts.grammars)
     return MemoryPrediction(
         memory=held,
         weights=facts.weights,

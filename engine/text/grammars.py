@@ -30,6 +30,11 @@ from engine.text.vocabulary import Vocabulary
 
 logger = logging.getLogger("octavo.grammar")
 
+# Bytes per token of a vocabulary that the preparation of grammars takes (its tokenizer, llguidance's trees), bytes that
+# it may always take at start, and its largest share of the weights and of the free memory.
+BYTES_PER_TOKEN, LITTLE_MEMORY = 1000, 64_000_000
+SHARE_OF_WEIGHTS, SHARE_OF_FREE = 1 / 4, 1 / 32
+
 MOST_CACHED = 32  # grammars: one may take megabytes, with the states that its answers have reached
 DEFAULT_WHITESPACE = r"[\x20\x0A\x09]{1,32}"  # without an end token a model may continue forever
 _WALK = 48  # bytes with which a trial of a grammar begins an answer: one with small letters, one with capitals
@@ -417,6 +422,17 @@ class GrammarConstraint:
     def _note(self) -> None:
         self.problem = f"the grammar cannot be applied any further: {plain(self._matcher.get_error())}"
         logger.warning("%s", self.problem)
+
+
+def prepared_bytes(vocab_size: int) -> int:
+    """About the memory that the preparation of grammars takes."""
+    return vocab_size * BYTES_PER_TOKEN
+
+
+def are_prepared_early(vocab_size: int, weights: int, free: int) -> bool:
+    """Whether grammars are prepared at start, because they take little beside the bytes of the weights or the free
+    ones."""
+    return prepared_bytes(vocab_size) <= max(LITTLE_MEMORY, weights * SHARE_OF_WEIGHTS, free * SHARE_OF_FREE)
 
 
 class Grammars:

@@ -156,7 +156,7 @@ def test_a_closed_load() -> None:
     assert sorted(record.index for record in records) == list(range(30))
     for record in records:
         assert (record.failure, record.output_tokens, len(record.times)) == (None, 2, 2)
-        assert record.sent + 0.002 <= record.times[0] < record.times[1] <= record.ended
+        assert record.sent + 0.002 <= record.times[0] <= record.times[1] <= record.ended
 
 
 def test_failures_are_recorded() -> None:
