@@ -212,9 +212,7 @@ def _unknown(config: Any) -> UnsupportedModelError:
     elif getattr(config, "text_config", None):
         why = ": it reads more than text"
     instead = "No supported architecture can replace it." if stateful else _alternatives(config)
-    return UnsupportedModelError(
-        f"The architecture {name!r} is not supported{why}. {instead} {_LIST}"
-    )
+    return UnsupportedModelError(f"The architecture {name!r} is not supported{why}. {instead} {_LIST}")
 
 
 _LIST = "`octavo models` lists what is supported."
