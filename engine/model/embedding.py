@@ -79,8 +79,8 @@ class TokenEmbedding(nn.Module):
             x = self.neighbours(gather_neighbours(x, metadata, self.taps, tokens) if self.taps > 1 else x)
         if self.scale != 1.0:
             x = x * self.scale
-        if self.own is not None:
-            x = torch.where((token_ids == self.apart)[:, None], self.own, x)
+        if self.own is not None and self.apart is not None:
+            x = torch.where(token_ids.eq(self.apart)[:, None], self.own, x)
         if self.projection is not None and not self.projects_sum:
             x = self.projection(x)
         if self.token_norm is not None:
