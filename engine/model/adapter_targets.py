@@ -11,8 +11,9 @@ from engine.model.block_sums import BlockSumAttention
 from engine.model.blocks import SequentialBlock, Sublayer
 from engine.model.global_stream import StreamAttention
 from engine.model.global_tokens import GlobalAttention
-from engine.model.layers import CrossAttention, GatedFeedForward, Linear, SelfAttention, SparseFeedForward
+from engine.model.layers import EncodedKeys, GatedFeedForward, Linear, SelfAttention, SparseFeedForward
 from engine.model.operations import AddAdapters
+from engine.model.recurrences import FeatureDeltaLayer, GatedRecurrenceLayer
 from engine.model.state_layers import DeltaRuleAttention
 
 if TYPE_CHECKING:
@@ -54,10 +55,15 @@ def _joined(module: nn.Module) -> Iterator[tuple[Linear, int]]:
             yield module.qkv, 3
             if isinstance(module, GlobalAttention):
                 yield module.global_qkv, 3
-        case CrossAttention():
+        case EncodedKeys():
             yield module.kv, 2
         case GatedFeedForward() | SparseFeedForward():
             yield module.gate_up, 2
         case DeltaRuleAttention():
             yield module.enter, 3
             yield module.rates, 2
+        case GatedRecurrenceLayer():
+            yield module.enter, 2
+        case FeatureDeltaLayer():
+            yield module.enter, 3
+            yield module.low, 2

@@ -40,6 +40,7 @@ class TokenEmbedding(nn.Module):
         self.projects_sum = part.projects_sum
         self.taps = 1 if around is None else around.taps
         self.neighbours = None if around is None else Linear(around.taps * part.width, around.width, True, place)
+        self.apart, self.own = part.apart, None if part.apart is None else place.parameter(part.width)
         self.masked_out = part.masked_out
         self.types = None if not part.token_types else place.parameter(part.token_types, added)
         self.tasks = None if not part.tasks else place.parameter(part.tasks, added)
@@ -78,6 +79,8 @@ class TokenEmbedding(nn.Module):
             x = self.neighbours(gather_neighbours(x, metadata, self.taps, tokens) if self.taps > 1 else x)
         if self.scale != 1.0:
             x = x * self.scale
+        if self.own is not None and self.apart is not None:
+            x = torch.where(token_ids.eq(self.apart)[:, None], self.own, x)
         if self.projection is not None and not self.projects_sum:
             x = self.projection(x)
         if self.token_norm is not None:

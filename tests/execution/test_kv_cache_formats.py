@@ -19,6 +19,8 @@ from support import reference
 from support.checkpoints import Checkpoint
 from support.driving import Job, Strikes, Tokens, add, finish, make_engine, run, run_alone, watching
 from support.jobs import CHECKPOINT, MIXED, beams, greedy, prompt
+from support.seq2seq import make_seq2seq_checkpoint
+from support.seq2seq_shapes import SHAPES as SEQ2SEQ_SHAPES
 from torch import Tensor
 
 from engine import LLM, Engine, EngineConfig, SamplingParams
@@ -552,3 +554,16 @@ def test_a_trained_model_says_the_same() -> None:
         mean = sum(abs(ours[1] - theirs[1]) for ours, theirs in zip(found, truth, strict=True)) / len(truth)
         assert same >= least, name
         assert 0 < mean < apart, name
+
+
+@pytest.mark.parametrize("name", ["t5gemma2", "prophetnet"])
+def test_fp8_pages_of_attention_that_torch_computes(name: str, tmp_path: Path) -> None:
+    """The library runs the rest of these programs, and has no code for such pages."""
+    case = make_seq2seq_checkpoint(SEQ2SEQ_SHAPES[name], tmp_path).cases()[1]
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    found = []
+    for kind in ("auto", "fp8"):
+        engine = make_engine(tmp_path, kv_cache_dtype=kind)
+        found.append(run(engine, [Job(case.source, params)]))
+        engine.close()
+    assert found[0] == found[1]

@@ -39,7 +39,7 @@ SHAPES: dict[str, tuple[Any, Callable[[Any, Path], Any]]] = {
         for name in (
             "llama", "qwen2", "gpt2", "phi3", "falcon-alibi", "gptj", "codegen", "bloom", "gemma3", "granite", "cohere",
             "deepseek-v3", "stablelm-parallel-biases-tied", "mpt", "gpt", "gpt-neox", "gpt-bigcode", "mixtral", "opt",
-            "qwen3-next", "olmo-hybrid", "gemma3n", "gemma4-experts-keys-as-values",
+            "qwen3-next", "olmo-hybrid", "gemma3n", "gemma4-experts-keys-as-values", "recurrent-gemma", "kimi-linear",
         )
     },
     **{
@@ -51,7 +51,7 @@ SHAPES: dict[str, tuple[Any, Callable[[Any, Path], Any]]] = {
     },
     **{
         name: (SEQ2SEQ_SHAPES[name], seq2seq.make_seq2seq_checkpoint)
-        for name in ("t5", "bart", "m2m100", "pegasus-x", "prophetnet")
+        for name in ("t5", "bart", "m2m100", "pegasus-x", "prophetnet", "t5gemma2")
     },
 }  # fmt: skip
 

@@ -317,7 +317,9 @@ SHAPES = {
     "t5gemma2-odd-biases": Seq2SeqShape(
         "T5Gemma2ForConditionalGeneration",
         {
-            "encoder": {"text_config": GEMMA3 | {"num_hidden_layers": 3, "sliding_window": 8, "head_dim": 6}} | SIGHT,
+            "encoder": {"text_config": GEMMA3 | {"num_hidden_layers": 3, "sliding_window": 8, "head_dim": 6}}
+            | SIGHT
+            | {"eoi_token_index": 40},
             "decoder": GEMMA3
             | {
                 "num_key_value_heads": 1,

@@ -22,7 +22,7 @@ from engine.backends.native.arguments import FORMATS
 from engine.backends.native.attention import NativeAttention, describe_bias
 from engine.backends.native.gemm import Packed
 from engine.backends.native.program import LONGEST_KEY, MOST_EXPERTS, ExpertsRoom, Pages, PageTensors, StateMemory
-from engine.backends.native.rotary import LONGEST_HEAD
+from engine.backends.native.rotary import LONGEST_HEAD, PAGES
 from engine.backends.rows import Rows
 from engine.model import spec
 from engine.model.attention_operations import Attend, PrepareHeads, StoreEncoded
@@ -198,7 +198,7 @@ class NativeExecutor:
     def run(self, inputs: Inputs) -> Tensor:
         """Hidden states [Tp, features]. Raises IndexError if a row's pages or a token's slot are outside the cache, or
         its position outside the tables of angles."""
-        if inputs.needs_torch:
+        if inputs.needs_torch or self._unreadable(inputs):
             return self._torch.run(inputs)
         if self._sorts and inputs.metadata.query_lens != sorted(inputs.metadata.query_lens):
             by_length, places = _by_length(inputs)
@@ -207,6 +207,11 @@ class NativeExecutor:
                 inputs.kept[number] = torch.empty_like(kept).index_copy_(0, places, kept)
             return torch.empty_like(out).index_copy_(0, places, out)
         return self._run(inputs)
+
+    def _unreadable(self, inputs: Inputs) -> bool:
+        """Whether the library has no code for the format of the pages. Attention's backend is then another, and
+        `refusal` keeps the program from here, unless torch computes its attention anyway."""
+        return inputs.caches is not None and bool(self._pages) and inputs.caches[0].keys.dtype not in PAGES
 
     def _run(self, inputs: Inputs) -> Tensor:
         if inputs.caches is not None and inputs.slots is None:

@@ -170,6 +170,7 @@ def stored_scheme(config: Any) -> Scheme | None:
     return find_scheme(config, reads_mxfp4=family is not None and family.reads_mxfp4)
 
 
+_NO_ATTENTION = "no layer is attention"
 # Missing parts that architectures need, by the beginnings of their names.
 _REASONS = {
     "AXK1": "the sum of the experts and of the network for every token is normed, too",
@@ -178,6 +179,7 @@ _REASONS = {
     "DeepseekV4": "a sparse index chooses the tokens that attention sees, of which some are compressed",
     "DiffLlama": "attention is the difference of two softmaxes",
     "Doge": "each value adds a learned number to the scores of its token",
+    "FalconMamba": _NO_ATTENTION,
     "Florence2": "its encoder reads an image's vectors (DaViT's) before those of a text",
     "GlmMoeDsa": "a sparse index chooses the tokens that attention sees",
     "GlmOcr": "its image tower ends with a convolution and a special merger",
@@ -185,29 +187,32 @@ _REASONS = {
     "GraniteDocling": "a router chooses one of two paths from its image tower to the decoder",
     "JetMoe": "heads of attention are experts that each token chooses",
     "LongcatFlash": "layers have two attentions, and some experts return their input",
+    "Mamba": _NO_ATTENTION,
     "MiMoV2Flash": "values have a different size from keys",
     "MiniMaxM3": "a sparse index chooses the tokens that attention sees",
     "PaddleOCRVL": "its image tower has parts that are not implemented",
+    "RWKV": _NO_ATTENTION,
+    "Rwkv": _NO_ATTENTION,
+    "Zamba": "layers share an attention layer's weights, and its heads read the embeddings, too",
+    "xLSTM": _NO_ATTENTION,
 }
 
 
 def _unknown(config: Any) -> UnsupportedModelError:
     name = architecture(config)
-    why, instead = "", ""
+    stateful, why = keeps_state(config), ""
     reasons = [reason for begin, reason in _REASONS.items() if name.startswith(begin)]
     if reasons:
         why = f": {reasons[0]}"
-    elif keeps_state(config):
+    elif stateful:
         why = (
             ": it keeps a state (recurrent or state-space layers) of a kind that is not implemented; implemented: "
             "gated short convolutions, gated delta rules, selective scans, RG-LRU and lightning attention"
         )
-        instead = "No supported architecture can replace it."
     elif getattr(config, "text_config", None):
         why = ": it reads more than text"
-    return UnsupportedModelError(
-        f"The architecture {name!r} is not supported{why}. {instead or _alternatives(config)} {_LIST}"
-    )
+    instead = "No supported architecture can replace it." if stateful else _alternatives(config)
+    return UnsupportedModelError(f"The architecture {name!r} is not supported{why}. {instead} {_LIST}")
 
 
 _LIST = "`octavo models` lists what is supported."
@@ -276,8 +281,9 @@ def build_spec(config: Any) -> ModelSpec:
     model = describe(config)
     name = architecture(config)
     if missing := unsupported(model):
+        near = "" if name in _BY_ARCHITECTURE else f"{_alternatives(config)} "
         raise UnsupportedModelError(
-            f"{name} needs parts that are not implemented yet: {', '.join(missing)}. {_alternatives(config)} {_LIST}"
+            f"{name} needs parts that are not implemented yet: {', '.join(missing)}. {near}{_LIST}"
         )
     if name in find(config).headless and isinstance(model.head, Lm) and not model.head.tied:
         raise UnsupportedModelError(

@@ -28,15 +28,16 @@ from engine.model.table import Entry, Family, Joined, WeightTable
 def _spec(config: Any) -> ModelSpec:
     reader, writer = config.encoder.text_config, config.decoder
     return ModelSpec(
-        encoder=_stack(reader, merged=False),
-        decoder=_stack(writer, merged=True),
+        encoder=_stack(reader, config.eoi_token_index, merged=False),
+        decoder=_stack(writer, config.eoi_token_index, merged=True),
         head=Lm(tied=config.tie_word_embeddings, softcap=writer.final_logit_softcapping),
         context_length=min(reader.max_position_embeddings, writer.max_position_embeddings),
         shared_tokens=config.tie_word_embeddings,
     )
 
 
-def _stack(config: Any, *, merged: bool) -> Stack:
+def _stack(config: Any, end: int | None, *, merged: bool) -> Stack:
+    """A stack. `end`: the token that ends an image, which texts may have, too."""
     if config.attn_logit_softcapping is not None:  # the reference reads it but does not apply it
         raise UnsupportedModelError(
             f"attn_logit_softcapping of the config must be null for T5Gemma 2, got {config.attn_logit_softcapping}."
@@ -65,7 +66,12 @@ def _stack(config: Any, *, merged: bool) -> Stack:
     )
     return Stack(
         hidden_size=config.hidden_size,
-        embedding=Tokens(vocab_size=config.vocab_size, width=config.hidden_size, scale=config.hidden_size**0.5),
+        embedding=Tokens(
+            vocab_size=config.vocab_size,
+            width=config.hidden_size,
+            scale=config.hidden_size**0.5,
+            apart=end if end is not None and 0 <= end < config.vocab_size else None,
+        ),
         blocks=blocks,
         final_norm=own,
     )
@@ -84,7 +90,12 @@ def _weights(model: ModelSpec) -> WeightTable:
     assert model.decoder is not None
     stems = {"encoder": "model.encoder", "decoder": "model.decoder"}
     tables = (f"{stems['encoder']}.embed_tokens.weight", f"{stems['decoder']}.embed_tokens.weight")
+    ends = [table.replace(".weight", ".eoi_embedding") for table in tables]
     entries = [*token_tables(model, tables[0], *tables), output_table(model, "lm_head.out_proj")]
+    if isinstance(model.decoder.embedding, Tokens) and model.decoder.embedding.apart is not None:
+        own = ends[0] if model.shared_tokens else ends[1]
+        entries += [Entry("encoder.embedding.own", (ends[0],), default=0.0)]
+        entries += [Entry("decoder.embedding.own", (own,), default=0.0)]
     names = StackNames(norms=NORMS, tokens="")
     entries += stack_weights("encoder", model.encoder, replace(names, stem=stems["encoder"]))
     entries += stack_weights("decoder", model.decoder, replace(names, stem=stems["decoder"]))
@@ -101,7 +112,7 @@ def _weights(model: ModelSpec) -> WeightTable:
         renamed=((r"^model\.encoder\.text_model\.", "model.encoder."),),  # transformers' own names
         head="lm_head.out_proj.weight",
         copies=tables,
-        # Weights that only images need, such as the vector at an image's end.
+        # Weights that only images need, and the decoder's copy of a shared vector.
         ignored=(
             r"model\.encoder\.(vision_tower|multi_modal_projector)\..*",
             r"model\.(encoder|decoder)\.embed_tokens\.eoi_embedding",

@@ -48,6 +48,7 @@ class Tokens:
         vocab_size, width: shape of the table.
         rows: the rows of the table that this rank has, if ranks divide the model; None: all.
         scale: multiplies the vectors.
+        apart: a token whose vector is a parameter of its own, which is not scaled.
         masked_out: the treatment of masks before anything is added.
         neighbours: how vectors are combined before anything is added.
         positions: positions, added after scaling.
@@ -69,6 +70,7 @@ class Tokens:
     vocab_size: int
     width: int
     scale: float = 1.0
+    apart: int | None = None
     masked_out: MaskedOut | None = None
     neighbours: Neighbours | None = None
     positions: Positions | None = None
