@@ -34,9 +34,9 @@ _INTEGERS, _FLOATS = 24, 8
 def what_lacks() -> str:
     """Why nothing can be emulated here; empty if it can."""
     if importlib.util.find_spec("ziglang") is None:
-        return "there is no cross compiler (pip install ziglang)"
+        return "there is no compiler for Arm (pip install ziglang)"
     if not sys.platform.startswith("linux") or _emulator() is None:
-        return "there is no emulator (qemu-aarch64-static, of the package qemu-user-static)"
+        return "there is no emulator of Arm (qemu-aarch64-static, of the package qemu-user-static)"
     return ""
 
 
@@ -84,8 +84,8 @@ class EmulatedLibrary(Library):
         program = program or compiled(isa)
         self.isa, self.name = isa, program.name
         self._symbols = _symbols(program)
-        command = [_emulator() or "", "-cpu", CPUS[isa], str(program)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        self._command = [_emulator() or "", "-cpu", CPUS[isa], str(program)]
+        self._process = self._started()
         self._memory = os.open("/proc/self/mem", os.O_RDWR)
 
     def __del__(self) -> None:
@@ -94,13 +94,20 @@ class EmulatedLibrary(Library):
 
     def close(self) -> None:
         """End the process."""
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
-            for pipe in (self._process.stdin, self._process.stdout):
-                assert pipe is not None
-                pipe.close()
+        if self._memory >= 0:
+            self._end()
             os.close(self._memory)
+            self._memory = -1
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
 
     def function(self, name: str, signature: str) -> Callable[..., None]:
         address = self._symbols.get(f"octavo_{name}")
@@ -120,8 +127,13 @@ class EmulatedLibrary(Library):
                     integers[counts[0]] = _address(argument)
                 counts[letter == "f"] += 1
             words = b"".join(struct.pack("<fI", number, 0) for number in floats)
-            self._send(struct.pack(f"<Q{_INTEGERS}q", address, *integers) + words)
-            self._serve(name)
+            try:
+                self._send(struct.pack(f"<Q{_INTEGERS}q", address, *integers) + words)
+                self._serve(name)
+            except BaseException:  # a crash, or a test's time is over: the next call begins anew
+                self._end()
+                self._process = self._started()
+                raise
 
         return call
 

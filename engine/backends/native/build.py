@@ -105,13 +105,14 @@ def instruction_sets() -> dict[str, InstructionSet]:
 
 
 def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:
-    """Linux's names of this CPU's features. Empty if the system does not report them."""
+    """Linux's names of the features that all cores have. Empty if the system does not report them."""
+    cores: list[set[str]] = []
     with contextlib.suppress(OSError):
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
             name, _, values = line.partition(":")
             if name.strip() in {"flags", "Features"}:  # on x86, on Arm
-                return set(values.split())
-    return set()
+                cores.append(set(values.split()))
+    return set.intersection(*cores) if cores else set()
 
 
 def supported_sets(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:

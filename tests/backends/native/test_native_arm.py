@@ -47,6 +47,10 @@ def test_a_sample_of_kernels_computes_the_same_bits(monkeypatch: pytest.MonkeyPa
         packed = gemm.pack_int8_fast(made)
         for rows in ROWS:
             assert torch.equal(matmul(packed, x[:rows]), wanted[:rows])
+        library._process.kill()
+        with pytest.raises((RuntimeError, BrokenPipeError)):
+            matmul(packed, x)
+        assert torch.equal(matmul(packed, x), wanted), "a crash is one test's"
     library.close()
 
 

@@ -415,6 +415,9 @@ def test_instruction_sets_of_arm_are_chosen_by_what_the_cpu_has(
         expected = [name, *expected] if name not in expected else expected
         cpuinfo.write_text(f"processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: {features}\nCPU implementer\t: 0x41\n")
         assert supported_sets(cpuinfo) == expected
+    with cpuinfo.open("a") as file:
+        file.write("\nprocessor\t: 1\nFeatures\t: fp asimd atomics asimddp\n")
+    assert supported_sets(cpuinfo) == ["neon-dotprod", "neon", "portable"], "a smaller core lacks the rest"
 
 
 @pytest.mark.parametrize("command", ["zig c++", "python3 -m ziglang c++"])
