@@ -99,11 +99,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test with many cases, the fast part has SAMPLE, and the whole MOST: the first, the last and those between
     them, evenly. Cases of which some are marked slow one by one keep their marks, `whole` those of the whole, and
-    `everyday` are in both."""
+    `everyday` are in both. Cases marked exhaustive one by one are in neither."""
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        if item.get_closest_marker("exhaustive") is None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for all_of_one in cases.values():
         last = len(all_of_one) - 1
         sample, most = ({round(place * last / (count - 1)) for place in range(count)} for count in (SAMPLE, MOST))

@@ -19,10 +19,12 @@ from support.emulated import CPUS, EmulatedLibrary, what_lacks
 
 ISAS = supported_sets()
 # `make test` tries this machine's best one; the others, which have to be compiled for that, are for `make test-all`.
-# So are those of Arm, under an emulator.
+# Those of Arm take an hour under an emulator, so they run only by name (CONTRIBUTING.md).
 _LACKING = what_lacks()
 EMULATED = [
-    pytest.param(isa, marks=[pytest.mark.slow, pytest.mark.skipif(bool(_LACKING), reason=_LACKING)])
+    pytest.param(
+        isa, marks=[pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.skipif(bool(_LACKING), reason=_LACKING)]
+    )
     for isa in sorted(CPUS.keys() - set(ISAS))
 ]
 each_isa = pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attention import stored
-from support.native import each_isa, kernels_of, needs_native
+from support.native import ISAS, each_isa, kernels_of, needs_native
 from test_attention_content import content
 from test_attention_reference import CPU, Part, Row, by_position, contradicted, dense, make_row, paged, ragged, table
 from torch import Tensor
@@ -340,6 +340,8 @@ def test_few_queries_get_the_bits_of_many(
 def test_threads_that_share_a_row_change_no_bit(
     isa: str, dtype: torch.dtype, pages: torch.dtype, shape: tuple[int, int]
 ) -> None:
+    if isa not in ISAS:
+        pytest.skip("the emulator has one thread")
     queries, context = shape
     row = make_row(1, context, 4, 1, 128, torch.float32)
     q, metadata = batch([row], [queries], True, dtype)
