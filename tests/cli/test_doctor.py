@@ -292,7 +292,7 @@ def test_models_that_cannot_be_served(model: Path) -> None:
     whole = json.loads(config.read_text())
     config.write_text(json.dumps(whole | {"architectures": ["MambaForCausalLM"]}))
     text = failed(examine(model)["model"])
-    assert "'MambaForCausalLM' is not supported: it keeps a state" in text
+    assert "'MambaForCausalLM' is not supported: no layer is attention" in text
     assert "-> No supported architecture can replace it. `octavo models` lists what is supported." in text
     config.write_text("{")
     assert "config.json cannot be read" in failed(examine(model)["model"])

@@ -192,7 +192,7 @@ def test_a_prompt_that_is_seen_whole(tmp_path: Path) -> None:
     assert [found[str(number)].outputs[0].token_ids for number in range(3)] == alone
     seen = [np.diff(plan.query_start)[np.array(plan.two_way) == 2] for plan in plans if plan.two_way]
     assert sorted(np.concatenate(seen)) == sorted(len(one.token_ids) for one in prompts)
-    with pytest.raises(InvalidRequestError, match=r"one step computes all of them.*at most 32"):
+    with pytest.raises(InvalidRequestError, match=r"one step has to compute all of them and has room for 32"):
         engine.add_request("long", TokenInput([*prompt.token_ids, *[9] * 18], images=prompt.images), GREEDY)
     engine.close()
 

@@ -193,7 +193,7 @@ _REASONS = {
     "PaddleOCRVL": "its image tower has parts that are not implemented",
     "RWKV": _NO_ATTENTION,
     "Rwkv": _NO_ATTENTION,
-    "Zamba": "layers share an attention layer's weights, and its heads read the embeddings, too",
+    "Zamba": "several layers share the weights of one attention layer, which also reads the embeddings",
     "xLSTM": _NO_ATTENTION,
 }
 

@@ -275,7 +275,11 @@ def test_a_refusal_names_the_nearest_and_what_would_show_that_it_does() -> None:
     [
         ("doge", "DogeForCausalLM", "each value adds a learned number to the scores of its token"),
         ("jetmoe", "JetMoeForCausalLM", "heads of attention are experts that each token chooses"),
-        ("zamba2", "Zamba2ForCausalLM", "layers share an attention layer's weights, and its heads read the embeddings"),
+        (
+            "zamba2",
+            "Zamba2ForCausalLM",
+            "several layers share the weights of one attention layer, which also reads the embeddings",
+        ),
         ("mamba2", "Mamba2ForCausalLM", "no layer is attention"),
         ("falcon_mamba", "FalconMambaForCausalLM", "no layer is attention"),
         ("rwkv", "RwkvForCausalLM", "no layer is attention"),
