@@ -157,11 +157,12 @@ NO_CLASSES = (
     *("OlmoFor", "Olmoe", "VaultGemma", "XGLM"),
     *("Afmoe", "Cwm", "ExaoneMoe", "FlexOlmo", "Gemma3n", "Gemma4", "HYV3", "HyperCLOVAX", "Jais2", "Laguna", "Lfm2"),
     *("Bamba", "FalconH1", "Mellum", "NemotronH", "OlmoHybrid", "Qwen3_5Moe", "SolarOpen", "Youtu"),
+    *("AriaText", "Flint", "Kimi", "Kolibri", "Lfm3", "RecurrentGemma"),
 )
 NO_TOKEN_CLASSES = (
     *NO_CLASSES,
     *("CTRL", "DeepseekV2", "GPTJ", "OPT", "Gemma3", "HunYuan", "ModernBertDecoder", "Olmo", "OpenAIGPT", "Phimoe"),
-    *("MiniCPM3", "Qwen3_5"),
+    *("Jamba", "MiniCPM3", "Qwen3_5"),
 )
 
 
