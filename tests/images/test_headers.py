@@ -38,7 +38,7 @@ def test_formats(format: str) -> None:
 
 
 def test_damage() -> None:
-    """What tells no size is no error."""
+    """A header without a size is no error."""
     rng = np.random.default_rng(0)
     whole = base64.b64decode(encoded(30, 20, "JPEG"))
     for text in ("", "https://example.org/cat.png", "data:image/png,x", "%%%%", base64.b64encode(whole[:9]).decode()):

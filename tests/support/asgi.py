@@ -37,7 +37,7 @@ def error(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
 
 
 class Called:
-    """What tests ask of an app that they have made."""
+    """Requests of tests to an app that they have made."""
 
     app: Any
 
@@ -56,7 +56,7 @@ class Called:
 
 
 def events(text: str) -> list[dict[str, Any]]:
-    """What a whole stream of data says, without comments; at its end it says that it is done."""
+    """The events of a whole stream, without comments. Its last event says that it is done."""
     *blocks, rest = text.split("\n\n")
     assert rest == ""
     blocks = [block for block in blocks if not block.startswith(":")]

@@ -26,7 +26,7 @@ from engine.host.folders import cache_folder
 
 HARNESS = Path(__file__).with_suffix(".cpp")
 CPUS = {"neon-i8mm": "max", "neon-dotprod": "neoverse-n1", "neon": "cortex-a72"}
-"""What QEMU emulates for an instruction set: a CPU that has nothing beyond it, where there is one."""
+"""The CPU that QEMU emulates for each instruction set: one without further sets, if there is such a CPU."""
 _READ, _WRITE, _DONE = 1, 2, 3
 _INTEGERS, _FLOATS = 24, 8
 

@@ -164,7 +164,7 @@ def _put_pixtral(writer: Any, config: Any, processor: Any) -> None:
 
 
 def _axes(writer: Any, config: Any) -> None:
-    """Of Qwen's language models."""
+    """Settings of Qwen's language models."""
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_rope_dimension_sections([*config.rope_parameters["mrope_section"], 0])
     if config.model_type == "qwen3_vl_text":

@@ -90,7 +90,7 @@ class WriterModel:
         return getattr(transformers, name)(**settings)
 
     def pixels(self, images: Sequence[PIL.Image.Image]) -> torch.Tensor:
-        """What the reference model reads."""
+        """The inputs of the reference model."""
         return torch.as_tensor(self.processor(list(images), return_tensors="pt")["pixel_values"])
 
 

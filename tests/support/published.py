@@ -61,7 +61,7 @@ def cases() -> list[dict[str, Any]]:
 
 
 def parts_of_case(folder: Path, case: Mapping[str, Any]) -> list[str]:
-    """What this code reads of a case's config."""
+    """The parts that this code reads from a case's config."""
     changes = case.get("changes", {})
     if "type" in case:
         return parts(families.describe(published(AutoConfig.for_model(case["type"], **changes))))

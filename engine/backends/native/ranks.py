@@ -1,7 +1,8 @@
 """Ranks: processes (or threads) that compute each step together, each with a part of every layer.
 
 Ranks exchange tensors through shared memory (`src/ranks.h`). All ranks call the same functions here, in the same order,
-with tensors of the same shape. Sums are added in the order of ranks, so their bits do not depend on who comes first.
+with tensors of the same shape. Sums are added in the order of ranks, so their bits do not depend on which
+rank arrives first.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def _weights(outputs: int, inputs: int) -> Tensor:
 
 
 def test_a_sample_of_kernels_computes_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one source, which is compiled in seconds."""
+    """The sample is a single source file, which is compiled in seconds."""
     if reason := what_lacks():
         pytest.skip(reason)
     x = _activations(147)
@@ -55,7 +55,7 @@ def test_a_sample_of_kernels_computes_the_same_bits(monkeypatch: pytest.MonkeyPa
 
 
 def _packers() -> dict[str, Callable[[], Packed]]:
-    """What packs weights for the library in use, for each kind whose products are of integers."""
+    """Functions that pack weights for the library in use, for each kind with products of integers."""
     weight = _weights(77, 172)
     with kernels_of(ISAS[0]):
         plain, rotated = gemm.quantise_int8(weight), gemm.quantise_int8(weight, "rotated")

@@ -46,7 +46,7 @@ UNREAD: dict[str, str] = {
     "layoutlm": r"pooler\..*",
     # Projections for global tokens, where a head has none of these.
     r"longformer(-windows|-masked.*|-tokens.*)?$": r"encoder\.layer\.\d+\.attention\.self\.\w+_global\.(weight|bias)",
-    # What follows from the number of heads.
+    # These settings follow from the number of heads.
     r"minimax(-odd-scaled)?$": r"layers\.\d+\.self_attn\.(slope_rate|(query|key|diagonal)_decay)",
     "mobilebert-inside": r"encoder\.layer\.\d+\.bottleneck\.attention\..*",
     "mobilebert-masked-untied": r"encoder\.layer\.\d+\.bottleneck\.attention\..*",

@@ -74,7 +74,7 @@ def test_beams_equal_the_reference(subject: Subject) -> None:
 
 
 def test_pixels_are_those_of_the_processor(subject: Subject) -> None:
-    """They may be sent themselves, too."""
+    """Clients may send pixels instead of an image."""
     images = [picture(*size, number) for number, size in enumerate(SIZES)]
     reader, expected = ImageReader(subject.llm.engine.info), subject.model.pixels(images).numpy()
     for image, pixels in zip(images, expected, strict=True):

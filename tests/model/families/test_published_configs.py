@@ -1,5 +1,5 @@
-"""What configs are read as: published ones, others of the same families, and transformers' defaults. That the parts
-compute what they should, the goldens say; here no setting of a family is lost, old names of settings included."""
+"""The parts that are read from configs: published ones, others of the same families, and transformers' defaults. No
+setting is lost, old names included. The golden tests check that the parts compute the right numbers."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def answers(path: Path, model: SeeingModel, **settings: Any) -> list[Any]:
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_pair_is_the_checkpoint(name: str, tmp_path: Path) -> None:
-    """Of any family: the language model's file alone names the pair, as the projector lies beside it."""
+    """The path of the language model's file is enough for every family, because the projector lies beside it."""
     (tmp_path / "stored").mkdir()
     model = make_seeing_model(name, tmp_path / "stored")
     text, _ = write_pair(model, PAIRS[name], tmp_path)
@@ -196,7 +196,7 @@ def test_tensors_of_other_shapes(
 
 
 def test_the_side_of_a_square_of_patches(tmp_path: Path) -> None:
-    """Where the metadata lack it, the matrix that joins the patches tells it."""
+    """A number that the metadata lack follows from the shape of the matrix that joins patches."""
     (tmp_path / "stored").mkdir()
     model = make_seeing_model("mistral3", tmp_path / "stored")
     text, projector = write_pair(model, PAIRS["mistral3"], tmp_path)
@@ -215,7 +215,7 @@ def test_the_side_of_a_square_of_patches(tmp_path: Path) -> None:
 def test_a_named_projector_is_served_or_refused(
     changes: dict[str, Any], message: str, pair: tuple[SeeingModel, Path, Path], tmp_path: Path
 ) -> None:
-    """Where only the engine finds what is not supported, too."""
+    """The refusal is the same for settings that only the engine checks."""
     model, text, _ = pair
     changed, path = tmp_path / "mmproj.gguf", tmp_path / "model.gguf"
     path.symlink_to(text)

@@ -298,7 +298,7 @@ def test_limits_of_keys_hold_over_both_processes(services: Any, tmp_path: Path) 
     new = {"Authorization": "Bearer a-new-key"}
     assert {complete(service, max_tokens=1, headers=new).status_code for _ in range(6)} == {200}
     assert {complete(service, max_tokens=1, headers=one).status_code for _ in range(6)} == {401}
-    # What is told to all while a process starts harms nothing.
+    # Messages to all processes do no harm while one starts.
     for again in range(1, 4):
         os.kill(fronts(service)[0], signal.SIGKILL)
         late = time.monotonic() + PATIENCE
