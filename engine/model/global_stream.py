@@ -50,7 +50,7 @@ def feed(before: nn.Module | None, network: DenseFeedForward, state: RunningPass
     assert state.beside is not None
     x = _filled(state.beside, state.inputs.min_rows)
     up = network.up(x if before is None else before(x))
-    fed = network.down(activate_by_name(network.activation, up))
+    fed = network.down(activate_by_name(network.activation, up, network.kernels))
     state.beside = state.beside + fed[: len(state.beside)]
 
 

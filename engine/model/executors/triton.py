@@ -21,15 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from engine.backends.rows import Rows
-from engine.backends.triton import norms
+from engine.backends.triton import FORMATS, norms
 from engine.backends.triton.norms import Norm
 from engine.backends.triton.rotary import LONGEST_HEAD, Angles, HeadNorms
 from engine.model.attention_operations import Attend, PrepareHeads, PrepareLatent
 from engine.model.executors import triton_operations, triton_row
-from engine.model.executors.reference import HANDLERS, Biases, Buffers, Calls, Pass, TorchExecutor
+from engine.model.executors.reference import Biases, Buffers, Calls, Pass
+from engine.model.executors.single import SingleExecutor, handlers_of
 from engine.model.executors.triton_operations import Join, StoreHeads
+from engine.model.executors.triton_rows import TritonRows
 from engine.model.inputs import Inputs
-from engine.model.kernels import GPU_FORMATS
 from engine.model.norms import LayerNorm, RmsNorm
 from engine.model.operations import Add, AddAdapters, AllReduce, Normalize, Operation
 from engine.model.positions import Rotary
@@ -45,12 +46,12 @@ class TritonExecutor:
 
     def __init__(self, program: Program, tables: Tables, dtype: torch.dtype):
         self._tables = tables
-        self._torch = TorchExecutor(program, tables)
+        self._single = SingleExecutor(program, tables, TritonRows())
         fusing = _Fusing(program, tables, dtype)
         self.operations: Sequence[Operation] = fusing.operations
         self.missing = fusing.missing
         self.row_operations = triton_row.row_operations(self.operations, program.stream)
-        handlers = HANDLERS | triton_operations.HANDLERS | triton_row.HANDLERS
+        handlers = dict(handlers_of(TritonRows())) | triton_operations.HANDLERS | triton_row.HANDLERS
         self._calls = Calls(self.operations, handlers, program.result)
         self._row_calls = Calls(self.row_operations, handlers, program.result)
         # For rows with one token each, kernels find the slots themselves; torch does not.
@@ -66,7 +67,7 @@ class TritonExecutor:
         Rows outside the angles give NaN; data for slots outside the pages, or in block 0, is not written.
         """
         if inputs.needs_torch:
-            return self._torch.run(inputs)
+            return self._single.run(inputs)
         if inputs.caches is not None and inputs.slots is None and not self._finds(inputs):
             found = find_slots(inputs.caches[0], inputs.metadata, inputs.positions, inputs.tokens)
             inputs = replace(inputs, slots=found)
@@ -112,7 +113,7 @@ class _Fusing:
 
     @property
     def _joins(self) -> bool:
-        return self._dtype in GPU_FORMATS and self._stream.width <= norms.WIDEST
+        return self._dtype in FORMATS and self._stream.width <= norms.WIDEST
 
     def _join(self, addend: Rows | None, norm: Norm | None, out: Rows) -> None:
         after = None if addend is None else self._after.pop(addend, None)
@@ -125,7 +126,7 @@ class _Fusing:
 
     def _heads(self, operation: PrepareHeads) -> StoreHeads | None:
         part, angles, heads, whole = operation.part, None, None, None
-        if part.head_dim > LONGEST_HEAD or self._dtype not in GPU_FORMATS:
+        if part.head_dim > LONGEST_HEAD or self._dtype not in FORMATS:
             self.missing[f"a head of {part.head_dim} features of {self._dtype} has no kernel"] = None
             return None
         if isinstance(part.position, Rotary):
@@ -159,7 +160,7 @@ class _Fusing:
                 norm = Norm(module.weight, module.eps, centred=True, bias=module.bias)
             case _:
                 return None
-        if module.shape[0] > norms.WIDEST or self._dtype not in GPU_FORMATS:
+        if module.shape[0] > norms.WIDEST or self._dtype not in FORMATS:
             self.missing[f"a norm of {module.shape[0]} features of {self._dtype} has no kernel"] = None
             return None
         own = all(part is None or part.dtype == self._dtype for part in (norm.weight, norm.bias))
