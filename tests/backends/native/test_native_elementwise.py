@@ -90,23 +90,6 @@ def test_layer_norm(
 
 
 @each_isa
-@few
-@given(rows, sizes, seeds, formats, threads)
-def test_norms_of_sums_are_norms_of_the_rounded_sum(
-    isa: str, count: int, size: int, seed: int, dtype: torch.dtype, cores: int
-) -> None:
-    x, y = apart(numbers(seed, count, size, dtype=dtype)), apart(numbers(seed + 1, count, size, dtype=dtype))
-    weight, bias = numbers(seed + 2, size, dtype=dtype), numbers(seed + 3, size, dtype=dtype)
-    with kernels_of(isa, cores):
-        normed, total = norms.add_rms_norm(x, y, weight, 1e-6, in_float32=True)
-        assert torch.equal(total, x + y)
-        assert torch.equal(normed, norms.rms_norm(total, weight, 1e-6, in_float32=True))
-        normed, total = norms.add_layer_norm(x, y, weight, bias, 1e-6)
-        assert torch.equal(total, x + y)
-        assert torch.equal(normed, norms.layer_norm(total, weight, bias, 1e-6))
-
-
-@each_isa
 def test_norms_of_heads_that_lie_among_others(isa: str) -> None:
     """As queries and keys do in a projection."""
     heads = numbers(0, 7, 9, 24)
@@ -204,9 +187,9 @@ def test_bits_do_not_depend_on_threads_or_rows(isa: str, dtype: torch.dtype) -> 
     def compute(x: Tensor) -> list[Tensor]:
         return [
             norms.rms_norm(x, weight, 1e-5),
-            *norms.add_rms_norm(x, x, weight, 1e-5, unit_offset=True),
+            norms.rms_norm(x, weight, 1e-5, unit_offset=True),
             norms.layer_norm(x, weight, weight, 1e-5),
-            *norms.add_layer_norm(x, x, weight, None, 1e-5),
+            norms.layer_norm(x, weight, None, 1e-5),
             activations.activate(x, "gelu", weight),
             activations.gate(x, "silu", weight),
         ]
@@ -225,7 +208,6 @@ def test_what_kernels_cannot_take_is_refused() -> None:
         lambda: norms.rms_norm(x.double(), None, 1e-5),
         lambda: norms.rms_norm(x, torch.ones(5), 1e-5),
         lambda: norms.rms_norm(x, torch.ones(6, dtype=torch.bfloat16), 1e-5),
-        lambda: norms.add_rms_norm(x, x[:1], None, 1e-5),
         lambda: norms.layer_norm(x, None, torch.ones(12)[::2], 1e-5),
         lambda: activations.gate(x[:, :5], "silu"),
         lambda: activations.activate(x[0], "silu"),
