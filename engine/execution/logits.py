@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.backends import triton as gpu
-from engine.model.kernels import LIBRARY, RowForm
+from engine.model.row_form import LIBRARY, RowForm
 from engine.model.transformer import Transformer
 from engine.scheduling.plan import Int32
 

@@ -510,7 +510,7 @@ class Builder:
                 self.add(Apply("attention with an encoder's tokens", attend, (prepared.queries,), (attended,)))
             case StreamAttention():
                 self.add(Apply("attention to vectors beside tokens", module.attend, parts, (attended,)))
-            case SelfAttention(part=spec.Attention(blocks=spec.SparseBlocks())):
+            case SelfAttention(part=spec.Attention(sees=spec.SparseBlocks())):
                 attend = partial(sparse_blocks.attend, module.part)
                 self.add(Apply("attention to some blocks", attend, parts, (attended,)))
             case _:

@@ -120,7 +120,7 @@ class GatedRecurrenceLayer(StateModule):
             return known
 
         _advance(layer, state, step, width, (part.kernel - 1) * width, x.device)
-        return out.to(x.dtype) * activate_by_name(part.activation, opening.contiguous())
+        return out.to(x.dtype) * activate_by_name(part.activation, opening.contiguous(), self.kernels)
 
 
 class FadingAttentionLayer(StateModule):
@@ -139,7 +139,7 @@ class FadingAttentionLayer(StateModule):
     def advance(self, layer: int, state: RunningPass, entered: Tensor) -> Tensor:
         """The results [Tp, heads * head_dim] of rows of queries, keys and values."""
         part = self.part
-        heads = activate_by_name(part.activation, entered.contiguous()).float().chunk(3, dim=1)
+        heads = activate_by_name(part.activation, entered.contiguous(), self.kernels).float().chunk(3, dim=1)
         queries, keys, values = (split_heads(each, part.head_dim) for each in heads)
         decays = torch.tensor(part.slopes, device=entered.device).neg().exp()
         out = torch.zeros_like(values)

@@ -23,10 +23,10 @@ from engine.model import quantisation, spec
 from engine.model.adapter_slots import AdapterSlots
 from engine.model.adapter_targets import adaptable
 from engine.model.embedding import TokenEmbedding, count_placed
+from engine.model.executors.choice import choose_kernels
 from engine.model.experts import ExpertMatrices, ExpertsFeedForward
 from engine.model.heads import Head, Panel, build_head
 from engine.model.inputs import Inputs
-from engine.model.kernels import LIBRARY, RowForm
 from engine.model.latent import LatentAttention
 from engine.model.layers import EncodedKeys, Linear, OpenedFeedForward
 from engine.model.missing import unsupported
@@ -34,6 +34,7 @@ from engine.model.packing import LookUp, keeps_once, on_gpu
 from engine.model.place import Place
 from engine.model.quantisation import Held, Wanted
 from engine.model.recurrences import FeatureDeltaLayer, GatedRecurrenceLayer
+from engine.model.row_form import LIBRARY, RowForm
 from engine.model.sharding import Share, splits_vocabulary
 from engine.model.stack import TransformerStack
 from engine.model.state_layers import DeltaRuleAttention
@@ -209,6 +210,7 @@ class Transformer(nn.Module):
                     linear.adapters.warm()
 
     def _make_ready(self) -> None:
+        choose_kernels(self, self.device)
         for part in (self.encoder, self.decoder, self.head):
             if isinstance(part, TransformerStack | Head | Panel):
                 part.make_ready()

@@ -15,6 +15,7 @@ from engine.model.activations import activate_by_name
 from engine.model.layers import Linear
 from engine.model.norms import build_norm
 from engine.model.place import Place
+from engine.model.row_kernels import RowModule
 
 Tower = Callable[[Tensor], Tensor]
 """[positions, features] of a crop [channels, height, width]; the hidden states that are `kept` come after the last."""
@@ -26,7 +27,7 @@ def _squares_of(x: Tensor, factor: int) -> Tensor:
     return x.view(side, factor, side, factor, -1).transpose(1, 2).reshape(side**2, -1)
 
 
-class Projector(nn.Module):
+class Projector(RowModule):
     """The tower's hidden states [N, features] to the decoder's vectors [N, hidden]."""
 
     def __init__(self, part: spec.Projector, features: int, hidden: int, place: Place):
@@ -45,7 +46,7 @@ class Projector(nn.Module):
             x = self.merged(x.reshape(-1, self.merged.inputs))
         x = x.reshape(-1, self.first.inputs)
         x = x if self.norm is None else self.norm(x)
-        projected: Tensor = self.second(activate_by_name(self._activation, self.first(x)))
+        projected: Tensor = self.second(activate_by_name(self._activation, self.first(x), self.kernels))
         return projected
 
 

@@ -26,7 +26,9 @@ from engine.backends.native.rotary import LONGEST_HEAD, PAGES
 from engine.backends.rows import Rows
 from engine.model import spec
 from engine.model.attention_operations import Attend, PrepareHeads, StoreEncoded
-from engine.model.executors.reference import Pass, TorchExecutor, execute
+from engine.model.executors.native_rows import NativeRows
+from engine.model.executors.reference import Pass
+from engine.model.executors.single import SingleExecutor, handlers_of
 from engine.model.experts import ExpertsFeedForward
 from engine.model.inputs import Inputs
 from engine.model.layers import QkNorm
@@ -156,7 +158,8 @@ class NativeExecutor:
 
     def __init__(self, program: Program, tables: Tables, dtype: torch.dtype):
         self._program, self._tables, self._dtype = program, tables, dtype
-        self._torch = TorchExecutor(program, tables)
+        self._single = SingleExecutor(program, tables, NativeRows())
+        self._handlers = handlers_of(NativeRows())
         self._angles = {part: table.whole(dtype) for part, table in tables.rotary.items()}
         self.native = programs.Program(dtype)
         for width in program.widths:
@@ -199,7 +202,7 @@ class NativeExecutor:
         """Hidden states [Tp, features]. Raises IndexError if a row's pages or a token's slot are outside the cache, or
         its position outside the tables of angles."""
         if inputs.needs_torch or self._unreadable(inputs):
-            return self._torch.run(inputs)
+            return self._single.run(inputs)
         if self._sorts and inputs.metadata.query_lens != sorted(inputs.metadata.query_lens):
             by_length, places = _by_length(inputs)
             out = self._run(by_length)
@@ -241,7 +244,7 @@ class NativeExecutor:
                 if isinstance(stage, tuple):
                     self.native.run(*stage)
                 else:
-                    execute(stage, state)
+                    self._handlers[type(stage)](stage, state)
         finally:
             self.native.end()
         return out

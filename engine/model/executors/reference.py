@@ -1,7 +1,4 @@
-"""Runs a stack's program in torch: the oracle, for every device and format.
-
-Single operations use our own kernels if there are some (`engine.model.kernels`).
-"""
+"""Runs a stack's program in torch: the oracle, for every device and format."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from torch import Tensor
 from engine.backends.attention.base import Bias, DistanceBias, Paged, Ragged
 from engine.backends.rows import Rows
 from engine.backends.torch.states import apply_delta, apply_scan, convolve, each_row
-from engine.model import kernels
 from engine.model.activations import activate, activate_by_name, gate_by_name
 from engine.model.attention_operations import Attend, PrepareHeads, PrepareLatent, StoreEncoded
 from engine.model.convolution import gather_neighbours
@@ -42,6 +38,7 @@ from engine.model.positions import AttentionPosition, Disentangled, RelativeBuck
 from engine.model.program import Program, last_uses
 from engine.model.reading import ReadingAttention
 from engine.model.rotary import rotate
+from engine.model.row_kernels import NewHeads, RowKernels
 from engine.model.slots import find_slots
 from engine.model.state_operations import ApplyDelta, ApplyScan, Convolve
 from engine.model.tables import Tables
@@ -144,13 +141,13 @@ class Calls:
 
 
 class TorchExecutor:
-    """Runs a program operation by operation."""
+    """Runs a program operation by operation in torch, with modules for whose rows no kernels were chosen."""
 
     missing = ()  # torch computes everything here, so nothing is reported as missing
 
-    def __init__(self, program: Program, tables: Tables):
+    def __init__(self, program: Program, tables: Tables, handlers: Mapping[type, Handler] | None = None):
         self._tables = tables
-        self._calls = Calls(program.operations, HANDLERS, program.result)
+        self._calls = Calls(program.operations, HANDLERS if handlers is None else handlers, program.result)
 
     def run(self, inputs: Inputs) -> Tensor:
         """Hidden states [Tp, features]."""
@@ -159,10 +156,6 @@ class TorchExecutor:
             inputs = replace(inputs, slots=found)
         values = Buffers()
         return self._calls.run(Pass(inputs, self._tables, values), values)
-
-
-def execute(operation: Operation, state: Pass) -> None:
-    HANDLERS[type(operation)](operation, state)
 
 
 def _embed(operation: Embed, state: Pass) -> None:
@@ -203,7 +196,8 @@ def _all_reduce(operation: AllReduce, state: Pass) -> None:
     state.values[operation.x] = operation.ranks.reduce(state.values[operation.x])
 
 
-def _prepare_heads(operation: PrepareHeads, state: Pass) -> None:
+def prepare_heads(operation: PrepareHeads, state: Pass, kernels: RowKernels | None = None) -> None:
+    """Prepare queries, keys and values for attention; `kernels` rotate and store them."""
     part, inputs = operation.part, state.inputs
     heads = state.values[operation.heads]
     heads = heads.view(len(heads), part.heads + 2 * part.kv_heads, part.head_dim)
@@ -214,14 +208,14 @@ def _prepare_heads(operation: PrepareHeads, state: Pass) -> None:
     angles = None if rotary is None else state.rotation(rotary, turning)
     if operation.qk_norm is not None:
         if operation.qk_norm.after_rotation and rotary is not None and angles is not None:
-            if not kernels.rotate_and_store(turning, values, rotary, angles, None, None):
+            if kernels is None or not kernels.rotate_and_store(NewHeads(turning, values, rotary, angles)):
                 turning = rotate(turning, rotary, *angles)
             rotary, angles = None, None
         turning = operation.qk_norm(turning)
         values = values if operation.qk_norm.values is None else operation.qk_norm.values(values)
     cache = None if operation.layer is None else state.pages(operation.layer)
     slots = inputs.slots if cache is not None else None
-    done = kernels.rotate_and_store(turning, values, rotary, angles, cache, slots)
+    done = kernels is not None and kernels.rotate_and_store(NewHeads(turning, values, rotary, angles, cache, slots))
     if not done and rotary is not None and angles is not None:
         turning = rotate(turning, rotary, *angles)
     queries, keys = turning.tensor_split((part.heads,), dim=1)
@@ -284,9 +278,10 @@ def _attend(operation: Attend, state: Pass) -> None:
     state.values[operation.out] = attended.reshape(len(attended), operation.out.width)
 
 
-def _activate(operation: Activate, state: Pass) -> None:
+def activate_rows(operation: Activate, state: Pass, kernels: RowKernels | None = None) -> None:
+    """Compute an activation, by `kernels` if they have it."""
     by_name = gate_by_name if operation.gated else activate_by_name
-    state.values[operation.out] = by_name(operation.function, state.values[operation.x])
+    state.values[operation.out] = by_name(operation.function, state.values[operation.x], kernels)
 
 
 def _open(operation: Open, state: Pass) -> None:
@@ -310,7 +305,8 @@ def _add(operation: Add, state: Pass) -> None:
     state.values[operation.out] = state.values[operation.x] + state.values[operation.y]
 
 
-def _convolve(operation: Convolve, state: Pass) -> None:
+def convolve_rows(operation: Convolve, state: Pass, kernels: RowKernels | None = None) -> None:
+    """Compute a short convolution; `kernels` activate its results if they can."""
     module, entered = operation.module, state.values[operation.x]
     after = None
     if operation.gated:
@@ -322,7 +318,7 @@ def _convolve(operation: Convolve, state: Pass) -> None:
     def step(known: Tensor, tokens: slice) -> Tensor:
         total, left = convolve(entered[tokens].float(), known.view(-1, module.width), weight, bias)
         total = total.to(out.dtype)
-        out[tokens] = activate_by_name("silu", total) if after is None else total * after[tokens]
+        out[tokens] = activate_by_name("silu", total, kernels) if after is None else total * after[tokens]
         return left.flatten()
 
     inputs = state.inputs
@@ -406,16 +402,16 @@ HANDLERS: dict[type, Handler] = {
     AddAdapters: _add_adapters,
     AllReduce: _all_reduce,
     Apply: _apply,
-    PrepareHeads: _prepare_heads,
+    PrepareHeads: prepare_heads,
     PrepareLatent: _prepare_latent,
     StoreEncoded: _store_encoded,
     Attend: _attend,
-    Activate: _activate,
+    Activate: activate_rows,
     Open: _open,
     MixExperts: _mix_experts,
     GatherNeighbours: _gather_neighbours,
     Add: _add,
-    Convolve: _convolve,
+    Convolve: convolve_rows,
     ApplyDelta: _apply_delta,
     ApplyScan: _apply_scan,
 }

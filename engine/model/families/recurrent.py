@@ -130,7 +130,7 @@ def _griffin_attention(c: Any) -> list[Attention]:
     own = attention(
         c,
         position=rotary(c, partial=True),
-        window=sliding_window(c.attention_window_size),
+        sees=sliding_window(c.attention_window_size),
         qkv_bias=c.attention_bias,
         out_bias=True,
     )
@@ -328,7 +328,7 @@ FAMILIES = (
         pairs("MiniMax"),
         "lightning attention with a state in most layers, norms before the residuals, MoE",
         attention=lambda c: _attended(
-            _carries(c), attention(c, position=rotary(c), window=sliding_window(c.sliding_window))
+            _carries(c), attention(c, position=rotary(c), sees=sliding_window(c.sliding_window))
         ),
         mixing=_minimax_fading,
         ffn=lambda c: routed(gated_network(c), count=c.num_local_experts, active=c.num_experts_per_tok),
