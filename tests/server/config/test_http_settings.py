@@ -525,6 +525,17 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert run.stderr == ""
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+@pytest.mark.parametrize(
+    ("stdout", "status", "said"),
+    [("/dev/full", 1, "octavo config: the output cannot be written: No space left on device.\n"), ("&-", 0, "")],
+)
+def test_stdout_that_takes_nothing(stdout: str, status: int, said: str) -> None:
+    command = ["sh", "-c", f'"{sys.executable}" -m octavo config >{stdout}']
+    run = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=200)
+    assert (run.returncode, run.stderr) == (status, said)
+
+
 def test_settings_come_without_what_serving_needs() -> None:
     """`octavo config` and a wrong flag answer at once."""
     code = "import sys, cli.settings; print([n for n in ('torch', 'fastapi', 'uvicorn') if n in sys.modules])"
