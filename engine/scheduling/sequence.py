@@ -338,6 +338,8 @@ class SequenceGroup:
             or decoding.bad_words
         )
         self.has_bans = has_changing_bans or bool(decoding.suppress_tokens)
+        # banned tokens that depend only on the place in the answer, by whether the answer begins, and its early ends
+        self.lasting_bans: dict[tuple[bool, frozenset[int]], Int32] = {}
         self.has_forced_tokens = bool(decoding.forced_eos_token_ids) or decoding.forced_bos_token_id is not None
         # whether the penalised, banned or forced tokens change as the answer grows
         self.has_changing_edits = (

@@ -39,6 +39,7 @@ ENGINE = {
     "enforce_eager": True, "flash_prefill": True, "gpu_memory_utilization": 0.5, "num_gpu_blocks_override": 77,
     "enable_prefix_caching": False, "generation_config": "none", "max_num_beams": 4, "seed": 5, "show_progress": False,
     "lora_modules": ("a=x", '{"name": "b", "path": "y, z"}'), "max_loras": 3, "max_lora_rank": 8,
+    "lora_dtype": "float32",
     "catalogue": ("a=one.jsonl", "b=two=2.jsonl"), "chat_template": "chatml",
     "speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}',
     "kv_events_config": '{"enable_kv_cache_events": true, "publisher": "null"}',
