@@ -186,7 +186,8 @@ class Service:
         refusal does not count. Raises EngineDeadError if nothing can be served now; ApiError if there is no room, or
         none before the deadline."""
         self._check_alive(counts=not patient)
-        reservation = await self.admission.admit(prompts, tokens, terms.tenant, terms.deadline, patient=patient)
+        gate = self.commons.lines if terms.in_batch else self.admission
+        reservation = await gate.admit(prompts, tokens, terms.tenant, terms.deadline, patient=patient)
         self.metrics.admitted(terms.adapter)
         return reservation
 
@@ -194,7 +195,8 @@ class Service:
         """A slot for a request whose inputs, however many, have this many tokens in total (estimated). Raises
         EngineDeadError if nothing can be served now. ApiError if there is no room."""
         self._check_alive()
-        reservation = await self.pooling.admit(1, tokens, terms.tenant)
+        gate = self.commons.lines if terms.in_batch else self.pooling
+        reservation = await gate.admit(1, tokens, terms.tenant)
         self.metrics.admitted(terms.adapter)
         return reservation
 

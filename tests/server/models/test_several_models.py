@@ -713,6 +713,10 @@ def test_models_come_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (chat.aliases, chat.pinned, chat.idle_time) == (("gpt-4o",), True, 5)
     assert (chat.engine.max_model_len, chat.settings.tool_call_parser) == (7, "hermes")
     assert chat.engine.adapters == {"sql": "y"}
+    assert (chat.engine.share_weights, embed.engine.share_weights) == (None, True), "pinned models are loaded once"
+    file.write_text("a: x\nb: {model: y, quantization-cache: off}\nc: {model: z, share-weights: false}")
+    assert [each.engine.share_weights for each in settings_of("--models", str(file))] == [True, None, False]
+    assert settings_of("--models", str(file), "--no-share-weights")[0].engine.share_weights is False
     assert (embed.engine.model, embed.engine.max_model_len, embed.settings.tool_call_parser) == ("z", 99, "auto")
 
 
