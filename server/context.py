@@ -91,6 +91,9 @@ class Models(Protocol):
             ApiError: 404, there is no such model; 403, the API key may not use it.
         """
 
+    async def foreseen(self, name: str) -> None:
+        """Wait until the abilities of a model are known, or cannot be known before its first load."""
+
     async def serve(self, request: Request) -> Service:
         """The service of the model that a request names, which is loaded first if it is not. The model stays loaded
         until the request has been answered. Raises ApiError: 404, there is no such model; 403, the API key may not use

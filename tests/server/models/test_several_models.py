@@ -640,6 +640,8 @@ def test_ollamas_clients_see_all_models(monkeypatch: pytest.MonkeyPatch) -> None
             async def names(path: str) -> list[str]:
                 return [one["name"] for one in (await found.http.get(path)).json()["models"]]
 
+            shown = await found.http.post("/api/show", json={"model": "b"})
+            assert shown.json()["capabilities"] == ["completion"], "it waits until this is known"
             assert (await found.http.get("/api/version")).status_code == 200
             assert (await names("/api/tags"), await names("/api/ps")) == (["a:latest", "b:latest"], [])
             assert found.loads == []
