@@ -64,7 +64,8 @@ class EngineConfig:
             in the user's cache).
         share_weights: on a CPU, store the weights of every model in quantization_cache, in the form that the kernels
             read, and map them from there. Engines with the same model then share one copy in memory and start faster.
-            The folder grows by the size of the model.
+            The folder grows by the size of the model (default: off; in a service with several models, on for those that
+            are not pinned).
         device: cpu, cuda, cuda:N or auto.
         threads: number of CPU threads (default: OMP_NUM_THREADS, else one per available core, within the limit of the
             container).
@@ -130,7 +131,7 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     quantization: Literal["none", "int8", "int8-fast", "int4", "stored"] | None = None
     quantization_cache: str | None = None
-    share_weights: bool = False
+    share_weights: bool | None = None
     device: str = "auto"
     threads: int | None = None
     max_model_len: int | None = None
