@@ -737,7 +737,7 @@ KINDS: dict[str, Kind] = {
     "jamba": Kind("jamba", _shape("JambaForCausalLM", num_hidden_layers=4, attn_layer_period=3, attn_layer_offset=1,
         num_experts=4, mamba_d_state=32), _jamba, _CHANNELS, _UNCHANNELS, transformers=False),
     "jamba-dense": Kind("jamba", _shape("JambaForCausalLM", attn_layer_period=2, attn_layer_offset=1, num_experts=1,
-        tie_word_embeddings=True), _jamba, _CHANNELS, _UNCHANNELS, transformers=False),
+        num_experts_per_tok=1, tie_word_embeddings=True), _jamba, _CHANNELS, _UNCHANNELS, transformers=False),
     "nemotron_h": Kind("nemotron_h", _shape("NemotronHForCausalLM", **_NEMOTRON), _nemotron_h, _SCANNED, _UNSCANNED,
                        transformers=False),
     "nemotron_h_moe": Kind("nemotron_h_moe", _shape("NemotronHForCausalLM", **_NEMOTRON | {
