@@ -93,8 +93,9 @@ class ImageVectors:
         for table in stack.placed_tables:
             table.place(grid.places)
         patches, blend = patches_of(crop, part.tower.embedding, grid), None
-        if (learned := part.tower.embedding.positions) is not None:
-            blend = blend_of(grid, math.isqrt(learned.size), self._device)
+        embedding = part.tower.embedding
+        if embedding.positions is not None:
+            blend = blend_of(grid, math.isqrt(embedding.positions.size), self._device, cells=embedding.cells)
         parts = AttentionMetadata.build(grid.windows, grid.windows, self._device)
         states = self._run(patches, len(patches), parts, blend)
         squares = states.view(len(grid.original), part.squares**2, -1)

@@ -57,12 +57,17 @@ class Fitted:
     Attributes:
         least, most: pixels of the result.
         longest: maximum pixels of the longer side; replaces `least` and `most` (Pixtral). 0 for none.
+        frames: an image counts against `least` and `most` as often as it is repeated.
+        grows: an image with a side of less than a square is enlarged first: each such side, with the other one rounded,
+            or both sides at once, rounded down. "": it is not.
     """
 
     unit: int
     least: int = 0
     most: int = 0
     longest: int = 0
+    frames: int = 1
+    grows: Literal["", "sides", "whole"] = ""
 
     def size(self, size: Size) -> Size:
         """Height and width after that (`smart_resize` and `get_resize_output_image_size` of `transformers`)."""
@@ -70,14 +75,29 @@ class Fitted:
         if self.longest:
             shrink = max(height / self.longest, width / self.longest, 1.0)
             return (-(-max(int(height / shrink), 1) // unit) * unit, -(-max(int(width / shrink), 1) // unit) * unit)
+        height, width = self._grown(size)
         rows, columns = round(height / unit) * unit, round(width / unit) * unit
-        if rows * columns > self.most:
-            shrink = math.sqrt(height * width / self.most)
-            rows, columns = (max(unit, math.floor(side / shrink / unit) * unit) for side in size)
-        elif rows * columns < self.least:
-            growth = math.sqrt(self.least / (height * width))
-            rows, columns = (math.ceil(side * growth / unit) * unit for side in size)
+        pixels = self.frames * rows * columns
+        if pixels > self.most:
+            shrink = math.sqrt(self.frames * height * width / self.most)
+            rows, columns = (max(unit, math.floor(side / shrink / unit) * unit) for side in (height, width))
+        elif pixels < self.least:
+            growth = math.sqrt(self.least / (self.frames * height * width))
+            rows, columns = (math.ceil(side * growth / unit) * unit for side in (height, width))
         return rows, columns
+
+    def _grown(self, size: Size) -> Size:
+        """Height and width of an image that has a whole square."""
+        (height, width), unit = size, self.unit
+        if self.grows == "sides":
+            if height < unit:
+                height, width = unit, round(width * unit / height)
+            if width < unit:
+                height, width = round(height * unit / width), unit
+        elif self.grows == "whole" and min(size) < unit:
+            scale = max(unit / height, unit / width)
+            height, width = int(height * scale), int(width * scale)
+        return height, width
 
     def grid(self, size: Size) -> Size:
         """Rows and columns of vectors."""
@@ -89,9 +109,9 @@ class Fitted:
         """No image has more."""
         if self.longest:
             return math.ceil(self.longest / self.unit) ** 2
-        long = math.sqrt(MOST_RATIO)
-        grown = self.least + self.unit * (long + 1 / long) * math.sqrt(self.least) + self.unit**2
-        return int(max(self.most, self.unit * long * math.sqrt(self.most), grown)) // self.unit**2
+        long, least, most = math.sqrt(MOST_RATIO), self.least / self.frames, self.most / self.frames
+        grown = least + self.unit * (long + 1 / long) * math.sqrt(least) + self.unit**2
+        return int(max(most, self.unit * long * math.sqrt(most), grown)) // self.unit**2
 
 
 @dataclass(frozen=True, slots=True)
