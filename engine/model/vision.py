@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -135,11 +135,11 @@ class ImageEmbedding(nn.Module):
         )
         self.newline = place.parameter(hidden) if part.newline else None
 
-    def forward(self, crops: Tensor, size: Size, tower: Tower, info: VisionInfo) -> Tensor:
+    def forward(self, crops: Iterable[Tensor], size: Size, tower: Tower, info: VisionInfo) -> Tensor:
         """[vectors, hidden] of an image; with further vectors beside each, if there are `deep` ones.
 
         Args:
-            crops: float32 [crops, channels, height, width].
+            crops: float32 [channels, height, width] each.
             size: height and width of the image as it was sent.
             tower: computes one crop. One at a time: that bounds the memory, and no crop's bits depend on another.
         """

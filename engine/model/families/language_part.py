@@ -167,5 +167,6 @@ _UNUSED = (
     r"(model\.)?(vision_encoder|vision_projection)\..*",
     r"(model\.)?image_newline",
     r"(model\.)?(projector|mlp_AR)\..*",
+    r"(v|mm)\..*",  # of an image projector in a GGUF file, if nothing is known about the tensor
     r"(model\.)?(audio_tower|embed_vision|embed_audio|vision_embedder)\..*",
 )
