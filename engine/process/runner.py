@@ -477,12 +477,22 @@ def main() -> None:
     """Load what the first message asks for, and carry out the others until the connection closes."""
     leave_signals_to_parent()
     line = Connection(take_standard_input().detach())
+    held: list[socket.socket] = []
     with contextlib.suppress(OSError):  # the engine is gone
-        _serve(line, gone=lambda: os._exit(0))
+        _serve(line, gone=lambda: os._exit(0), hold=lambda lifeline: held.append(_held(lifeline)))
 
 
-def _serve(line: Connection, gone: Callable[[], None] = lambda: None) -> None:
-    """Serve until the connection closes; then `gone` is called at once on another thread.
+def _held(lifeline: int) -> socket.socket:
+    found = socket.socket(fileno=lifeline)
+    be_killed_with_parent(found)
+    return found
+
+
+def _serve(
+    line: Connection, gone: Callable[[], None] = lambda: None, hold: Callable[[int], object] = lambda lifeline: None
+) -> None:
+    """Serve until the connection closes; then `gone` is called at once on another thread. `hold` is called with the
+    descriptor of the lifeline.
 
     One thread reads messages and one answers, whatever is being computed. So the two sides never block each other with
     large writes, and steps are launched ahead of answers.
@@ -494,9 +504,8 @@ def _serve(line: Connection, gone: Callable[[], None] = lambda: None) -> None:
         return
     start = _orders.decode(first)
     assert isinstance(start, StartRunner)
-    lifeline = None if start.lifeline is None else socket.socket(fileno=start.lifeline)
-    if lifeline is not None:
-        be_killed_with_parent(lifeline)
+    if start.lifeline is not None:
+        hold(start.lifeline)
     if start.log_format is None:
         logging.basicConfig(level=start.log_level)
     else:
