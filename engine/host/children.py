@@ -117,6 +117,16 @@ def end_with_parent(line: socket.socket) -> None:
             os._exit(0)
 
 
+def be_killed_with_parent(line: socket.socket) -> None:
+    """From now on, the kernel kills this process when the other side of the line closes, even if it is stopped
+    (SIGSTOP) then and so cannot notice anything. Nothing may be sent to the line. Only on Linux."""
+    if not hasattr(fcntl, "F_SETSIG"):
+        return
+    fcntl.fcntl(line, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(line, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(line, fcntl.F_SETFL, fcntl.fcntl(line, fcntl.F_GETFL) | os.O_ASYNC)
+
+
 def take_standard_input() -> socket.socket:
     """Move the socket that the process got as standard input to another descriptor, and put nothing in its
     place, because no child may keep it open."""

@@ -48,6 +48,15 @@ def stored_columns(stored: Quantised | Blocks, destination: Destination) -> tupl
     return replace(stored.changed(take), inputs=end - begin), replace(destination, transform=whole)
 
 
+def first_row(transform: Transform) -> int | None:
+    """The first of a stored matrix's rows, of which a parameter has some in their order; None if it has other parts."""
+    if transform == Same():
+        return 0
+    if isinstance(transform, Divided) and transform.inner == Same() and transform.cut.axis == 0:
+        return transform.cut.ranges[0][0] if len(transform.cut.ranges) == 1 else None
+    return None
+
+
 def divide(transform: Transform, cut: Cut) -> Transform:
     """The layout of whole tensors in a rank's part of a parameter. Parts of the parameter that come from separate
     tensors are divided one by one, so that no whole parameter is made."""

@@ -173,9 +173,9 @@ class Cache:
             entry = Entry(self, verified)
         except FileNotFoundError:
             return None
-        except (OSError, SafetensorError, ValueError) as error:
+        except (OSError, SafetensorError, ValueError, RuntimeError) as error:
             logger.warning("Quantized weights in %s cannot be used and are computed again: %s.", self.path, error)
-            if not isinstance(error, OSError):
+            if isinstance(error, SafetensorError | ValueError):
                 with contextlib.suppress(OSError):
                     self.path.unlink()
             return None
@@ -229,8 +229,8 @@ class Cache:
 
 
 class Entry:
-    """The matrices of a file. Raises OSError if the file cannot be read; SafetensorError, ValueError if the file is
-    damaged, or does not match its name."""
+    """The matrices of a file. Raises OSError if the file cannot be read, RuntimeError if it is removed meanwhile;
+    SafetensorError, ValueError if the file is damaged, or does not match its name."""
 
     def __init__(self, cache: Cache, verified: Callable[[str], object]):
         with cache.path.open("rb"):  # safetensors says "no such file" about an unreadable file
@@ -378,5 +378,5 @@ def _is_stale(path: Path) -> bool:
         with safe_open(str(path), framework="pt", device="cpu") as handle:
             files = json.loads((handle.metadata() or {})["files"])
         return bool(_identities([Path(file[0]) for file in files]) != files)
-    except (OSError, SafetensorError, ValueError, KeyError, IndexError, TypeError):
-        return True
+    except (OSError, SafetensorError, ValueError, KeyError, IndexError, TypeError, RuntimeError):
+        return True  # RuntimeError: another process has removed it meanwhile

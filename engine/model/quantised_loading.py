@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.native.gemm import PART_ROWS, BlockKind, Blocks, Form, Joined, Packed, Quantised, Weight
+from engine.model.divided import first_row
 from engine.model.embedding import TokenEmbedding
 from engine.model.experts import ExpertMatrices
 from engine.model.layers import Linear
@@ -66,7 +67,7 @@ class MatrixLoading:
         self._modules = dict(model.matrices(quantization))
         self._matrices: dict[Linear | ExpertMatrices, Matrix] = {}
         self._stored: dict[str, Linear | ExpertMatrices] = {}
-        self._direct: dict[Linear, str] = {}
+        self._direct: dict[Linear, tuple[str, int]] = {}  # the stored matrix, and its first row that is wanted
         self._checkpoint = checkpoint
         self._assembled: dict[Linear | ExpertMatrices, Quantised | Blocks] = {}
         self._parts: dict[Linear | ExpertMatrices, dict[int, Quantised | Blocks]] = defaultdict(dict)
@@ -84,11 +85,12 @@ class MatrixLoading:
             if (
                 isinstance(module, Linear)
                 and alone
-                and [destination.transform for _, destination in filling] == [Same()]
+                and len(filling) == 1
+                and (first := first_row(filling[0][1].transform)) is not None
                 and checkpoint.has_rows(filling[0][0])
                 and _goes_directly(module, kind, own)
             ):
-                self._direct[module] = filling[0][0]
+                self._direct[module] = filling[0][0], first
             elif own:
                 self._stored |= {name: module for name, _ in filling}
             if (kind is not None and not own) or (shared and pieces):
@@ -104,7 +106,7 @@ class MatrixLoading:
                 )
         tables = (each for each in model.modules() if isinstance(each, TokenEmbedding) and each.stored_bytes)
         self._tables = {each.tokens.data_ptr(): each.tokens for each in tables if quantization == "stored"}
-        self._read_later = set(self._direct.values())
+        self._read_later = {name for name, _ in self._direct.values()}
         self._count = len({*self._stored.values(), *(module for module in self._direct if self._modules[module])})
         self._stack = ExitStack()
         self._problem: object = ""
@@ -173,7 +175,9 @@ class MatrixLoading:
         table = self._tables.get(destination.parameter.data_ptr())
         if table is None:
             return False
-        self._model.look_up_elsewhere(table, self._checkpoint.stored_rows(name))
+        first = first_row(destination.transform) or 0
+        rows = self._checkpoint.stored_rows(name, first, first + len(table))
+        self._model.look_up_elsewhere(table, rows)
         return True
 
     def reads_itself(self, name: str) -> bool:
@@ -260,14 +264,14 @@ class MatrixLoading:
 
     def _rows(self, module: Linear, kind: Held | None) -> Iterator[Tensor | Weight]:
         """A matrix, some rows at a time, so that no second copy of it is made."""
-        name, start = self._direct[module], 0
+        (name, first), start = self._direct[module], 0
         step = max(_PART_BYTES // (module.inputs * 2 * PART_ROWS), 1) * PART_ROWS
         while start < module.outputs:
-            stop = start + (step if start else PART_ROWS)
+            stop = min(start + (step if start else PART_ROWS), module.outputs)
             if kind is None:
-                yield self._checkpoint.rows(name, start, stop).to(module.weight.dtype)
+                yield self._checkpoint.rows(name, first + start, first + stop).to(module.weight.dtype)
             else:
-                yield self._checkpoint.quantised(name, _is_own(kind), start, stop)
+                yield self._checkpoint.quantised(name, _is_own(kind), first + start, first + stop)
             self._checkpoint.release()
             start = stop
 
@@ -344,10 +348,14 @@ def mark_stored(model: Transformer, checkpoint: Checkpoint, table: WeightTable, 
     heads = {id(module.weight) for module, _ in model.matrices(None)}
     for embedding in (module for module in model.modules() if isinstance(module, TokenEmbedding)):
         entry = filled[id(embedding.tokens)]
-        if entry is not None and entry.transform == Same() and uses[entry.sources[0]] == 1 and not on_gpu(device):
-            name = entry.sources[0]
-            alone = id(embedding.tokens) not in heads and name in checkpoint.names
-            embedding.stored_bytes = checkpoint.table_bytes(name) if alone else None
+        if entry is None or first_row(entry.transform) is None or uses[entry.sources[0]] != 1 or on_gpu(device):
+            continue
+        name = entry.sources[0]
+        size = None
+        if id(embedding.tokens) not in heads and name in checkpoint.names:
+            size = checkpoint.table_bytes(name)
+        if size is not None:  # of a rank's rows
+            embedding.stored_bytes = size * len(embedding.tokens) // checkpoint.shape(name)[0]
 
 
 def _held_as(

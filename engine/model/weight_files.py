@@ -233,11 +233,11 @@ class Checkpoint:
             return None
         return handle.stored_bytes(place[1])
 
-    def stored_rows(self, name: str) -> StoredRows:
-        """A token table with `table_bytes`, in its stored format."""
+    def stored_rows(self, name: str, start: int = 0, stop: int | None = None) -> StoredRows:
+        """Rows [start, stop) of a token table with `table_bytes`, in its stored format."""
         file, key = self.names[name]
         with _readable(file):
-            found: StoredRows = self._handles[file].stored_rows(key)
+            found: StoredRows = self._handles[file].stored_rows(key, start, stop)
         self._read_since[file] += found.octets.nbytes
         return found
 

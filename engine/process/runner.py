@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -36,7 +37,7 @@ from engine.execution.executor import LocalExecutor, LocalReading, ModelFacts, R
 from engine.execution.memory import is_out_of_memory
 from engine.execution.page_content import Bytes
 from engine.execution.pending import LateStep
-from engine.host.children import leave_signals_to_parent, start_child, take_standard_input
+from engine.host.children import be_killed_with_parent, leave_signals_to_parent, start_child, take_standard_input
 from engine.host.cpus import cpus_of_rank, engine_environment, memory_nodes, threads_of_rank
 from engine.host.logs import LogFormat, adopt_libraries, configure, configured
 from engine.interface.adapters import AdapterInfo
@@ -51,12 +52,13 @@ _RECORDS = {"table": TABLE, "edits": EDIT}  # types of arrays that we name ourse
 
 class StartRunner(msgspec.Struct, tag=True):
     """The first message: the engine process's settings for loading and logging. `log_format`: the format of log lines
-    on stderr; None: Python's default. `rank`: the runner's number. `memory`: the descriptor of the memory in which
-    several ranks meet."""
+    on stderr; None: Python's default. `lifeline`: the descriptor of a socket that closes when the engine's process
+    ends. `rank`: the runner's number. `memory`: the descriptor of the memory in which several ranks meet."""
 
     config: EngineConfig
     log_level: int
     log_format: LogFormat | None
+    lifeline: int | None = None
     rank: int = 0
     memory: int | None = None
 
@@ -256,6 +258,7 @@ class ProcessExecutor:
     def __init__(self, config: EngineConfig):
         self._runners: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._lifelines: list[socket.socket] = []  # they close with this process, and the kernel kills the runners
         self._expected: deque[_Late] = deque()
         self._reading: dict[str, _Reading] = {}  # adapters that are being read, by name
         self._num_read = 0  # adapters, so far
@@ -264,10 +267,12 @@ class ProcessExecutor:
         count = config.tensor_parallel_size
         memory = shared_memory(count) if count > 1 else None
         try:
-            for _ in range(count):
-                self._begin(config, memory)
+            lifelines = [self._begin(config, memory) for _ in range(count)]
             level = logging.getLogger().getEffectiveLevel()
-            starts = [StartRunner(config, level, configured(), rank, memory) for rank in range(count)]
+            starts = [
+                StartRunner(config, level, configured(), lifeline, rank, memory)
+                for rank, lifeline in enumerate(lifelines)
+            ]
             facts = self.send(*starts).answer().facts
         except BaseException:
             self.close()
@@ -278,12 +283,17 @@ class ProcessExecutor:
         assert facts is not None
         self.facts: ModelFacts = facts
 
-    def _begin(self, config: EngineConfig, memory: int | None) -> None:
+    def _begin(self, config: EngineConfig, memory: int | None) -> int:
+        """Start a runner; returns its descriptor of a lifeline."""
         threads = threads_of_rank(config.threads, config.tensor_parallel_size)
-        shared: dict[str, Any] = {} if memory is None else {"pass_fds": (memory,)}
-        line, process = start_child(f"{__package__}.runner", engine_environment(threads), **shared)
-        self._runners.append(Connection(line.detach()))
-        self._processes.append(process)
+        ours, theirs = socket.socketpair()
+        self._lifelines.append(ours)
+        with theirs:
+            shared = (theirs.fileno(),) if memory is None else (theirs.fileno(), memory)
+            line, process = start_child(f"{__package__}.runner", engine_environment(threads), pass_fds=shared)
+            self._runners.append(Connection(line.detach()))
+            self._processes.append(process)
+            return theirs.fileno()
 
     @property
     def pid(self) -> int:
@@ -369,6 +379,8 @@ class ProcessExecutor:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        for lifeline in self._lifelines:
+            lifeline.close()
 
     def await_reply(self, late: _Late, *, wait: bool) -> bool:
         """Read replies until this one has arrived or none is left; returns whether it has arrived. Raises
@@ -465,12 +477,22 @@ def main() -> None:
     """Load what the first message asks for, and carry out the others until the connection closes."""
     leave_signals_to_parent()
     line = Connection(take_standard_input().detach())
+    held: list[socket.socket] = []
     with contextlib.suppress(OSError):  # the engine is gone
-        _serve(line, gone=lambda: os._exit(0))
+        _serve(line, gone=lambda: os._exit(0), hold=lambda lifeline: held.append(_held(lifeline)))
 
 
-def _serve(line: Connection, gone: Callable[[], None] = lambda: None) -> None:
-    """Serve until the connection closes; then `gone` is called at once on another thread.
+def _held(lifeline: int) -> socket.socket:
+    found = socket.socket(fileno=lifeline)
+    be_killed_with_parent(found)
+    return found
+
+
+def _serve(
+    line: Connection, gone: Callable[[], None] = lambda: None, hold: Callable[[int], object] = lambda lifeline: None
+) -> None:
+    """Serve until the connection closes; then `gone` is called at once on another thread. `hold` is called with the
+    descriptor of the lifeline.
 
     One thread reads messages and one answers, whatever is being computed. So the two sides never block each other with
     large writes, and steps are launched ahead of answers.
@@ -482,6 +504,8 @@ def _serve(line: Connection, gone: Callable[[], None] = lambda: None) -> None:
         return
     start = _orders.decode(first)
     assert isinstance(start, StartRunner)
+    if start.lifeline is not None:
+        hold(start.lifeline)
     if start.log_format is None:
         logging.basicConfig(level=start.log_level)
     else:

@@ -107,3 +107,19 @@ def test_the_kernel_ends_a_process_whose_parent_has_gone() -> None:
                 assert process.stdout.readline() == b"ready\n"
                 line.close()
             assert process.wait(30) == status
+
+
+def test_the_kernel_kills_even_a_stopped_process() -> None:
+    line, theirs = socket.socketpair()
+    program = (
+        "import signal, socket, os\n"
+        "from engine.host.children import be_killed_with_parent, take_standard_input\n"
+        "line = take_standard_input()\n"
+        "be_killed_with_parent(line)\n"
+        "os.kill(os.getpid(), signal.SIGSTOP)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdin=theirs) as process:
+        theirs.close()
+        assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+        line.close()
+        assert process.wait(30) == -signal.SIGKILL

@@ -329,6 +329,7 @@ def test_ranks_end_with_a_killed_engine(gpt2: FamilyCheckpoint) -> None:
         pids = [int(word) for word in process.stdout.readline().split()]
         assert len(pids) == 2
         assert all(map(is_running, pids))
+        os.kill(pids[1], signal.SIGSTOP)  # it notices nothing, but the kernel does
         process.kill()
     for pid in pids:
         wait_gone(pid)

@@ -198,7 +198,7 @@ class InThread:
 
     pid = 0
 
-    def __init__(self, command: list[str], *, stdin: int, env: dict[str, str]):
+    def __init__(self, command: list[str], *, stdin: int, env: dict[str, str], pass_fds: tuple[int, ...]):
         line = Connection(os.dup(stdin))
         self._thread = threading.Thread(target=self._run, args=(line,), daemon=True)
         self._thread.start()

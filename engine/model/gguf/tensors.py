@@ -72,9 +72,10 @@ class StoredRows:
     format: BlockFormat
 
     @staticmethod
-    def of(data: Tensor, info: TensorInfo) -> StoredRows:
-        """A copy of the file's data."""
-        return StoredRows(_matrix(data, info, None, 0, None).view(info.shape[0], -1).clone(), info.format)
+    def of(data: Tensor, info: TensorInfo, start: int = 0, stop: int | None = None) -> StoredRows:
+        """A copy of the file's data: of rows [start, stop)."""
+        whole = _matrix(data, info, None, 0, None).view(info.shape[0], -1)
+        return StoredRows(whole[start:stop].clone(), info.format)
 
     def __call__(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows ids [N] in a format."""

@@ -75,9 +75,9 @@ class GgufWeights:
         """Bytes of a tensor in the file."""
         return sum(info.size for info in self._placed[name].infos)
 
-    def stored_rows(self, name: str) -> StoredRows:
-        """A quantised matrix with `has_rows`, in the file's format."""
-        return StoredRows.of(self._data, self._placed[name].info)
+    def stored_rows(self, name: str, start: int = 0, stop: int | None = None) -> StoredRows:
+        """Rows [start, stop) of a quantised matrix with `has_rows`, in the file's format."""
+        return StoredRows.of(self._data, self._placed[name].info, start, stop)
 
     def get_slice(self, name: str) -> GgufSlice:
         """A tensor that is read in part."""
