@@ -75,11 +75,19 @@ class Pass:
         values: the rows by name.
         biases: biases of scores, by the part of positions that layers share, or by the layer; missing ones are
             computed.
+        kernels: the kernels of single operations that the executor uses; None: torch computes all.
         beside: vectors that pass through the layers beside the tokens, [inputs * count, features], if any.
     """
 
-    def __init__(self, inputs: Inputs, tables: Tables, values: Values, biases: Biases | None = None):
-        self.inputs, self.values = inputs, values
+    def __init__(
+        self,
+        inputs: Inputs,
+        tables: Tables,
+        values: Values,
+        biases: Biases | None = None,
+        kernels: RowKernels | None = None,
+    ):
+        self.inputs, self.values, self.kernels = inputs, values, kernels
         self._tables = tables
         self._rotations: dict[Rotary, tuple[Tensor, Tensor]] = {}
         self._biases: Biases = {} if biases is None else biases
@@ -144,10 +152,11 @@ class TorchExecutor:
     """Runs a program operation by operation in torch, with modules for whose rows no kernels were chosen."""
 
     missing = ()  # torch computes everything here, so nothing is reported as missing
+    kernels: RowKernels | None = None
 
-    def __init__(self, program: Program, tables: Tables, handlers: Mapping[type, Handler] | None = None):
+    def __init__(self, program: Program, tables: Tables):
         self._tables = tables
-        self._calls = Calls(program.operations, HANDLERS if handlers is None else handlers, program.result)
+        self._calls = Calls(program.operations, HANDLERS, program.result)
 
     def run(self, inputs: Inputs) -> Tensor:
         """Hidden states [Tp, features]."""
@@ -155,7 +164,7 @@ class TorchExecutor:
             found = find_slots(inputs.caches[0], inputs.metadata, inputs.positions, inputs.tokens)
             inputs = replace(inputs, slots=found)
         values = Buffers()
-        return self._calls.run(Pass(inputs, self._tables, values), values)
+        return self._calls.run(Pass(inputs, self._tables, values, kernels=self.kernels), values)
 
 
 def _embed(operation: Embed, state: Pass) -> None:
@@ -196,9 +205,8 @@ def _all_reduce(operation: AllReduce, state: Pass) -> None:
     state.values[operation.x] = operation.ranks.reduce(state.values[operation.x])
 
 
-def prepare_heads(operation: PrepareHeads, state: Pass, kernels: RowKernels | None = None) -> None:
-    """Prepare queries, keys and values for attention; `kernels` rotate and store them."""
-    part, inputs = operation.part, state.inputs
+def _prepare_heads(operation: PrepareHeads, state: Pass) -> None:
+    part, inputs, kernels = operation.part, state.inputs, state.kernels
     heads = state.values[operation.heads]
     heads = heads.view(len(heads), part.heads + 2 * part.kv_heads, part.head_dim)
     if part.clip is not None:
@@ -278,10 +286,9 @@ def _attend(operation: Attend, state: Pass) -> None:
     state.values[operation.out] = attended.reshape(len(attended), operation.out.width)
 
 
-def activate_rows(operation: Activate, state: Pass, kernels: RowKernels | None = None) -> None:
-    """Compute an activation, by `kernels` if they have it."""
+def _activate(operation: Activate, state: Pass) -> None:
     by_name = gate_by_name if operation.gated else activate_by_name
-    state.values[operation.out] = by_name(operation.function, state.values[operation.x], kernels)
+    state.values[operation.out] = by_name(operation.function, state.values[operation.x], state.kernels)
 
 
 def _open(operation: Open, state: Pass) -> None:
@@ -305,8 +312,7 @@ def _add(operation: Add, state: Pass) -> None:
     state.values[operation.out] = state.values[operation.x] + state.values[operation.y]
 
 
-def convolve_rows(operation: Convolve, state: Pass, kernels: RowKernels | None = None) -> None:
-    """Compute a short convolution; `kernels` activate its results if they can."""
+def _convolve(operation: Convolve, state: Pass) -> None:
     module, entered = operation.module, state.values[operation.x]
     after = None
     if operation.gated:
@@ -318,7 +324,7 @@ def convolve_rows(operation: Convolve, state: Pass, kernels: RowKernels | None =
     def step(known: Tensor, tokens: slice) -> Tensor:
         total, left = convolve(entered[tokens].float(), known.view(-1, module.width), weight, bias)
         total = total.to(out.dtype)
-        out[tokens] = activate_by_name("silu", total, kernels) if after is None else total * after[tokens]
+        out[tokens] = activate_by_name("silu", total, state.kernels) if after is None else total * after[tokens]
         return left.flatten()
 
     inputs = state.inputs
@@ -402,16 +408,16 @@ HANDLERS: dict[type, Handler] = {
     AddAdapters: _add_adapters,
     AllReduce: _all_reduce,
     Apply: _apply,
-    PrepareHeads: prepare_heads,
+    PrepareHeads: _prepare_heads,
     PrepareLatent: _prepare_latent,
     StoreEncoded: _store_encoded,
     Attend: _attend,
-    Activate: activate_rows,
+    Activate: _activate,
     Open: _open,
     MixExperts: _mix_experts,
     GatherNeighbours: _gather_neighbours,
     Add: _add,
-    Convolve: convolve_rows,
+    Convolve: _convolve,
     ApplyDelta: _apply_delta,
     ApplyScan: _apply_scan,
 }

@@ -26,8 +26,8 @@ from engine.backends.triton.norms import Norm
 from engine.backends.triton.rotary import LONGEST_HEAD, Angles, HeadNorms
 from engine.model.attention_operations import Attend, PrepareHeads, PrepareLatent
 from engine.model.executors import triton_operations, triton_row
-from engine.model.executors.reference import Biases, Buffers, Calls, Pass
-from engine.model.executors.single import SingleExecutor, handlers_of
+from engine.model.executors.reference import HANDLERS, Biases, Buffers, Calls, Pass
+from engine.model.executors.single import SingleExecutor
 from engine.model.executors.triton_operations import Join, StoreHeads
 from engine.model.executors.triton_rows import TritonRows
 from engine.model.inputs import Inputs
@@ -85,7 +85,7 @@ class TritonExecutor:
         reasons = (unsupported(operation, dtype) for operation in program.operations)
         self.missing = dict.fromkeys(reason for reason in reasons if reason is not None)
         self.row_operations = triton_row.row_operations(self.operations, program.stream)
-        handlers = dict(handlers_of(TritonRows())) | triton_operations.HANDLERS | triton_row.HANDLERS
+        handlers = HANDLERS | triton_operations.HANDLERS | triton_row.HANDLERS
         self._calls = Calls(self.operations, handlers, program.result)
         self._row_calls = Calls(self.row_operations, handlers, program.result)
         # For rows with one token each, kernels find the slots themselves; torch does not.
@@ -107,7 +107,7 @@ class TritonExecutor:
             inputs = replace(inputs, slots=found)
         values = Buffers()
         calls = self._row_calls if inputs.form.fused and len(inputs.token_ids) == 1 else self._calls
-        return calls.run(Pass(inputs, self._tables, values, self._biases), values)
+        return calls.run(Pass(inputs, self._tables, values, self._biases, self._single.kernels), values)
 
     def _finds(self, inputs: Inputs) -> bool:
         """Whether kernels compute the slots: each row has one token, whose position is also its row in rotary
