@@ -29,7 +29,7 @@ from engine.model.executors import triton_operations, triton_row
 from engine.model.executors.reference import HANDLERS, Biases, Buffers, Calls, Pass
 from engine.model.executors.single import SingleExecutor
 from engine.model.executors.triton_operations import Join, StoreHeads
-from engine.model.executors.triton_rows import TritonRows
+from engine.model.executors.triton_rows import TritonRows, norm_of
 from engine.model.inputs import Inputs
 from engine.model.layers import QkNorm
 from engine.model.norms import LayerNorm, RmsNorm
@@ -178,15 +178,4 @@ class _Fusing:
         return norm
 
     def _norm(self, module: nn.Module | None) -> Norm | None:
-        """A norm in the kernels' form; None if torch computes it."""
-        match module:
-            case RmsNorm():
-                norm = Norm(module.weight, module.eps, unit_offset=module.unit_offset, in_float32=module.in_float32)
-            case LayerNorm():
-                norm = Norm(module.weight, module.eps, centred=True, bias=module.bias)
-            case _:
-                return None
-        if _unsupported_norm(module, self._dtype) is not None:
-            return None
-        own = all(part is None or part.dtype == self._dtype for part in (norm.weight, norm.bias))
-        return norm if own else None
+        return None if _unsupported_norm(module, self._dtype) is not None else norm_of(module, self._dtype)
