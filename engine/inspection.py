@@ -19,7 +19,7 @@ from engine.disk.opening import check_kv_disk, kv_folder
 from engine.disk.store import used_bytes
 from engine.execution.division import check_divisible
 from engine.execution.gpu_choice import GpuFacts, look_at
-from engine.execution.image_vectors import MOST_BYTES as VECTOR_BYTES
+from engine.execution.image_vectors import image_bytes, reserved_for_images
 from engine.execution.kv_cache import cache_memory, choose_cache_dtype, count_blocks, page_bytes
 from engine.execution.loading import check_weights_fit, find_max_encoder_len, find_max_model_len, find_quantization
 from engine.execution.starting import choose_device, choose_dtype, find_vision, resolve
@@ -33,7 +33,7 @@ from engine.interface.generation import load_defaults
 from engine.interface.outputs import Task
 from engine.model.abilities import find_abilities
 from engine.model.checkpoint import locate, read_config
-from engine.model.families import architecture, build_spec, stored_scheme, weight_table
+from engine.model.families import architecture, stored_scheme, weight_table
 from engine.model.gguf.files import SUFFIX
 from engine.model.gguf.folder import PROJECTOR_LINK, lacks_tokenizer
 from engine.model.parameter_count import check_parameters
@@ -108,7 +108,8 @@ class ModelFacts:
         stored: bytes in each format, largest first (`Checkpoint.stored_bytes`), for GGUF files and checkpoints with
             quantised weights.
         hears: whether it is a speech model.
-        images: maximum bytes of the cached vectors of images; 0 if the model reads no images among its tokens.
+        images: maximum bytes of the cached vectors of images and of the tower's pass over the largest image; 0 if the
+            model reads no images among its tokens.
         image_tokens: maximum tokens of an image in a chat, without the texts around its crops; 0 if it reads none.
         projector: for a GGUF file, the name of the image projector that is used; "" for none.
         ranks: what each rank has, if the settings divide the model.
@@ -231,7 +232,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
     path = pipeline.transformer
     hf_config = read_config(path)
     device = choose_device(config.device)
-    spec, vision = find_vision(build_spec(hf_config), path, config, device)
+    spec, vision = find_vision(hf_config, path, config, device)
     scheme = stored_scheme(hf_config)
     check_parameters(path, spec, scheme)
     abilities = find_abilities(hf_config, spec, pipeline)
@@ -263,7 +264,9 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
             as_stored = model.weight_bytes("stored", device) if checkpoint.has_few_bits else 0
     weights = sum(rank.weight_bytes(quantization, device) for rank in ranks)
     cropping = None if vision is None else read_cropping(path)
-    images = 0 if vision is None else VECTOR_BYTES
+    images = image_bytes(model, vision, max_model_len)
+    free = available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    reserved = weights + reserved_for_images(images, free - weights)
     resident = peak = 0
     if device.type == "cpu":
         held, planner = weights + sum(rank.buffer_bytes for rank in ranks), PROCESS * (count > 1)
@@ -275,7 +278,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
     limits = SchedulerConfig.of(config, SequenceNeeds(paged=paged, window=spec.attention_span))
     if paged:
         sizes = spec.state_sizes
-        slots = count_slots(config, sizes, *cache_memory(config, device, reserved=weights + images))
+        slots = count_slots(config, sizes, *cache_memory(config, device, reserved=reserved))
         states = (slots + 1) * slot_bytes(sizes) if slots else 0
         num_blocks = min(
             count_blocks(
@@ -285,7 +288,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
                 cache_dtype,
                 device,
                 max_encoder_len=model.max_encoder_len,
-                reserved=weights + images,
+                reserved=reserved,
                 states=states,
             )
             for rank in ranks
@@ -293,7 +296,6 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         sizes_of_pages = (page_bytes(rank.kv_shapes(), config.block_size, cache_dtype) for rank in ranks)
         pages = (num_blocks + 1) * sum(sizes_of_pages)
         full_requests = limits.fitting(max_model_len, num_blocks, model.max_encoder_len or 0)
-    free = available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
     writes = "generate" in abilities.tasks and not config.skip_tokenizer_init
     return ModelFacts(
         path=path,

@@ -152,6 +152,8 @@ def _examine(model: str, settings: dict[str, Any]) -> _Verdict:
     if facts.image_tokens:
         by = f", read by {facts.projector}" if facts.projector else ""
         shown.append(("images", f"at most {facts.image_tokens} tokens for each in a chat{by}", facts.image_tokens))
+        taken = f"{_mebi(facts.images)} for kept vectors and to read the largest image"
+        shown.append(("image memory", taken, facts.images))
     if facts.stored:
         held = ", ".join(f"{name} {held / 2**20:.1f} MiB" for name, held in facts.stored.items())
         shown.append(("stored as", held, facts.stored))
@@ -180,7 +182,7 @@ def _examine(model: str, settings: dict[str, Any]) -> _Verdict:
     if facts.grammars:
         when = "prepared at start" if facts.early_grammars else "with the first such request"
         shown.append(("grammars", f"{_mebi(facts.grammars)} more for structured output, {when}", facts.grammars))
-    what = "weights, pages and vectors of images" if facts.images else "weights and pages"
+    what = "weights, pages and images" if facts.images else "weights and pages"
     shown += [
         ("memory", f"{_mebi(facts.planned)} for {what}; {_mebi(facts.free)} are free", facts.planned),
         ("tokenizer", known, tokenizer and tokenizer.vocab_size),

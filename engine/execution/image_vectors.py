@@ -21,6 +21,7 @@ from engine.scheduling.plan import ImageRows
 
 MOST_BYTES = 128 * 2**20
 """Bytes of all kept vectors. Those that were used least recently are given up; a larger image is kept alone."""
+_FREED = 48 * 2**20  # about the bytes of freed blocks that the C library keeps; it returns larger blocks at once
 
 
 def crop_work(model: Transformer) -> float:
@@ -41,6 +42,45 @@ def _products(part: nn.Module) -> int:
 def _positions(tower: Transformer) -> int:
     assert tower.spec.signal is not None
     return tower.spec.signal.positions
+
+
+def image_bytes(model: Transformer, info: VisionInfo | None, max_tokens: int) -> int:
+    """The memory that images take at most: their kept vectors, and what making them takes. 0 without images."""
+    return 0 if info is None else MOST_BYTES + tower_bytes(model, info, max_tokens)
+
+
+def reserved_for_images(needed: int, free: int) -> int:
+    """The memory that pages leave for images. `needed`: see `image_bytes`. Beside the kept vectors that is at most half
+    of what is `free`: an image of a smaller size than the largest then still has room."""
+    return min(needed, MOST_BYTES + max(free - MOST_BYTES, 0) // 2) if needed else 0
+
+
+def tower_bytes(model: Transformer, info: VisionInfo, max_tokens: int) -> int:
+    """The memory that making the vectors of an image takes at most, beside the vectors. The tower reads one crop at a
+    time. `max_tokens`: of a prompt; no image has more vectors."""
+    assert model.tower is not None
+    assert model.vision is not None
+    part, tower = model.vision.part, model.tower.encoder
+    assert tower is not None
+    embedding, number = part.tower.embedding, tower.first_parameter.dtype.itemsize
+    assert isinstance(embedding, Patches)
+    if info.fitted is None:
+        positions, pixels = _positions(model.tower), math.prod(info.crop)
+    else:
+        vectors = min(info.fitted.most_vectors, max_tokens)
+        positions, pixels = vectors * part.squares**2, vectors * info.fitted.unit**2
+    image = info.channels * pixels * 4  # as float32
+    patches = image * embedding.frames
+    program, width = tower.program, part.tower.hidden_size
+    given = {program.stream.buffer, program.result.buffer}
+    rows = sum(wide for buffer, wide in enumerate(program.widths) if buffer not in given)
+    rows += width * (len(given) + len(part.tower.kept))
+    # Products lay their rows out anew before they read them.
+    rows += max(one.inputs for one in tower.modules() if isinstance(one, Linear))
+    embedded = (0 if number == 4 else patches * number // 4) + positions * width * number * 2
+    held = image + (patches if part.squares else 0)  # throughout
+    first, then = image + embedded, positions * rows * number
+    return held + max(first, then) + min(first, _FREED)
 
 
 class ImageVectors:
@@ -71,7 +111,7 @@ class ImageVectors:
         if found is not None:
             self._kept.move_to_end(image.key)
             return found
-        crops = gpu.upload(normalised(image.pixels, self._info), self._device)
+        crops = (gpu.upload(normalised(crop[None], self._info), self._device)[0] for crop in image.pixels)
         made: Tensor = self._embedding(crops, image.size, self._states, self._info)
         self.num_made += 1
         self._kept[image.key] = made = made.contiguous()
@@ -93,8 +133,9 @@ class ImageVectors:
         for table in stack.placed_tables:
             table.place(grid.places)
         patches, blend = patches_of(crop, part.tower.embedding, grid), None
-        if (learned := part.tower.embedding.positions) is not None:
-            blend = blend_of(grid, math.isqrt(learned.size), self._device)
+        embedding = part.tower.embedding
+        if embedding.positions is not None:
+            blend = blend_of(grid, math.isqrt(embedding.positions.size), self._device, cells=embedding.cells)
         parts = AttentionMetadata.build(grid.windows, grid.windows, self._device)
         states = self._run(patches, len(patches), parts, blend)
         squares = states.view(len(grid.original), part.squares**2, -1)

@@ -25,6 +25,13 @@ class Logits:
         hidden = torch.cat((hidden, hidden.new_zeros(self._min_rows - count, hidden.shape[1])))
         return self._model.logits(hidden, head=self._head)[:count]
 
+    def own(self, hidden: Tensor) -> Tensor:
+        """The columns of the logits that this rank computes; other ranks have the rest."""
+        count = len(hidden)
+        if count < self._min_rows:
+            hidden = torch.cat((hidden, hidden.new_zeros(self._min_rows - count, hidden.shape[1])))
+        return self._model.logits(hidden, own=True)[:count]
+
 
 def hidden_of(hidden: Tensor, rows: Int32, num_tokens: int) -> Tensor:
     """The hidden states of some of a step's tokens, in order; not a copy if these are all tokens."""

@@ -24,7 +24,7 @@ from engine.execution.calibration import mean_keys
 from engine.execution.division import RankExecutor, check_divisible, failing
 from engine.execution.executor import LocalExecutor, ModelFacts
 from engine.execution.gpu_choice import look_at
-from engine.execution.image_vectors import MOST_BYTES as VECTOR_BYTES
+from engine.execution.image_vectors import image_bytes, reserved_for_images
 from engine.execution.invariance import min_invariant_rows
 from engine.execution.kv_cache import KVCache, choose_cache_dtype
 from engine.execution.loading import (
@@ -35,14 +35,17 @@ from engine.execution.loading import (
     find_max_model_len,
     find_quantization,
 )
+from engine.execution.memory import gib
 from engine.execution.page_content import contents_of, shape_of
 from engine.execution.pooler import PoolingParts
 from engine.execution.profiling import allocate_pages
+from engine.execution.projector_fit import misfit
 from engine.execution.runner import ModelRunner
 from engine.execution.threads import use_threads
 from engine.execution.warmup import Measured, can_record, measure, record, trial
 from engine.execution.whole_prompts import use_flash
 from engine.host import gpus
+from engine.host.cgroups import available_memory
 from engine.images.crop_settings import read_cropping
 from engine.images.model_facts import vision_info
 from engine.interface.outputs import EngineInfo
@@ -60,6 +63,7 @@ from engine.model.retrieval import read_folder
 from engine.model.sentence import InputWeights, Pipeline
 from engine.model.spec import ModelSpec
 from engine.model.table import WeightTable
+from engine.model.transformer import Transformer
 from engine.model.weights import load_model, stored_dtype
 from engine.scheduling.budget import Costs
 
@@ -150,7 +154,7 @@ def resolve(config: EngineConfig, device: torch.device, read: ConfigReader = rea
     if not config.skip_tokenizer_init and config.tokenizer is None and (why := lacks_tokenizer(path)):
         raise ModelLoadError(why)
     hf_config = read(path)
-    spec, vision = find_vision(build_spec(hf_config), path, config, device)
+    spec, vision = find_vision(hf_config, path, config, device)
     scheme = stored_scheme(hf_config)
     check_parameters(path, spec, scheme)
     stored = stored_dtype(path, hf_config)
@@ -181,11 +185,12 @@ def resolve(config: EngineConfig, device: torch.device, read: ConfigReader = rea
 
 
 def find_vision(
-    spec: ModelSpec, path: Path, config: EngineConfig, device: torch.device
+    hf_config: Any, path: Path, config: EngineConfig, device: torch.device
 ) -> tuple[ModelSpec, VisionInfo | None]:
     """The model, and how it reads images among its tokens. If its folder does not define how images are prepared, or
-    has a setting that is not implemented, the model loses its vision part, and the log says why. Raises
-    UnsupportedModelError instead if the configuration names an image projector."""
+    has a setting that is not implemented, or an image projector does not fit, the model loses its vision part, and the
+    log says why. Raises UnsupportedModelError instead if the configuration names an image projector."""
+    spec = build_spec(hf_config)
     named = config.mmproj not in (None, NO_PROJECTOR)
     if spec.vision is None:
         if named:
@@ -197,6 +202,8 @@ def find_vision(
             info = vision_info(spec.vision, cropping, path)
             if info.two_way is not None:
                 _check_two_way(info, config, device)
+            if (wrong := misfit(path, hf_config, spec, device)) is not None:
+                raise UnsupportedModelError(wrong)
             return spec, info
         why: object = f"{path} has no preprocessor_config.json, which says how images are made ready."
     except UnsupportedModelError as error:
@@ -220,9 +227,21 @@ def _check_two_way(info: VisionInfo, config: EngineConfig, device: torch.device)
         )
 
 
+def _adapter_dtype(name: str, device: torch.device, dtype: torch.dtype) -> torch.dtype | None:
+    """The format of adapters that `lora_dtype` names; None for auto. Raises ConfigError if the device has another."""
+    wanted: torch.dtype | None = None if name == "auto" else getattr(torch, name)
+    if device.type != "cpu" and wanted not in (None, dtype):
+        raise ConfigError(
+            f"lora_dtype is {name}, but on a GPU adapters have the model's dtype, {format_name(dtype)}. Set "
+            "--lora-dtype auto, or change --dtype."
+        )
+    return wanted
+
+
 def load(resolved: Resolved, ranks: Ranks | None = None) -> ModelRunner:
     """Read the weights; the runner has few pages yet. `ranks`: as in `start`."""
     config, device, pipeline = resolved.config, resolved.device, resolved.pipeline
+    adapter_dtype = _adapter_dtype(config.lora_dtype, device, resolved.dtype)
     rank = config.max_lora_rank or largest_rank(config.adapters.values())  # a missing adapter is noticed first
     model = load_model(
         resolved.path,
@@ -236,7 +255,7 @@ def load(resolved: Resolved, ranks: Ranks | None = None) -> ModelRunner:
         show_progress=config.show_progress,
         quantization=resolved.quantization,
         quantization_cache=config.quantization_cache,
-        share_weights=config.share_weights,
+        share_weights=bool(config.share_weights),
         pack=True,
         table=resolved.table,
         ranks=ranks,
@@ -257,7 +276,15 @@ def load(resolved: Resolved, ranks: Ranks | None = None) -> ModelRunner:
         KVCache(model.kv_shapes(), int(not whole), config.block_size, cache_dtype, device, centres),
         max_num_batched_tokens=config.max_num_batched_tokens,
         min_rows=min_invariant_rows(model) if ranks is None else ranks.largest(min_invariant_rows(model)),
-        adapters=LoadedAdapters(model, config.most_loras, rank, model_type, of_gguf=resolved.file is not None),
+        adapters=LoadedAdapters(
+            model,
+            config.most_loras,
+            rank,
+            model_type,
+            of_gguf=resolved.file is not None,
+            model_name=config.model,
+            dtype=adapter_dtype,
+        ),
         activation=find_abilities(resolved.hf_config, model.spec, pipeline).activation,
         parts=load_parts(pipeline, device),
     )
@@ -278,6 +305,22 @@ def load_parts(pipeline: Pipeline, device: torch.device) -> PoolingParts:
     )
 
 
+def _reserve_for_images(resolved: Resolved, model: Transformer) -> int:
+    """The memory that pages leave for images. If it does not hold the largest image, the log says so."""
+    device = resolved.device
+    free = available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    needed = image_bytes(model, resolved.vision, resolved.max_model_len)
+    reserved = reserved_for_images(needed, free)
+    if reserved < needed:
+        logger.warning(
+            "The largest allowed image needs %s of memory, but after the model only %s are free. Lower max_pixels in "
+            "preprocessor_config.json, or --max-model-len.",
+            gib(needed),
+            gib(free),
+        )
+    return reserved
+
+
 def prepare(resolved: Resolved, runner: ModelRunner, *, beside: int = 0) -> LocalExecutor:
     """Give the runner its pages, measure steps, and record decoding steps if possible. `beside`: bytes that another
     model takes for each page."""
@@ -285,7 +328,7 @@ def prepare(resolved: Resolved, runner: ModelRunner, *, beside: int = 0) -> Loca
     spec, num_blocks = model.spec, 0  # the head that the config names may not be stored, and then is not in the spec
     if config.flash_prefill:  # before memory is measured: a step with it takes more
         use_flash(model, backend, resolved.cache_dtype, config.block_size, config.max_num_batched_tokens)
-    kept = 0 if resolved.vision is None else VECTOR_BYTES
+    kept = _reserve_for_images(resolved, model)
     if spec.decoder is not None:
         recorded = backend.recordable and can_record(model) and not config.enforce_eager
         num_blocks = allocate_pages(

@@ -57,6 +57,16 @@ _CLASSES["Qwen2VL"] = {
     "size": {"shortest_edge": 56**2, "longest_edge": 28**2 * 1280}, "resample": BICUBIC, "image_mean": OPENAI[0],
     "image_std": OPENAI[1], "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
 }  # fmt: skip
+_CLASSES["Glm46V"] = _CLASSES["Glm4v"] = _CLASSES["Qwen2VL"] | {
+    "size": {"shortest_edge": 112**2, "longest_edge": 28**2 * 15000},
+}
+_CLASSES["PaddleOCRVL"] = _CLASSES["Qwen2VL"] | {
+    "size": {"shortest_edge": 384**2, "longest_edge": 1536**2}, "temporal_patch_size": 1,
+}  # fmt: skip
+# Classes of images that keep their shape: how they enlarge small images, and whether they count frames.
+_OWN_SIZE: dict[str, tuple[Literal["", "sides", "whole"], bool]] = {
+    "Qwen2VL": ("", False), "Glm46V": ("whole", True), "Glm4v": ("whole", True), "PaddleOCRVL": ("sides", False),
+}  # fmt: skip
 _CLASSES["GotOcr2"] = {
     "size": {"height": 384, "width": 384}, "resample": BICUBIC, "image_mean": OPENAI[0], "image_std": OPENAI[1],
     "min_patches": 1, "max_patches": 12,
@@ -136,8 +146,8 @@ def _parse(values: Mapping[str, Any], file: Path) -> Cropping:
         return _squares(_CLASSES[known] | given, file)
     if known == "Pixtral":
         return _lined(MEANT | _CLASSES[known] | off | given, file)
-    if known == "Qwen2VL":
-        return _own_size(MEANT | _CLASSES[known] | off | given, file)
+    if known in _OWN_SIZE:
+        return _own_size(MEANT | _CLASSES[known] | off | given, file, *_OWN_SIZE[known])
     settings = Settings(MEANT | _CLASSES[known] | off | given | {"do_pad": False}, file)
     steps = preprocessing_of(settings.values, file, None, shortest=known in _SHORTEST)
     colour = tuple(int(value * 255) for value in steps.mean or (0.0, 0.0, 0.0))
@@ -202,13 +212,15 @@ def _lined(values: Mapping[str, Any], file: Path) -> Cropping:
     return Cropping(steps=steps, fitted=Fitted(unit, longest=_longest(values, "size", file)))
 
 
-def _own_size(values: Mapping[str, Any], file: Path) -> Cropping:
-    """The settings of Qwen2-VL's class."""
+def _own_size(values: Mapping[str, Any], file: Path, grows: Literal["", "sides", "whole"], timed: bool) -> Cropping:
+    """The settings of Qwen2-VL's class, and of those that follow it (`Fitted.grows`; `timed`: frames count)."""
     size = values["size"] if isinstance(values["size"], dict) else {}
     least = values.get("min_pixels", size.get("shortest_edge"))
     most = values.get("max_pixels", size.get("longest_edge"))
     patch, merge = values["patch_size"], values["merge_size"]
-    right = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in (least, most, patch, merge))
+    frames = values["temporal_patch_size"] if timed else 1
+    counts = (least, most, patch, merge, frames)
+    right = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in counts)
     if not right or least > most or most > MAX_PIXELS or patch * merge > 1 << 10 or values["do_resize"] is not True:
         raise UnsupportedModelError(
             f"{file}: do_resize must be true, shortest_edge and longest_edge of size numbers of pixels up to "
@@ -216,7 +228,7 @@ def _own_size(values: Mapping[str, Any], file: Path) -> Cropping:
             f"{most!r}, {patch!r} and {merge!r}."
         )
     steps = preprocessing_of({**values, "do_resize": False, "do_pad": False}, file, None)
-    return Cropping(steps=steps, fitted=Fitted(patch * merge, least, most))
+    return Cropping(steps=steps, fitted=Fitted(patch * merge, least, most, frames=frames, grows=grows))
 
 
 def _scans(values: Mapping[str, Any], file: Path) -> PanAndScan | None:

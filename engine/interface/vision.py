@@ -25,6 +25,7 @@ MOST_RATIO = 200
 """Limits of an image's sides, if it keeps its shape."""
 MOST_CROP_BYTES = 256 * 2**20
 """Most bytes of all crops of one request."""
+_NORMALISED = 1 << 18  # numbers that are normalised at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +58,17 @@ class Fitted:
     Attributes:
         least, most: pixels of the result.
         longest: maximum pixels of the longer side; replaces `least` and `most` (Pixtral). 0 for none.
+        frames: an image counts against `least` and `most` as often as it is repeated.
+        grows: an image with a side of less than a square is enlarged first: each such side, with the other one rounded,
+            or both sides at once, rounded down. "": it is not.
     """
 
     unit: int
     least: int = 0
     most: int = 0
     longest: int = 0
+    frames: int = 1
+    grows: Literal["", "sides", "whole"] = ""
 
     def size(self, size: Size) -> Size:
         """Height and width after that (`smart_resize` and `get_resize_output_image_size` of `transformers`)."""
@@ -70,14 +76,29 @@ class Fitted:
         if self.longest:
             shrink = max(height / self.longest, width / self.longest, 1.0)
             return (-(-max(int(height / shrink), 1) // unit) * unit, -(-max(int(width / shrink), 1) // unit) * unit)
+        height, width = self._grown(size)
         rows, columns = round(height / unit) * unit, round(width / unit) * unit
-        if rows * columns > self.most:
-            shrink = math.sqrt(height * width / self.most)
-            rows, columns = (max(unit, math.floor(side / shrink / unit) * unit) for side in size)
-        elif rows * columns < self.least:
-            growth = math.sqrt(self.least / (height * width))
-            rows, columns = (math.ceil(side * growth / unit) * unit for side in size)
+        pixels = self.frames * rows * columns
+        if pixels > self.most:
+            shrink = math.sqrt(self.frames * height * width / self.most)
+            rows, columns = (max(unit, math.floor(side / shrink / unit) * unit) for side in (height, width))
+        elif pixels < self.least:
+            growth = math.sqrt(self.least / (self.frames * height * width))
+            rows, columns = (math.ceil(side * growth / unit) * unit for side in (height, width))
         return rows, columns
+
+    def _grown(self, size: Size) -> Size:
+        """Height and width of an image that has a whole square."""
+        (height, width), unit = size, self.unit
+        if self.grows == "sides":
+            if height < unit:
+                height, width = unit, round(width * unit / height)
+            if width < unit:
+                height, width = round(height * unit / width), unit
+        elif self.grows == "whole" and min(size) < unit:
+            scale = max(unit / height, unit / width)
+            height, width = int(height * scale), int(width * scale)
+        return height, width
 
     def grid(self, size: Size) -> Size:
         """Rows and columns of vectors."""
@@ -89,9 +110,9 @@ class Fitted:
         """No image has more."""
         if self.longest:
             return math.ceil(self.longest / self.unit) ** 2
-        long = math.sqrt(MOST_RATIO)
-        grown = self.least + self.unit * (long + 1 / long) * math.sqrt(self.least) + self.unit**2
-        return int(max(self.most, self.unit * long * math.sqrt(self.most), grown)) // self.unit**2
+        long, least, most = math.sqrt(MOST_RATIO), self.least / self.frames, self.most / self.frames
+        grown = least + self.unit * (long + 1 / long) * math.sqrt(least) + self.unit**2
+        return int(max(most, self.unit * long * math.sqrt(most), grown)) // self.unit**2
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,15 +426,20 @@ def image_keys(images: Sequence[SeenImage], tokens: Sequence[int]) -> NDArray[np
 
 
 def normalised(pixels: Pixels, vision: VisionInfo) -> NDArray[np.float32]:
-    """Crops as the numbers that the tower reads: float32 of the same shape."""
-    found: NDArray[Any] = pixels
-    if vision.rescale is not None:
-        found = found.astype(np.float64) * vision.rescale
-    found = found.astype(np.float32)
-    if vision.mean is not None and vision.std is not None:
-        mean, std = (np.array(values, dtype=np.float32)[:, None, None] for values in (vision.mean, vision.std))
-        found = (found - mean) / std
-    return np.ascontiguousarray(found)
+    """Crops as the numbers that the tower reads: float32 of the same shape. A few rows are computed at a time, because
+    the steps between take several times their memory."""
+    made = np.empty(pixels.shape, np.float32)
+    step = max(_NORMALISED // pixels.shape[3], 1)
+    for crop, channel in np.ndindex(pixels.shape[:2]):
+        for row in range(0, pixels.shape[2], step):
+            found: NDArray[Any] = pixels[crop, channel, row : row + step]
+            if vision.rescale is not None:
+                found = found.astype(np.float64) * vision.rescale
+            found = found.astype(np.float32)
+            if vision.mean is not None and vision.std is not None:
+                found = (found - np.float32(vision.mean[channel])) / np.float32(vision.std[channel])
+            made[crop, channel, row : row + step] = found
+    return made
 
 
 def _refuse(message: str, code: str = "invalid_value") -> NoReturn:

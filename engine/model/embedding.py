@@ -226,15 +226,17 @@ class PatchEmbedding(nn.Module):
         min_rows: minimum rows of a matrix product.
         blend: see `Inputs`.
         """
-        patches = torch.stack([self._pixels(image) for image in images]).to(self.patches.weight.dtype)
-        rows = patches.flatten(0, 1)
-        x: Tensor = self.patches(F.pad(rows, (0, 0, 0, max(min_rows - len(rows), 0))))[: len(rows)]
-        x = x.view(*patches.shape[:2], self.part.width)
+        whole = torch.cat([self._pixels(image) for image in images]) if len(images) > 1 else self._pixels(images[0])
+        pixels, lacking = whole.to(self.patches.weight.dtype), min_rows - len(whole)
+        x: Tensor = self.patches(F.pad(pixels, (0, 0, 0, lacking)) if lacking > 0 else pixels)[: len(whole)]
+        x = x.view(len(images), -1, self.part.width)
         if self.first is not None:
             x = torch.cat((self.first.expand(len(x), -1, -1), x), dim=1)
         if self.positions is not None and blend is not None:
             rows, shares = blend
-            x = x + (F.embedding(rows, self.positions) * shares[:, :, None]).sum(1).to(x.dtype)
+            taps = zip(rows.unbind(1), shares.unbind(1), strict=True)
+            added = (F.embedding(row, self.positions) * share[:, None] for row, share in taps)
+            x = x + sum(added, start=torch.zeros((), device=x.device)).to(x.dtype)
         elif self.positions is not None:
             order, first = self.part.order, self.offset
             x = x + self.positions[slice(first, first + x.shape[1]) if order is None else list(order)]

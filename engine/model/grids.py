@@ -64,11 +64,14 @@ def patches_of(image: Tensor, part: spec.Patches, grid: Grid) -> Tensor:
     return each.reshape(len(found), -1)
 
 
-def blend_of(grid: Grid, side: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def blend_of(grid: Grid, side: int, device: torch.device, *, cells: bool) -> tuple[Tensor, Tensor]:
     """[patches, 4] rows of a table of side x side positions, and the share of each in a patch's position: the table is
-    stretched to the image, so that their corners meet."""
-    most = torch.tensor(grid.size, device="cpu") - 1
-    spots = grid.places.float() * (side - 1) / most.clamp(min=1)
+    stretched to the image, so that the centres of their corners meet, or the outer edges of their `cells`."""
+    counts, places = torch.tensor(grid.size, device="cpu"), grid.places.float()
+    if cells:
+        spots = ((places + 0.5) * side / counts - 0.5).clamp(min=0)
+    else:
+        spots = places * (side - 1) / (counts - 1).clamp(min=1)
     before = spots.floor()
     taps = before.long()[:, :, None] + torch.arange(2, device="cpu")  # [patches, axes, 2]
     shares = (1 - (spots[:, :, None] - taps).abs()).clamp(min=0)

@@ -186,15 +186,17 @@ class Joined:
 @dataclass(frozen=True, slots=True)
 class Unfolded:
     """A matrix whose inputs are `parts` vectors, one after the other, stored with the parts of each feature side by
-    side, as `torch.nn.functional.unfold` makes them."""
+    side, as `torch.nn.functional.unfold` makes them. `axes`: it is a convolution's kernel, with these axes of inputs;
+    () for a matrix."""
 
     parts: int
+    axes: tuple[int, ...] = ()
 
     def shapes(self, target: Size) -> list[Size]:
-        return [target]
+        return [Size((target[0], *self.axes)) if self.axes else target]
 
     def fill(self, target: Tensor, place: int, source: Tensor) -> None:
-        target.copy_(source.view(len(source), -1, self.parts).transpose(1, 2).reshape(source.shape))
+        target.copy_(source.reshape(len(source), -1, self.parts).transpose(1, 2).reshape(target.shape))
 
 
 @dataclass(frozen=True, slots=True)

@@ -341,9 +341,21 @@ class Transformer(nn.Module):
         """
         return self.encode(inputs) if self.decoder is None else self.decoder(inputs)
 
-    def logits(self, hidden: Tensor, form: RowForm = LIBRARY, head: nn.Module | None = None) -> Tensor:
-        """The head's result for hidden states [N, hidden]: float32 [N, vocabulary], or [N, classes]. `form` says how a
-        GPU computes one row; `head` replaces the model's head by an adapter's."""
+    @property
+    def divides_logits(self) -> bool:
+        """Whether ranks compute parts of the logits."""
+        return self.ranks is not None and splits_vocabulary(self.spec)
+
+    def logits(
+        self, hidden: Tensor, form: RowForm = LIBRARY, head: nn.Module | None = None, *, own: bool = False
+    ) -> Tensor:
+        """The head's result for hidden states [N, hidden]: float32 [N, vocabulary], or [N, classes].
+
+        Args:
+            form: how a GPU computes one row.
+            head: replaces the model's head by an adapter's.
+            own: the result is the columns that this rank computes; otherwise rank 0 gets all, and other ranks zeros.
+        """
         head = head or self.head
         assert head is not None
         part = self.spec.head
@@ -353,11 +365,12 @@ class Transformer(nn.Module):
         if part.input_scale != 1.0:
             hidden = hidden * part.input_scale
         logits = head.in_float32(hidden, form) if isinstance(head, Linear) else head(hidden)
-        if self.ranks is not None and splits_vocabulary(self.spec):
-            shares = (Share(rank, self.ranks.count).of(self.vocab_size) for rank in range(self.ranks.count))
-            logits = self.ranks.gather(logits, [end - begin for begin, end in shares])
         if part.logit_scale != 1.0:
             logits = logits * part.logit_scale
         if part.softcap is not None:
             logits = torch.tanh(logits / part.softcap) * part.softcap
+        if self.divides_logits and not own:
+            assert self.ranks is not None
+            shares = (Share(rank, self.ranks.count).of(self.vocab_size) for rank in range(self.ranks.count))
+            logits = self.ranks.gather(logits, [end - begin for begin, end in shares])
         return logits

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from engine.interface.vision import Size, VisionInfo
 from engine.model import spec
-from engine.model.activations import activate_by_name
-from engine.model.layers import Linear
+from engine.model.activations import activate_by_name, gate_by_name
+from engine.model.layers import GatedFeedForward, Linear
 from engine.model.norms import build_norm
 from engine.model.place import Place
 from engine.model.row_kernels import RowModule
@@ -33,20 +33,47 @@ class Projector(RowModule):
     def __init__(self, part: spec.Projector, features: int, hidden: int, place: Place):
         super().__init__()
         inner = part.inner or hidden
-        self.norm = build_norm(part.norm, features * part.merge, place)
+        self.norm = build_norm(part.norm, features * (1 if part.each else part.merge), place)
         self.merged = Linear(features * part.merge, features, False, place) if part.merged else None
         self.first = Linear(features * (1 if part.merged else part.merge), inner, part.bias, place)
         self.second = Linear(inner, hidden, part.bias, place)
         self._activation = part.activation
         self._factor = math.isqrt(part.merge) if part.shuffles else 0
+        self._each = part.each
 
     def forward(self, x: Tensor) -> Tensor:
         x = _squares_of(x, self._factor) if self._factor else x
         if self.merged is not None:
             x = self.merged(x.reshape(-1, self.merged.inputs))
+        if self._each and self.norm is not None:
+            x = self.norm(x)
         x = x.reshape(-1, self.first.inputs)
-        x = x if self.norm is None else self.norm(x)
+        if not self._each and self.norm is not None:
+            x = self.norm(x)
         projected: Tensor = self.second(activate_by_name(self._activation, self.first(x), self.kernels))
+        return projected
+
+
+class GatedProjector(RowModule):
+    """The tower's hidden states [N, features], square by square, to the decoder's vectors [N / merge, hidden]."""
+
+    def __init__(self, part: spec.GatedProjector, features: int, hidden: int, place: Place):
+        super().__init__()
+        self.merged = Linear(features * part.merge, hidden, True, place)
+        self.first = Linear(hidden, hidden, False, place)
+        self.norm = build_norm(part.norm, hidden, place)
+        self.network = GatedFeedForward(part.network, hidden, place)
+
+    @property
+    def second(self) -> Linear:
+        """The last matrix."""
+        return self.network.down
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.norm is not None
+        x = self.norm(self.first(self.merged(x.reshape(-1, self.merged.inputs))))
+        wide = self.network.gate_up(activate_by_name("gelu", x, self.kernels))
+        projected: Tensor = self.network.down(gate_by_name(self.network.activation, wide, self.kernels))
         return projected
 
 
@@ -80,11 +107,15 @@ class PooledProjector(nn.Module):
         return projected
 
 
-def _projector(part: spec.Vision, hidden: int, place: Place) -> Projector | ShuffledProjector | PooledProjector:
+def _projector(
+    part: spec.Vision, hidden: int, place: Place
+) -> Projector | GatedProjector | ShuffledProjector | PooledProjector:
     features = part.tower.output_size * (1 + len(part.tower.kept) * part.joined)
     match part.projector:
         case spec.Projector() as mapped:
             return Projector(mapped, features, hidden, place)
+        case spec.GatedProjector() as gated:
+            return GatedProjector(gated, features, hidden, place)
         case spec.Shuffled() as shuffled:
             return ShuffledProjector(shuffled, features, hidden, place)
         case spec.Pooled() as pooled:
@@ -105,11 +136,11 @@ class ImageEmbedding(nn.Module):
         )
         self.newline = place.parameter(hidden) if part.newline else None
 
-    def forward(self, crops: Tensor, size: Size, tower: Tower, info: VisionInfo) -> Tensor:
+    def forward(self, crops: Iterable[Tensor], size: Size, tower: Tower, info: VisionInfo) -> Tensor:
         """[vectors, hidden] of an image; with further vectors beside each, if there are `deep` ones.
 
         Args:
-            crops: float32 [crops, channels, height, width].
+            crops: float32 [channels, height, width] each.
             size: height and width of the image as it was sent.
             tower: computes one crop. One at a time: that bounds the memory, and no crop's bits depend on another.
         """

@@ -17,6 +17,8 @@ from support.reference import MIN_MARGIN
 from support.seeing import EOS, SeeingModel, make_seeing_model, make_tokenizer, picture
 from test_http_seeing import CHAT, Api, shown, text
 from test_image_prompts import GREEDY, WORDS, answer, info_of, vectors_of
+from transformers.models.glm46v import image_processing_pil_glm46v as glm
+from transformers.models.paddleocr_vl import image_processing_pil_paddleocr_vl as paddle
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from cli.commands import models
@@ -48,7 +50,7 @@ def prompt_of(model: SeeingModel, engine: Engine, seed: int = 1) -> TokenInput:
     return model.prompt([*parts, *WORDS[:3]], info_of(engine))
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl", "glm-ocr", "paddleocr-vl"])
 def test_steps_pages_and_executors_change_nothing(name: str, tmp_path: Path) -> None:
     """Steps that cut through images, pages of the prefix cache, torch's executor, a crowd: the same tokens."""
     model = make_seeing_model(name, tmp_path)
@@ -156,12 +158,20 @@ def test_sizes_are_those_of_the_processor() -> None:
     rng = np.random.default_rng(0)
     for unit, least, most in ((28, 56**2, 28**2 * 1280), (8, 300, 4000), (32, 32**2 * 4, 32**2 * 5), (28, 1, 784)):
         fitted = Fitted(unit, least, most)
-        for height, width in rng.integers(1, 3000, size=(300, 2)).tolist():
+        for height, width in [*rng.integers(1, 3000, size=(300, 2)).tolist(), *rng.integers(1, 40, (100, 2)).tolist()]:
             if max(height, width) > MOST_RATIO * min(height, width):
                 continue
-            expected = smart_resize(height, width, factor=unit, min_pixels=least, max_pixels=most)
-            assert fitted.size((height, width)) == expected
-            assert np.prod(fitted.grid((height, width))) <= fitted.most_vectors
+            limits = {"factor": unit, "min_pixels": least, "max_pixels": most}
+            timed = Fitted(unit, least, most, frames=2, grows="whole")
+            grown = Fitted(unit, least, most, grows="sides")
+            expected = [
+                (fitted, smart_resize(height, width, **limits)),
+                (timed, glm.smart_resize(2, height, width, **limits)),
+                (grown, paddle.smart_resize(height, width, **limits)),
+            ]
+            for one, size in expected:
+                assert one.size((height, width)) == size
+                assert np.prod(one.grid((height, width))) <= one.most_vectors
 
 
 def test_a_config_of_the_hub(tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
          "layer_types": ["sliding_attention", "full_attention"]},
         {"patch_size": 4, "mm_embed_dim": 16, "mm_posemb_size": 8, "output_proj_dims": 16}, {"audio_config": None},
     ),
+    "GlmOcrForConditionalGeneration": (AXES | {"head_dim": 8}, QWEN_VISION, {}),
     "Idefics3ForConditionalGeneration": ({"model_type": "llama"}, VISION, {}),
     "InternVLForConditionalGeneration": (
         {"model_type": "qwen2"}, VISION | {"image_size": [28, 28], "patch_size": [14, 14]}, {}
@@ -105,6 +106,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"model_type": "mistral", "head_dim": 10}, VISION | {"model_type": "pixtral", "head_dim": 8},
         {"tie_word_embeddings": False},
     ),
+    "PaddleOCRVLForConditionalGeneration": (AXES | {"head_dim": 8}, VISION, {}),
     "PaliGemmaForConditionalGeneration": (
         {"model_type": "gemma2", "head_dim": 10, "sliding_window": 9,
          "layer_types": ["sliding_attention", "full_attention"]}, SIGLIP, {"projection_dim": 32},

@@ -74,6 +74,7 @@ _QWEN3 = {
     "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2],
 }  # fmt: skip
 _QWEN = {"vision_start_token_id": 279, "vision_end_token_id": 280, "video_token_id": 4}
+_GLM = {"image_start_token_id": 279, "image_end_token_id": 280, "video_token_id": 4}
 SHAPES = {
     "llava": SeeingShape(
         "LlavaForConditionalGeneration", {"model_type": "llama"}, CLIP, {}, ("CLIPImageProcessorPil", _CLIP_PIXELS)
@@ -172,6 +173,35 @@ SHAPES = {
          "linear_key_head_dim": 8, "linear_value_head_dim": 12},
         {name: value for name, value in _QWEN3.items() if name != "deepstack_visual_indexes"}, _QWEN,
         ("Qwen2VLImageProcessorPil", _OWN_SIZE), "Qwen2VLProcessor",
+    ),
+    "glm-ocr": SeeingShape(
+        "GlmOcrForConditionalGeneration",
+        {"model_type": "glm_ocr_text", "head_dim": 10, "rope_parameters": _AXES | {"mrope_section": [2, 1, 2]}},
+        {"depth": 3, "hidden_size": 24, "intermediate_size": 40, "num_heads": 2, "patch_size": 4,
+         "out_hidden_size": 32}, _GLM, ("Glm46VImageProcessorPil", _OWN_SIZE), "Qwen2VLProcessor",
+    ),
+    "glm-ocr-large-squares": SeeingShape(  # no biases, an untied head, positions for some features
+        "GlmOcrForConditionalGeneration",
+        {"model_type": "glm_ocr_text", "rope_parameters": _AXES | {"mrope_section": [1, 0, 1],
+         "partial_rotary_factor": 0.5}},
+        {"depth": 1, "hidden_size": 24, "intermediate_size": 44, "num_heads": 3, "patch_size": 4,
+         "out_hidden_size": 32, "spatial_merge_size": 3, "attention_bias": False, "rms_norm_eps": 1e-3},
+        _GLM | {"tie_word_embeddings": False},
+        ("Glm46VImageProcessorPil", _OWN_SIZE | {"merge_size": 3, "temporal_patch_size": 2}), "Qwen2VLProcessor",
+    ),
+    "paddleocr-vl": SeeingShape(
+        "PaddleOCRVLForConditionalGeneration",
+        {"model_type": "paddleocr_vl_text", "head_dim": 8, "rope_parameters": _AXES},
+        VISION | {"image_size": 20, "patch_size": 4}, _QWEN, ("PaddleOCRVLImageProcessorPil", _OWN_SIZE),
+        "Qwen2VLProcessor",
+    ),
+    "paddleocr-vl-biases": SeeingShape(
+        "PaddleOCRVLForConditionalGeneration",
+        {"model_type": "paddleocr_vl_text", "head_dim": 10, "use_bias": True,
+         "rope_parameters": _AXES | {"mrope_section": [2, 1, 2]}},
+        VISION | {"image_size": 27, "patch_size": 5, "num_attention_heads": 6, "num_hidden_layers": 1,
+                  "layer_norm_eps": 1e-3}, _QWEN | {"tie_word_embeddings": False},
+        ("PaddleOCRVLImageProcessorPil", _OWN_SIZE | {"patch_size": 5}), "Qwen2VLProcessor",
     ),
     "internvl": SeeingShape(
         "InternVLForConditionalGeneration", {"model_type": "qwen2"},
@@ -322,7 +352,7 @@ class SeeingModel:
     def pixels(self, images: Sequence[PIL.Image.Image]) -> dict[str, Any]:
         """What the reference model is given of a prompt's images."""
         nested = not self.shape.architecture.startswith(
-            ("LlavaFor", "LlavaNext", "Gemma3", "Qwen", "Intern", "Mistral", "LightOn")
+            ("LlavaFor", "LlavaNext", "Gemma3", "Qwen", "Intern", "Mistral", "LightOn", "Glm", "Paddle")
         )
         given: Any = [list(images)] if nested else list(images)
         made = dict(self.processor(given, return_tensors="pt"))

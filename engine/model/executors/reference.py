@@ -17,7 +17,7 @@ from engine.model.activations import activate, activate_by_name, gate_by_name
 from engine.model.attention_operations import Attend, PrepareHeads, PrepareLatent, StoreEncoded
 from engine.model.convolution import gather_neighbours
 from engine.model.inputs import Inputs
-from engine.model.latent import LatentAttention
+from engine.model.latent import LatentAttention, by_head
 from engine.model.layers import CrossAttention, SelfAttention, split_heads
 from engine.model.operations import (
     Activate,
@@ -29,6 +29,7 @@ from engine.model.operations import (
     GatherNeighbours,
     MixExperts,
     Multiply,
+    MultiplyPieces,
     Normalize,
     Open,
     Operation,
@@ -40,7 +41,7 @@ from engine.model.reading import ReadingAttention
 from engine.model.rotary import rotate
 from engine.model.row_kernels import NewHeads, RowKernels
 from engine.model.slots import find_slots
-from engine.model.state_operations import ApplyDelta, ApplyScan, Convolve
+from engine.model.state_operations import Advance, ApplyDelta, ApplyScan, Convolve
 from engine.model.tables import Tables
 
 
@@ -292,7 +293,16 @@ def _activate(operation: Activate, state: Pass) -> None:
 
 
 def _open(operation: Open, state: Pass) -> None:
-    state.values[operation.x] = state.values[operation.opening].sigmoid() * state.values[operation.x]
+    opening, x = state.values[operation.opening].flatten(1), state.values[operation.x]
+    match operation.function:
+        case "sigmoid":
+            opened = activate(torch.sigmoid, opening.float()).to(x.dtype)
+        case "softplus":
+            opened = activate(F.softplus, opening.float()).to(x.dtype)
+        case function:
+            opened = activate_by_name(function, opening, state.kernels)
+    pieces = x.reshape(len(x), opened.shape[1], -1)
+    state.values[operation.x] = (pieces * opened.unsqueeze(-1)).view(len(x), -1)
 
 
 def _mix_experts(operation: MixExperts, state: Pass) -> None:
@@ -300,6 +310,11 @@ def _mix_experts(operation: MixExperts, state: Pass) -> None:
     x, starts = state.values[operation.x], inputs.metadata.query_start
     judged = x if operation.judged is None else state.values[operation.judged]
     state.values[operation.out] = operation.module(x, inputs.tokens, inputs.min_rows, starts, judged)
+
+
+def _multiply_pieces(operation: MultiplyPieces, state: Pass) -> None:
+    pieces = split_heads(state.values[operation.x], operation.matrices.inputs)
+    state.values[operation.out] = by_head(operation.matrices, pieces).flatten(1)
 
 
 def _gather_neighbours(operation: GatherNeighbours, state: Pass) -> None:
@@ -314,8 +329,7 @@ def _add(operation: Add, state: Pass) -> None:
 
 def _convolve(operation: Convolve, state: Pass) -> None:
     module, entered = operation.module, state.values[operation.x]
-    after = None
-    if operation.gated:
+    if operation.form == "gated":
         before, after, features = entered.chunk(3, dim=1)
         entered = before * features
     out = torch.zeros_like(entered)
@@ -324,7 +338,13 @@ def _convolve(operation: Convolve, state: Pass) -> None:
     def step(known: Tensor, tokens: slice) -> Tensor:
         total, left = convolve(entered[tokens].float(), known.view(-1, module.width), weight, bias)
         total = total.to(out.dtype)
-        out[tokens] = activate_by_name("silu", total, state.kernels) if after is None else total * after[tokens]
+        match operation.form:
+            case "silu":
+                out[tokens] = activate_by_name("silu", total, state.kernels)
+            case "gated":
+                out[tokens] = total * after[tokens]
+            case "plain":
+                out[tokens] = total
         return left.flatten()
 
     inputs = state.inputs
@@ -400,6 +420,11 @@ def _apply_scan(operation: ApplyScan, state: Pass) -> None:
     state.values[operation.out] = found.to(x.dtype)
 
 
+def _advance(operation: Advance, state: Pass) -> None:
+    given = (state.values[rows] for rows in operation.given)
+    state.values[operation.out] = operation.module.advance(operation.layer, state, *given)
+
+
 HANDLERS: dict[type, Handler] = {
     Embed: _embed,
     Take: _take,
@@ -415,9 +440,11 @@ HANDLERS: dict[type, Handler] = {
     Activate: _activate,
     Open: _open,
     MixExperts: _mix_experts,
+    MultiplyPieces: _multiply_pieces,
     GatherNeighbours: _gather_neighbours,
     Add: _add,
     Convolve: _convolve,
     ApplyDelta: _apply_delta,
     ApplyScan: _apply_scan,
+    Advance: _advance,
 }

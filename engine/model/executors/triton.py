@@ -33,11 +33,11 @@ from engine.model.executors.triton_rows import TritonRows, norm_of
 from engine.model.inputs import Inputs
 from engine.model.layers import QkNorm
 from engine.model.norms import LayerNorm, RmsNorm
-from engine.model.operations import Add, AddAdapters, AllReduce, Apply, Normalize, Operation
+from engine.model.operations import Add, AddAdapters, AllReduce, Apply, MultiplyPieces, Normalize, Operation
 from engine.model.positions import Rotary
 from engine.model.program import Program
 from engine.model.slots import find_slots
-from engine.model.state_operations import ApplyDelta, ApplyScan
+from engine.model.state_operations import Advance, ApplyDelta, ApplyScan
 from engine.model.tables import Tables
 
 
@@ -58,8 +58,8 @@ def unsupported(operation: Operation, dtype: torch.dtype) -> str | None:
             return _unsupported_norm(both.queries, dtype) or _unsupported_norm(both.keys, dtype)
         case ApplyDelta(module=module) if not states.serves(module.part.key_dim, module.part.value_dim):
             return f"the delta rule with keys of {module.part.key_dim} features has no kernel"
-        case ApplyScan():
-            return "a scan with states has no kernel"
+        case ApplyScan() | Advance() | MultiplyPieces():
+            return f"{type(operation).__name__} has no kernel"
         case Apply():
             return f"{operation.name} has no kernel"
         case _:

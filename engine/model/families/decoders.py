@@ -86,7 +86,8 @@ def _ernie(c: Any) -> Attention:
         raise UnsupportedModelError(
             f"num_attention_heads times head_dim must be hidden_size {c.hidden_size} for Helium, got {features}."
         )
-    position = rotary(c, interleaved=True, in_float32=not helium)
+    # PaddleOCR-VL's language part turns pairs of halves.
+    position = rotary(c, interleaved=c.model_type != "paddleocr_vl_text", in_float32=not helium)
     qkv_bias, out_bias = (c.attention_bias, False) if helium else (c.use_bias, c.use_bias)
     return attention(c, position=position, qkv_bias=qkv_bias, out_bias=out_bias)
 
@@ -424,14 +425,18 @@ FAMILIES = (
         head=lambda c: lm(c, softcap=c.final_logit_softcapping),
         names=DecoderNames(qkv_form=_other_way_round, ffn=("mlp.fc1", "mlp.fc2")),
     ),
-    # Norms before each sublayer (`glm`), or before and after (`glm4`) (arXiv:2406.12793).
+    # Norms before each sublayer (`glm`), or before and after (arXiv:2406.12793).
     decoder(
         "GLM-4",
         pairs("Glm", "Glm4"),
         "partial and interleaved rotary positions, sandwich norms",
-        attention=lambda c: attention(c, position=rotary(c, partial=True, interleaved=True), qkv_bias=c.attention_bias),
-        placement=lambda c, norm: Sandwich(norm, norm, norm, norm) if c.model_type == "glm4" else Pre(norm, norm),
-        names=DecoderNames(norms=_glm_norms, ffn=("mlp.gate_up_proj", "mlp.down_proj")),
+        attention=lambda c: attention(
+            c,
+            position=rotary(c, partial=True, interleaved=True),
+            qkv_bias=c.model_type != "glm_ocr_text" and c.attention_bias,
+        ),
+        placement=lambda c, norm: Pre(norm, norm) if c.model_type == "glm" else Sandwich(norm, norm, norm, norm),
+        names=DecoderNames(norms=_glm_norms, ffn=("mlp.gate_up_proj", "mlp.down_proj"), guesses=True),
     ),
     # arXiv:2509.14233
     decoder(

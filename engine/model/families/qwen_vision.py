@@ -24,7 +24,7 @@ def qwen2_vl(config: Any) -> Vision:
     """Qwen2-VL's."""
     part = config.vision_config
     ffn = Dense(int(part.embed_dim * part.mlp_ratio), activation(part.hidden_act), bias=True)
-    return _squares(config, part.embed_dim, part.hidden_size, Norm("layer", _EPS, bias=True), ffn)
+    return squares(config, part.embed_dim, part.hidden_size, Norm("layer", _EPS, bias=True), ffn)
 
 
 def qwen2_5_vl(config: Any) -> Vision:
@@ -38,14 +38,14 @@ def qwen2_5_vl(config: Any) -> Vision:
             f"of {part.patch_size} pixels that become a vector."
         )
     whole = frozenset(part.fullatt_block_indexes)
-    return _squares(config, part.hidden_size, part.out_hidden_size, Norm("rms", _EPS), ffn, window, whole)
+    return squares(config, part.hidden_size, part.out_hidden_size, Norm("rms", _EPS), ffn, window, whole)
 
 
 def qwen3_vl(config: Any) -> Vision:
     """Qwen3-VL's: learned positions, and hidden states of several layers (DeepStack, arXiv:2406.04334)."""
     part, norm = config.vision_config, Norm("layer", _EPS, bias=True)
     ffn = Dense(part.intermediate_size, activation(part.hidden_act), bias=True)
-    made = _squares(config, part.hidden_size, part.out_hidden_size, norm, ffn)
+    made = squares(config, part.hidden_size, part.out_hidden_size, norm, ffn)
     if not settings_of(config.text_config, None).get("mrope_interleaved"):
         raise UnsupportedModelError("mrope_interleaved of rope_parameters must be true for this architecture.")
     count, layers = part.num_position_embeddings, tuple(getattr(part, "deepstack_visual_indexes", None) or ())
@@ -64,7 +64,7 @@ def qwen3_vl(config: Any) -> Vision:
     )
 
 
-def _squares(
+def squares(
     config: Any,
     width: int,
     out: int,
@@ -83,29 +83,11 @@ def _squares(
     Raises:
         UnsupportedModelError: a setting that is not implemented.
     """
-    part, text = config.vision_config, config.text_config
-    heads, squares = part.num_heads, part.spatial_merge_size
+    part = config.vision_config
+    heads, side = part.num_heads, part.spatial_merge_size
     head_dim = even_head_dim(width, heads)
-    settings = settings_of(text, None)
-    text_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    if head_dim % 4 or out != text.hidden_size or not pairs_of(settings, rotated(settings, text_dim, partial=True)):
-        raise UnsupportedModelError(
-            f"vision_config needs heads of a multiple of 4 features and vectors of {text.hidden_size}, and "
-            f"rope_parameters an mrope_section of three parts of a head; got {head_dim}, {out} and "
-            f"{settings.get('mrope_section')!r}."
-        )
-    kind = settings.get("rope_type", "default")
-    if kind in ("dynamic", "longrope"):  # the angles of an image's tokens are made without a sequence's length
-        raise UnsupportedModelError(
-            f"rope_type of rope_parameters is {kind!r}, whose angles depend on a sequence's length. It is not "
-            "implemented beside images; default, linear, llama3 and yarn are."
-        )
-    position = Rotary(
-        dim=head_dim,
-        theta=theta_of(part, settings_of(part, None)),
-        in_float32=True,
-        pairs=tuple((axis, 2 * number) for axis in range(2) for number in range(head_dim // 4)),
-    )
+    check_axes(config, head_dim, out)
+    position = axial(part, head_dim)
 
     def block(number: int) -> Block:
         attention = Attention(
@@ -123,10 +105,40 @@ def _squares(
         tower=tower,
         token_id=config.image_token_id,
         skip=0,
-        projector=Projector("gelu", merge=squares**2, inner=width * squares**2),
-        squares=squares,
+        projector=Projector("gelu", merge=side**2, inner=width * side**2),
+        squares=side,
         window=window,
         axes=True,
+    )
+
+
+def check_axes(config: Any, head_dim: int, out: int) -> None:
+    """Refuse a language part without positions of three axes, and a tower whose heads of `head_dim` features have no
+    positions of two axes, or whose vectors of `out` features do not fit. Raises UnsupportedModelError."""
+    text = config.text_config
+    settings = settings_of(text, None)
+    text_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if head_dim % 4 or out != text.hidden_size or not pairs_of(settings, rotated(settings, text_dim, partial=True)):
+        raise UnsupportedModelError(
+            f"vision_config needs heads of a multiple of 4 features and vectors of {text.hidden_size}, and "
+            f"rope_parameters an mrope_section of three parts of a head; got {head_dim}, {out} and "
+            f"{settings.get('mrope_section')!r}."
+        )
+    kind = settings.get("rope_type", "default")
+    if kind in ("dynamic", "longrope"):  # the angles of an image's tokens are made without a sequence's length
+        raise UnsupportedModelError(
+            f"rope_type of rope_parameters is {kind!r}, whose angles depend on a sequence's length. It is not "
+            "implemented beside images; default, linear, llama3 and yarn are."
+        )
+
+
+def axial(part: Any, head_dim: int) -> Rotary:
+    """Rotary positions of two axes, each with the same frequencies for half of a head's features."""
+    return Rotary(
+        dim=head_dim,
+        theta=theta_of(part, settings_of(part, None)),
+        in_float32=True,
+        pairs=tuple((axis, 2 * number) for axis in range(2) for number in range(head_dim // 4)),
     )
 
 

@@ -226,7 +226,7 @@ def _refuse_minimax(c: Any) -> None:
 def _fading_weights(target: str, layer: str, part: StateLayer) -> list[Entry]:
     assert isinstance(part, FadingAttention)
     source, width = f"{layer}.self_attn", part.heads * part.head_dim
-    rows = tuple(HeadRows(part.heads, 3 * part.head_dim, i * part.head_dim) for i in range(3))
+    rows = tuple(HeadRows(part.heads, 3 * part.head_dim, i * part.head_dim) for i in (2, 1, 0))
     return [
         Entry(f"{target}.enter.weight", (f"{source}.qkv_proj.weight",) * 3, Joined((width,) * 3, rows)),
         *linear(f"{target}.opening", f"{source}.output_gate", False),

@@ -15,11 +15,12 @@ from engine.interface.vision import Framed, Leading, Surrounds, Tiling
 from engine.model.families.common import linear, norm
 from engine.model.families.internvl_vision import internvl, internvl_entries
 from engine.model.families.names import norm_weights
+from engine.model.families.ocr_vision import glm_ocr, glm_ocr_entries, paddleocr_vl, paddleocr_vl_entries
 from engine.model.families.pixtral_vision import lighton_ocr, mistral3, mistral3_entries
 from engine.model.families.qwen_vision import qwen2_5_vl, qwen2_vl, qwen3_vl, square_entries
 from engine.model.families.vision import kernel, layers_weights, patches, pre_norm_encoder
 from engine.model.normalisation import Norm
-from engine.model.spec import Patches, Pooled, Projector, Shuffled, Stack, Vision
+from engine.model.spec import GatedProjector, Patches, Pooled, Projector, Shuffled, Stack, Vision
 from engine.model.table import Entry, Reshaped, Transposed, WeightTable
 
 _MOST_TILES = 64
@@ -196,7 +197,9 @@ _READERS: dict[str, Callable[[Any], Vision]] = {
     "LlavaNextForConditionalGeneration": _llava_next,
     "LlavaOnevisionForConditionalGeneration": _llava_onevision,
     "Gemma3ForConditionalGeneration": _gemma3,
+    "GlmOcrForConditionalGeneration": glm_ocr,
     "Idefics3ForConditionalGeneration": _idefics3,
+    "PaddleOCRVLForConditionalGeneration": paddleocr_vl,
     "PaliGemmaForConditionalGeneration": _paligemma,
     "SmolVLMForConditionalGeneration": _idefics3,
     "InternVLForConditionalGeneration": internvl,
@@ -218,12 +221,16 @@ def with_sight(table: WeightTable, vision: Vision) -> WeightTable:
         renamed = (
             (r"^(model\.)?vision_encoder\.", "vision_tower."),
             (r"^(model\.)?vision_projection\.", "multi_modal_projector."),
-            (r"^(model\.)?(visual|vision_tower|multi_modal_projector)\.", r"\2."),
+            (r"^mlp_AR\.", "projector."),
+            (r"^(model\.)?(visual|vision_tower|multi_modal_projector|projector)\.", r"\2."),
             *table.renamed,
         )
-        pixtral = isinstance(vision.projector, Projector) and vision.projector.merged
-        found = internvl_entries if vision.enclosed else mistral3_entries if pixtral else square_entries
-        return replace(table, entries=(*table.entries, *found(vision)), renamed=renamed)
+        return replace(
+            table,
+            entries=(*table.entries, *_square_entries(vision)),
+            renamed=renamed,
+            ignored=(*table.ignored, *_UNREAD),
+        )
     stack, tower, ours = vision.tower, "vision_tower", "tower.encoder"
     embedding = stack.embedding
     assert isinstance(embedding, Patches)
@@ -257,7 +264,24 @@ def with_sight(table: WeightTable, vision: Vision) -> WeightTable:
     )
 
 
-def _projector_entries(part: Projector | Shuffled | Pooled) -> list[Entry]:
+# Of PaddleOCR-VL's tower: its other positions, and a head.
+_UNREAD = (r"visual\.vision_model\.(embeddings\.packing_position_embedding|head)\..*",)
+
+
+def _square_entries(vision: Vision) -> list[Entry]:
+    if vision.enclosed is not None:
+        return internvl_entries(vision)
+    match vision.projector:
+        case GatedProjector():
+            return glm_ocr_entries(vision)
+        case Projector(merged=True):
+            return mistral3_entries(vision)
+        case Projector(each=True):
+            return paddleocr_vl_entries(vision)
+    return square_entries(vision)
+
+
+def _projector_entries(part: Projector | GatedProjector | Shuffled | Pooled) -> list[Entry]:
     if isinstance(part, Pooled):
         source, ours = "multi_modal_projector", "vision.projector"
         return [
@@ -267,6 +291,7 @@ def _projector_entries(part: Projector | Shuffled | Pooled) -> list[Entry]:
     if isinstance(part, Shuffled):
         source = "multi_modal_projector.linear" if part.bias else "connector.modality_projection.proj"
         return linear("vision.projector.second", source, part.bias)
+    assert isinstance(part, Projector)
     source = "multi_modal_projector.linear_"
     return [
         *linear("vision.projector.first", f"{source}1", part.bias),

@@ -101,15 +101,15 @@ from engine.model.spec.states import (
     ShortConvolution,
     StateLayer,
 )
-from engine.model.spec.vision import Pooled, Projector, Shuffled, Vision
+from engine.model.spec.vision import GatedProjector, Pooled, Projector, Shuffled, Vision
 
 __all__ = [
     "NO_ATTENTION", "NO_NETWORK",
     "Activation", "AfterRotation", "AfterSublayer", "AnswerSpan", "AtToken", "Attention", "BeforeToken",
     "Block", "BlockSums", "Bottleneck", "ChannelScan", "Clamped", "Classifier", "Convolution", "Corrected", "DeltaRule",
     "Dense", "EachHead", "Embedder", "Embedding", "Experts", "FadingAttention", "FeatureDelta", "FeedForward",
-    "FirstStates", "FirstToken", "Fourier", "Gated", "GatedRecurrence", "GlobalStream", "GlobalTokens",
-    "GroupLimited", "Head", "HeadLayer", "Joined", "LabelledSpans", "Latent", "LayerInput",
+    "FirstStates", "FirstToken", "Fourier", "Gated", "GatedProjector", "GatedRecurrence", "GlobalStream",
+    "GlobalTokens", "GroupLimited", "Head", "HeadLayer", "Joined", "LabelledSpans", "Latent", "LayerInput",
     "LayerVectors", "Likeliest", "Lm", "LowRank", "MaskedLm", "MaskedOut", "ModelSpec", "Neighbours", "NormedResidual",
     "NormedSum", "Opened", "OutputGate", "Parallel", "Patches", "PerHead", "Placement", "Pool", "Pooled", "Post", "Pre",
     "PredictingStream", "Probe", "Projector", "Pyramid", "PyramidStage",

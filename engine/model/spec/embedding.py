@@ -100,6 +100,7 @@ class Patches:
         bias: whether the matrix has a bias.
         first: learned vectors before those of the patches, such as a class token.
         positions: positions added to all of them.
+        cells: where positions are blends, the cells of the table are stretched to the image, not their centres.
         order: the row of the table of positions of each patch; None: they are in order.
         norm: a norm of the sum.
     """
@@ -112,6 +113,7 @@ class Patches:
     bias: bool = True
     first: int = 0
     positions: Positions | None = None
+    cells: bool = False
     order: tuple[int, ...] | None = None
     norm: Norm | None = None
 

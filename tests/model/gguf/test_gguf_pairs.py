@@ -175,24 +175,37 @@ def test_projectors_that_do_not_fit(
     ("name", "tensor", "message"),
     [("mistral3", "mm.patch_merger.weight", "lacks the matrix mm.patch_merger.weight"),
      ("qwen2-vl", "v.blk.0.ffn_up.weight", "but lacks their tensors, such as"),
-     ("qwen2-vl", "v.patch_embd.weight", "visual.patch_embed.proj.weight")],
+     ("qwen2-vl", "v.patch_embd.weight", r"mmproj-tiny\.gguf: the tensor visual\.patch_embed\.proj\.weight"),
+     ("qwen2-vl", "mm.0.bias", r"tensor visual\.merger\.mlp\.0\.bias should have the shape \[96\], but is stored as")],
 )  # fmt: skip
 def test_tensors_of_other_shapes(
-    name: str, tensor: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gguf: Any
+    name: str,
+    tensor: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gguf: Any,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """One that is stored flat is refused like one that is missing."""
+    """One that is stored flat is refused like one that is missing. Beside a projector that was only found, the model is
+    served without images."""
     (tmp_path / "stored").mkdir()
     model = make_seeing_model(name, tmp_path / "stored")
     text, projector = write_pair(model, PAIRS[name], tmp_path)
     add = gguf.GGUFWriter.add_tensor
 
     def flat(writer: Any, stored: str, values: Any, **kind: Any) -> None:
-        add(writer, stored, values.reshape(-1) if stored == tensor else values, **kind)
+        wrong = values.reshape(-1) if values.ndim > 1 else values[:-1]
+        add(writer, stored, wrong if stored == tensor else values, **kind)
 
     monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", flat)
     write_projector(model, PAIRS[name], projector)
     with pytest.raises((ModelLoadError, UnsupportedModelError), match=message):
         make_engine(text, mmproj=str(projector)).close()
+    engine = make_engine(text)
+    assert engine.info.vision is None
+    engine.close()
+    assert re.search(f"Requests with images are refused: .*{message}", caplog.text)
 
 
 def test_the_side_of_a_square_of_patches(tmp_path: Path) -> None:
