@@ -30,11 +30,9 @@ class RmsNorm(RowModule):
         self.in_float32 = part.in_float32
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.kernels is not None:
-            offset, exact = self.unit_offset, self.in_float32
-            normed = self.kernels.rms_norm(x, self.weight, self.eps, unit_offset=offset, in_float32=exact)
-            if normed is not None:
-                return normed
+        normed = None if self.kernels is None else self.kernels.norm(self, x)
+        if normed is not None:
+            return normed
         if self.weight is None:
             return F.rms_norm(x.float(), self.shape, None, self.eps).to(x.dtype)
         if self.unit_offset:
@@ -59,10 +57,9 @@ class LayerNorm(RowModule):
         self.eps = part.eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.kernels is not None:
-            found = self.kernels.layer_norm(x, self.weight, self.bias, self.eps, self.rows)
-            if found is not None:
-                return found
+        normed = None if self.kernels is None else self.kernels.norm(self, x)
+        if normed is not None:
+            return normed
         if self.rows == 1:
             return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
         normed = F.layer_norm(x.float(), self.shape, None, None, self.eps)

@@ -35,14 +35,8 @@ class RowKernels(Protocol):
         """name(a) * b of rows [a | b] of x [T, 2 * width]; None if torch should compute it."""
         ...
 
-    def rms_norm(
-        self, x: Tensor, weight: Tensor | None, eps: float, *, unit_offset: bool, in_float32: bool
-    ) -> Tensor | None:
-        """RMSNorm of the last dimension; None if torch should compute it."""
-        ...
-
-    def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rows: int) -> Tensor | None:
-        """LayerNorm of the last dimension, with separate weights for `rows` rows; None if torch should compute it."""
+    def norm(self, module: nn.Module, x: Tensor) -> Tensor | None:
+        """The result of a norm's module (`engine.model.norms`); None if torch should compute it."""
         ...
 
     def rotate_and_store(self, heads: NewHeads) -> bool:

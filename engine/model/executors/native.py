@@ -27,8 +27,8 @@ from engine.backends.rows import Rows
 from engine.model import spec
 from engine.model.attention_operations import Attend, PrepareHeads, StoreEncoded
 from engine.model.executors.native_rows import NativeRows
-from engine.model.executors.reference import Pass
-from engine.model.executors.single import SingleExecutor, handlers_of
+from engine.model.executors.reference import HANDLERS, Pass
+from engine.model.executors.single import SingleExecutor
 from engine.model.experts import ExpertsFeedForward
 from engine.model.inputs import Inputs
 from engine.model.layers import QkNorm
@@ -186,7 +186,6 @@ class NativeExecutor:
     def __init__(self, program: Program, tables: Tables, dtype: torch.dtype):
         self._program, self._tables, self._dtype = program, tables, dtype
         self._single = SingleExecutor(program, tables, NativeRows())
-        self._handlers = handlers_of(NativeRows())
         self._angles = {part: table.whole(dtype) for part, table in tables.rotary.items()}
         self.native = programs.Program(dtype)
         for width in program.widths:
@@ -266,12 +265,12 @@ class NativeExecutor:
                 runs=None if inputs.adapters is None else find_runs(inputs.adapters),
                 states=() if states is None else (states.sources, states.targets, states.snapshots, states.afters),
             )
-            state = Pass(inputs, self._tables, _Buffers(self.native))
+            state = Pass(inputs, self._tables, _Buffers(self.native), kernels=self._single.kernels)
             for stage in self._stages:
                 if isinstance(stage, tuple):
                     self.native.run(*stage)
                 else:
-                    self._handlers[type(stage)](stage, state)
+                    HANDLERS[type(stage)](stage, state)
         finally:
             self.native.end()
         return out

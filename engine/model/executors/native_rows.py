@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.backends.native import activations, norms, rotary
 from engine.backends.native.arguments import FORMATS
 from engine.model import spec
+from engine.model.norms import LayerNorm, RmsNorm
 from engine.model.row_kernels import NewHeads
 
 # The activations that are faster here, alone and times the second half of a row.
@@ -23,15 +24,15 @@ class NativeRows:
     def gate(self, name: spec.Activation, x: Tensor) -> Tensor | None:
         return activations.gate(x, name) if _takes(x) and name in GATED else None
 
-    def rms_norm(
-        self, x: Tensor, weight: Tensor | None, eps: float, *, unit_offset: bool, in_float32: bool
-    ) -> Tensor | None:
-        if not _takes(x, weight):
-            return None
-        return norms.rms_norm(x, weight, eps, unit_offset=unit_offset, in_float32=in_float32)
-
-    def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rows: int) -> Tensor | None:
-        return norms.layer_norm(x, weight, bias, eps, rows) if _takes(x, weight, bias) else None
+    def norm(self, module: nn.Module, x: Tensor) -> Tensor | None:
+        match module:
+            case RmsNorm(weight=weight) if _takes(x, weight):
+                exact = module.in_float32
+                return norms.rms_norm(x, weight, module.eps, unit_offset=module.unit_offset, in_float32=exact)
+            case LayerNorm(weight=weight, bias=bias) if _takes(x, weight, bias):
+                return norms.layer_norm(x, weight, bias, module.eps, module.rows)
+            case _:
+                return None
 
     def rotate_and_store(self, heads: NewHeads) -> bool:
         turning, values, part, angles, cache, slots = heads

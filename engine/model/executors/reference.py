@@ -76,11 +76,19 @@ class Pass:
         values: the rows by name.
         biases: biases of scores, by the part of positions that layers share, or by the layer; missing ones are
             computed.
+        kernels: the kernels of single operations that the executor uses; None: torch computes all.
         beside: vectors that pass through the layers beside the tokens, [inputs * count, features], if any.
     """
 
-    def __init__(self, inputs: Inputs, tables: Tables, values: Values, biases: Biases | None = None):
-        self.inputs, self.values = inputs, values
+    def __init__(
+        self,
+        inputs: Inputs,
+        tables: Tables,
+        values: Values,
+        biases: Biases | None = None,
+        kernels: RowKernels | None = None,
+    ):
+        self.inputs, self.values, self.kernels = inputs, values, kernels
         self._tables = tables
         self._rotations: dict[Rotary, tuple[Tensor, Tensor]] = {}
         self._biases: Biases = {} if biases is None else biases
@@ -145,10 +153,11 @@ class TorchExecutor:
     """Runs a program operation by operation in torch, with modules for whose rows no kernels were chosen."""
 
     missing = ()  # torch computes everything here, so nothing is reported as missing
+    kernels: RowKernels | None = None
 
-    def __init__(self, program: Program, tables: Tables, handlers: Mapping[type, Handler] | None = None):
+    def __init__(self, program: Program, tables: Tables):
         self._tables = tables
-        self._calls = Calls(program.operations, HANDLERS if handlers is None else handlers, program.result)
+        self._calls = Calls(program.operations, HANDLERS, program.result)
 
     def run(self, inputs: Inputs) -> Tensor:
         """Hidden states [Tp, features]."""
@@ -156,7 +165,7 @@ class TorchExecutor:
             found = find_slots(inputs.caches[0], inputs.metadata, inputs.positions, inputs.tokens)
             inputs = replace(inputs, slots=found)
         values = Buffers()
-        return self._calls.run(Pass(inputs, self._tables, values), values)
+        return self._calls.run(Pass(inputs, self._tables, values, kernels=self.kernels), values)
 
 
 def _embed(operation: Embed, state: Pass) -> None:
@@ -197,9 +206,8 @@ def _all_reduce(operation: AllReduce, state: Pass) -> None:
     state.values[operation.x] = operation.ranks.reduce(state.values[operation.x])
 
 
-def prepare_heads(operation: PrepareHeads, state: Pass, kernels: RowKernels | None = None) -> None:
-    """Prepare queries, keys and values for attention; `kernels` rotate and store them."""
-    part, inputs = operation.part, state.inputs
+def _prepare_heads(operation: PrepareHeads, state: Pass) -> None:
+    part, inputs, kernels = operation.part, state.inputs, state.kernels
     heads = state.values[operation.heads]
     heads = heads.view(len(heads), part.heads + 2 * part.kv_heads, part.head_dim)
     if part.clip is not None:
@@ -279,10 +287,9 @@ def _attend(operation: Attend, state: Pass) -> None:
     state.values[operation.out] = attended.reshape(len(attended), operation.out.width)
 
 
-def activate_rows(operation: Activate, state: Pass, kernels: RowKernels | None = None) -> None:
-    """Compute an activation, by `kernels` if they have it."""
+def _activate(operation: Activate, state: Pass) -> None:
     by_name = gate_by_name if operation.gated else activate_by_name
-    state.values[operation.out] = by_name(operation.function, state.values[operation.x], kernels)
+    state.values[operation.out] = by_name(operation.function, state.values[operation.x], state.kernels)
 
 
 def _open(operation: Open, state: Pass) -> None:
@@ -293,7 +300,7 @@ def _open(operation: Open, state: Pass) -> None:
         case "softplus":
             opened = activate(F.softplus, opening.float()).to(x.dtype)
         case function:
-            opened = activate_by_name(function, opening)
+            opened = activate_by_name(function, opening, state.kernels)
     pieces = x.reshape(len(x), opened.shape[1], -1)
     state.values[operation.x] = (pieces * opened.unsqueeze(-1)).view(len(x), -1)
 
@@ -320,8 +327,7 @@ def _add(operation: Add, state: Pass) -> None:
     state.values[operation.out] = state.values[operation.x] + state.values[operation.y]
 
 
-def convolve_rows(operation: Convolve, state: Pass, kernels: RowKernels | None = None) -> None:
-    """Compute a short convolution; `kernels` activate its results if they can."""
+def _convolve(operation: Convolve, state: Pass) -> None:
     module, entered = operation.module, state.values[operation.x]
     if operation.form == "gated":
         before, after, features = entered.chunk(3, dim=1)
@@ -334,7 +340,7 @@ def convolve_rows(operation: Convolve, state: Pass, kernels: RowKernels | None =
         total = total.to(out.dtype)
         match operation.form:
             case "silu":
-                out[tokens] = activate_by_name("silu", total, kernels)
+                out[tokens] = activate_by_name("silu", total, state.kernels)
             case "gated":
                 out[tokens] = total * after[tokens]
             case "plain":
@@ -427,17 +433,17 @@ HANDLERS: dict[type, Handler] = {
     AddAdapters: _add_adapters,
     AllReduce: _all_reduce,
     Apply: _apply,
-    PrepareHeads: prepare_heads,
+    PrepareHeads: _prepare_heads,
     PrepareLatent: _prepare_latent,
     StoreEncoded: _store_encoded,
     Attend: _attend,
-    Activate: activate_rows,
+    Activate: _activate,
     Open: _open,
     MixExperts: _mix_experts,
     MultiplyPieces: _multiply_pieces,
     GatherNeighbours: _gather_neighbours,
     Add: _add,
-    Convolve: convolve_rows,
+    Convolve: _convolve,
     ApplyDelta: _apply_delta,
     ApplyScan: _apply_scan,
     Advance: _advance,

@@ -6,37 +6,15 @@ passes that need something between two operations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-
-from engine.model.attention_operations import PrepareHeads
-from engine.model.executors.reference import (
-    HANDLERS,
-    Handler,
-    TorchExecutor,
-    activate_rows,
-    convolve_rows,
-    prepare_heads,
-)
-from engine.model.operations import Activate
+from engine.model.executors.reference import TorchExecutor
 from engine.model.program import Program
 from engine.model.row_kernels import RowKernels
-from engine.model.state_operations import Convolve
 from engine.model.tables import Tables
 
 
 class SingleExecutor(TorchExecutor):
-    """Runs a program whose modules compute by these kernels."""
+    """Runs a program by these kernels, which its modules use too."""
 
     def __init__(self, program: Program, tables: Tables, kernels: RowKernels):
-        super().__init__(program, tables, handlers_of(kernels))
-
-
-def handlers_of(kernels: RowKernels) -> Mapping[type, Handler]:
-    """The functions of all operations."""
-    by_kernels: dict[type, Callable[..., None]] = {
-        Activate: activate_rows,
-        PrepareHeads: prepare_heads,
-        Convolve: convolve_rows,
-    }
-    return HANDLERS | {kind: partial(handler, kernels=kernels) for kind, handler in by_kernels.items()}
+        super().__init__(program, tables)
+        self.kernels = kernels

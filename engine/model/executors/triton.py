@@ -26,18 +26,18 @@ from engine.backends.triton.norms import Norm
 from engine.backends.triton.rotary import LONGEST_HEAD, Angles, HeadNorms
 from engine.model.attention_operations import Attend, PrepareHeads, PrepareLatent
 from engine.model.executors import triton_operations, triton_row
-from engine.model.executors.reference import Biases, Buffers, Calls, Pass
-from engine.model.executors.single import SingleExecutor, handlers_of
+from engine.model.executors.reference import HANDLERS, Biases, Buffers, Calls, Pass
+from engine.model.executors.single import SingleExecutor
 from engine.model.executors.triton_operations import Join, StoreHeads
-from engine.model.executors.triton_rows import TritonRows
+from engine.model.executors.triton_rows import TritonRows, norm_of
 from engine.model.inputs import Inputs
 from engine.model.layers import QkNorm
 from engine.model.norms import LayerNorm, RmsNorm
-from engine.model.operations import Add, AddAdapters, AllReduce, Apply, Normalize, Operation
+from engine.model.operations import Add, AddAdapters, AllReduce, Apply, MultiplyPieces, Normalize, Operation
 from engine.model.positions import Rotary
 from engine.model.program import Program
 from engine.model.slots import find_slots
-from engine.model.state_operations import ApplyDelta, ApplyScan
+from engine.model.state_operations import Advance, ApplyDelta, ApplyScan
 from engine.model.tables import Tables
 
 
@@ -58,8 +58,8 @@ def unsupported(operation: Operation, dtype: torch.dtype) -> str | None:
             return _unsupported_norm(both.queries, dtype) or _unsupported_norm(both.keys, dtype)
         case ApplyDelta(module=module) if not states.serves(module.part.key_dim, module.part.value_dim):
             return f"the delta rule with keys of {module.part.key_dim} features has no kernel"
-        case ApplyScan():
-            return "a scan with states has no kernel"
+        case ApplyScan() | Advance() | MultiplyPieces():
+            return f"{type(operation).__name__} has no kernel"
         case Apply():
             return f"{operation.name} has no kernel"
         case _:
@@ -85,7 +85,7 @@ class TritonExecutor:
         reasons = (unsupported(operation, dtype) for operation in program.operations)
         self.missing = dict.fromkeys(reason for reason in reasons if reason is not None)
         self.row_operations = triton_row.row_operations(self.operations, program.stream)
-        handlers = dict(handlers_of(TritonRows())) | triton_operations.HANDLERS | triton_row.HANDLERS
+        handlers = HANDLERS | triton_operations.HANDLERS | triton_row.HANDLERS
         self._calls = Calls(self.operations, handlers, program.result)
         self._row_calls = Calls(self.row_operations, handlers, program.result)
         # For rows with one token each, kernels find the slots themselves; torch does not.
@@ -107,7 +107,7 @@ class TritonExecutor:
             inputs = replace(inputs, slots=found)
         values = Buffers()
         calls = self._row_calls if inputs.form.fused and len(inputs.token_ids) == 1 else self._calls
-        return calls.run(Pass(inputs, self._tables, values, self._biases), values)
+        return calls.run(Pass(inputs, self._tables, values, self._biases, self._single.kernels), values)
 
     def _finds(self, inputs: Inputs) -> bool:
         """Whether kernels compute the slots: each row has one token, whose position is also its row in rotary
@@ -178,15 +178,4 @@ class _Fusing:
         return norm
 
     def _norm(self, module: nn.Module | None) -> Norm | None:
-        """A norm in the kernels' form; None if torch computes it."""
-        match module:
-            case RmsNorm():
-                norm = Norm(module.weight, module.eps, unit_offset=module.unit_offset, in_float32=module.in_float32)
-            case LayerNorm():
-                norm = Norm(module.weight, module.eps, centred=True, bias=module.bias)
-            case _:
-                return None
-        if _unsupported_norm(module, self._dtype) is not None:
-            return None
-        own = all(part is None or part.dtype == self._dtype for part in (norm.weight, norm.bias))
-        return norm if own else None
+        return None if _unsupported_norm(module, self._dtype) is not None else norm_of(module, self._dtype)

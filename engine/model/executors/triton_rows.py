@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from engine.backends import triton as gpu
 from engine.backends.triton import activations, norms, rotary
 from engine.model import spec
+from engine.model.norms import LayerNorm, RmsNorm
 from engine.model.row_kernels import NewHeads
 
 
@@ -19,17 +21,9 @@ class TritonRows:
     def gate(self, name: spec.Activation, x: Tensor) -> Tensor | None:
         return activations.gate(x, name) if gpu.takes(x) else None
 
-    def rms_norm(
-        self, x: Tensor, weight: Tensor | None, eps: float, *, unit_offset: bool, in_float32: bool
-    ) -> Tensor | None:
-        if not _normalises(x, weight):
-            return None
-        return norms.norm(x, norms.Norm(weight, eps, unit_offset=unit_offset, in_float32=in_float32))
-
-    def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rows: int) -> Tensor | None:
-        if rows > 1 or not _normalises(x, weight, bias):
-            return None
-        return norms.norm(x, norms.Norm(weight, eps, centred=True, bias=bias))
+    def norm(self, module: nn.Module, x: Tensor) -> Tensor | None:
+        how = None if getattr(module, "rows", 1) > 1 else norm_of(module, x.dtype)
+        return norms.norm(x, how) if how is not None and gpu.takes(x) and norms.serves(x) else None
 
     def rotate_and_store(self, heads: NewHeads) -> bool:
         turning, values, part, angles, cache, slots = heads
@@ -45,5 +39,13 @@ class TritonRows:
         return True
 
 
-def _normalises(x: Tensor, *parameters: Tensor | None) -> bool:
-    return gpu.takes(x) and all(one is None or one.dtype == x.dtype for one in parameters) and norms.serves(x)
+def norm_of(module: nn.Module | None, dtype: torch.dtype) -> norms.Norm | None:
+    """A norm in the kernels' form, for rows of a format; None if torch computes it."""
+    match module:
+        case RmsNorm():
+            norm = norms.Norm(module.weight, module.eps, unit_offset=module.unit_offset, in_float32=module.in_float32)
+        case LayerNorm():
+            norm = norms.Norm(module.weight, module.eps, centred=True, bias=module.bias)
+        case _:
+            return None
+    return norm if all(part is None or part.dtype == dtype for part in (norm.weight, norm.bias)) else None

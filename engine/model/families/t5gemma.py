@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from engine.backends.attention.base import Window
 from engine.model.families.common import activation, attention, cross, head, layer_kinds, layer_window, norm, rotary
 from engine.model.families.names import StackNames, stack_weights
 from engine.model.normalisation import Norm
-from engine.model.spec import Block, Gated, Lm, ModelSpec, Sandwich, Stack, Tokens
+from engine.model.spec import Attention, Block, Gated, Lm, ModelSpec, Sandwich, Stack, Tokens
 from engine.model.table import Entry, Family, WeightTable
 
 NORMS = (
@@ -31,33 +32,37 @@ def _spec(config: Any) -> ModelSpec:
 
 
 def _stack(config: Any, *, crosses: bool) -> Stack:
-    own, kinds = Norm("rms", config.rms_norm_eps, unit_offset=True), layer_kinds(config)
-    parts: dict[str, Any] = {
-        "scale": config.query_pre_attn_scalar**-0.5,
-        "bias": config.attention_bias,
-        "softcap": config.attn_logit_softcapping,
-    }
-    placement = Sandwich(own, own, own, own, *((own, own) if crosses else ()))
-    blocks = tuple(
-        Block(
-            placement=placement,
-            attention=attention(
-                config,
-                position=rotary(config),
-                causal=crosses,
-                sees=_window(config, kind, causal=crosses),
-                **parts,
-            ),
-            cross=attention(config, causal=False, **parts) if crosses else None,
-            ffn=Gated(config.intermediate_size, activation(config.hidden_activation)),
-        )
-        for kind in kinds
+    own, softcap = Norm("rms", config.rms_norm_eps, unit_offset=True), config.attn_logit_softcapping
+    windows = [_window(config, kind, causal=crosses) for kind in layer_kinds(config)]
+    layers = [scaled(config, position=rotary(config), causal=crosses, sees=one, softcap=softcap) for one in windows]
+    cross = scaled(config, causal=False, softcap=softcap) if crosses else None
+    return gemma_stack(config, layers, Sandwich(own, own, own, own, *((own, own) if crosses else ())), cross)
+
+
+def scaled(config: Any, **parts: Any) -> Attention:
+    """Attention with a config's factor of scores and its biases; `parts` as in `attention`."""
+    return attention(config, scale=config.query_pre_attn_scalar**-0.5, bias=config.attention_bias, **parts)
+
+
+def gemma_stack(
+    config: Any,
+    layers: Sequence[Attention],
+    placement: Sandwich,
+    cross: Attention | None,
+    *,
+    merged: bool = False,
+    apart: int | None = None,
+) -> Stack:
+    """A stack of Gemma's blocks. `merged`, `apart`: see `Block` and `Tokens`."""
+    ffn = Gated(config.intermediate_size, activation(config.hidden_activation))
+    embedding = Tokens(
+        vocab_size=config.vocab_size, width=config.hidden_size, scale=config.hidden_size**0.5, apart=apart
     )
     return Stack(
         hidden_size=config.hidden_size,
-        embedding=Tokens(vocab_size=config.vocab_size, width=config.hidden_size, scale=config.hidden_size**0.5),
-        blocks=blocks,
-        final_norm=own,
+        embedding=embedding,
+        blocks=tuple(Block(placement=placement, attention=own, cross=cross, merged=merged, ffn=ffn) for own in layers),
+        final_norm=Norm("rms", config.rms_norm_eps, unit_offset=True),
     )
 
 

@@ -9,8 +9,6 @@ from typing import Any
 from engine.backends.attention.base import Window
 from engine.errors import UnsupportedModelError
 from engine.model.families.common import (
-    activation,
-    attention,
     layer_kinds,
     layer_window,
     norm,
@@ -19,9 +17,9 @@ from engine.model.families.common import (
     token_tables,
 )
 from engine.model.families.names import StackNames, stack_weights
-from engine.model.families.t5gemma import NORMS
+from engine.model.families.t5gemma import NORMS, gemma_stack, scaled
 from engine.model.normalisation import Norm
-from engine.model.spec import Block, Gated, Lm, ModelSpec, PerHead, Sandwich, Stack, Tokens
+from engine.model.spec import Lm, ModelSpec, PerHead, Sandwich, Stack, Tokens
 from engine.model.table import Entry, Family, Joined, WeightTable
 
 
@@ -42,39 +40,20 @@ def _stack(config: Any, end: int | None, *, merged: bool) -> Stack:
         raise UnsupportedModelError(
             f"attn_logit_softcapping of the config must be null for T5Gemma 2, got {config.attn_logit_softcapping}."
         )
-    own, kinds = Norm("rms", config.rms_norm_eps, unit_offset=True), layer_kinds(config)
-    parts: dict[str, Any] = {
-        "scale": config.query_pre_attn_scalar**-0.5,
-        "bias": config.attention_bias,
-    }
-    blocks = tuple(
-        Block(
-            placement=Sandwich(own, own, own, own),
-            attention=attention(
-                config,
-                position=rotary(config, layer_type=kind),
-                causal=merged,
-                sees=_window(config, kind, causal=merged),
-                qk_norm=PerHead(own),
-                **parts,
-            ),
-            cross=attention(config, causal=False, **parts) if merged else None,
-            merged=merged,
-            ffn=Gated(config.intermediate_size, activation(config.hidden_activation)),
+    own = Norm("rms", config.rms_norm_eps, unit_offset=True)
+    layers = [
+        scaled(
+            config,
+            position=rotary(config, layer_type=kind),
+            causal=merged,
+            sees=_window(config, kind, causal=merged),
+            qk_norm=PerHead(own),
         )
-        for kind in kinds
-    )
-    return Stack(
-        hidden_size=config.hidden_size,
-        embedding=Tokens(
-            vocab_size=config.vocab_size,
-            width=config.hidden_size,
-            scale=config.hidden_size**0.5,
-            apart=end if end is not None and 0 <= end < config.vocab_size else None,
-        ),
-        blocks=blocks,
-        final_norm=own,
-    )
+        for kind in layer_kinds(config)
+    ]
+    cross = scaled(config, causal=False) if merged else None
+    apart = end if end is not None and 0 <= end < config.vocab_size else None
+    return gemma_stack(config, layers, Sandwich(own, own, own, own), cross, merged=merged, apart=apart)
 
 
 def _window(config: Any, kind: str, *, causal: bool) -> Window | None:

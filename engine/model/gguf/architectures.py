@@ -251,9 +251,18 @@ def _mixtral(metadata: Metadata) -> Config:
     return _whole_rotation(metadata, _plain(metadata, "mixtral", "MixtralForCausalLM") | experts)
 
 
-def _qwen2(metadata: Metadata) -> Config:
-    config = _plain(metadata, "qwen2", "Qwen2ForCausalLM")
-    return _whole_rotation(metadata, config | {"use_sliding_window": False})
+def _rotated(model_type: str, name: str, **more: Any) -> Callable[[Metadata], Config]:
+    """A plain config whose heads are rotated as a whole, with further settings."""
+    return lambda metadata: _whole_rotation(metadata, _plain(metadata, model_type, name) | more)
+
+
+def _delta_rule(model_type: str, name: str) -> Callable[[Metadata], Config]:
+    """The config of a family with the delta rule."""
+    return lambda metadata: hybrids.delta_rule(metadata, _plain(metadata, model_type, name))
+
+
+_qwen2 = _rotated("qwen2", "Qwen2ForCausalLM", use_sliding_window=False)
+_qwen3 = _rotated("qwen3", "Qwen3ForCausalLM", use_sliding_window=False)
 
 
 def _qwen2_vl(metadata: Metadata) -> Config:
@@ -284,11 +293,6 @@ def _qwen2_moe(metadata: Metadata) -> Config:
     )
 
 
-def _qwen3(metadata: Metadata) -> Config:
-    config = _plain(metadata, "qwen3", "Qwen3ForCausalLM")
-    return _whole_rotation(metadata, config | {"use_sliding_window": False})
-
-
 def _qwen3_moe(metadata: Metadata) -> Config:
     config = _plain(metadata, "qwen3_moe", "Qwen3MoeForCausalLM")
     return _whole_rotation(
@@ -304,11 +308,6 @@ def _small_experts(metadata: Metadata) -> Config:
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
-
-
-def _gemma(metadata: Metadata) -> Config:
-    config = _plain(metadata, "gemma", "GemmaForCausalLM")
-    return _whole_rotation(metadata, config | {"hidden_act": "gelu_pytorch_tanh"})
 
 
 def _gemma_2(metadata: Metadata) -> Config:
@@ -612,18 +611,6 @@ def _nemotron_h(metadata: Metadata) -> Config:
     return hybrids.nemotron_h(metadata, config)
 
 
-def _qwen3_5(metadata: Metadata) -> Config:
-    return hybrids.delta_rule(metadata, _plain(metadata, "qwen3_5_text", "Qwen3_5ForCausalLM"))
-
-
-def _qwen3_5_moe(metadata: Metadata) -> Config:
-    return hybrids.delta_rule(metadata, _plain(metadata, "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"))
-
-
-def _qwen3_next(metadata: Metadata) -> Config:
-    return hybrids.delta_rule(metadata, _plain(metadata, "qwen3_next", "Qwen3NextForCausalLM"))
-
-
 def _lfm2(metadata: Metadata) -> Config:
     config = _of_lfm2(metadata, "lfm2", "Lfm2ForCausalLM")
     return config | {"block_auto_adjust_ff_dim": False}  # the length of the networks is what the adjustment gives
@@ -744,7 +731,9 @@ _DELTA_EXPERTS = hybrids.DELTA | _EXPERTS | _SHARED_EXPERT
 _CORRECTED = hybrids.CORRECTED | {"ffn_gate_inp_shexp": lambda config: OneRow()}
 _ARCHITECTURES: dict[str, Architecture] = {
     "command-r": Architecture(_command_r, PROJECTIONS | HEAD_NORMS),
-    "gemma": Architecture(_gemma, PROJECTIONS, arranged=_above_one()),
+    "gemma": Architecture(
+        _rotated("gemma", "GemmaForCausalLM", hidden_act="gelu_pytorch_tanh"), PROJECTIONS, arranged=_above_one()
+    ),
     "gemma2": Architecture(_gemma_2, _SANDWICH, arranged=_above_one(*_AFTER)),
     "gemma3": Architecture(_gemma_3, _SANDWICH | HEAD_NORMS, arranged=_above_one(*_AFTER, *HEAD_NORMS)),
     "gemma-embedding": Architecture(
@@ -793,9 +782,13 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "jamba": Architecture(_jamba, hybrids.JAMBA, outer=hybrids.PRE_FF_OUTER, arranged=hybrids.CHANNEL_SCANNED),
     "nemotron_h": _NEMOTRON,
     "nemotron_h_moe": _NEMOTRON,
-    "qwen35": Architecture(_qwen3_5, hybrids.DELTA, arranged=hybrids.CORRECTED),
-    "qwen35moe": Architecture(_qwen3_5_moe, _DELTA_EXPERTS, arranged=_CORRECTED),
-    "qwen3next": Architecture(_qwen3_next, _DELTA_EXPERTS, arranged=_CORRECTED),
+    "qwen35": Architecture(
+        _delta_rule("qwen3_5_text", "Qwen3_5ForCausalLM"), hybrids.DELTA, arranged=hybrids.CORRECTED
+    ),
+    "qwen35moe": Architecture(
+        _delta_rule("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"), _DELTA_EXPERTS, arranged=_CORRECTED
+    ),
+    "qwen3next": Architecture(_delta_rule("qwen3_next", "Qwen3NextForCausalLM"), _DELTA_EXPERTS, arranged=_CORRECTED),
     "gpt2": Architecture(
         _gpt_2,
         {
