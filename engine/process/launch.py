@@ -7,6 +7,7 @@ the other, whatever its cause, because the lifeline closes.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import re
@@ -42,6 +43,7 @@ from engine.process.messages import (
 
 logger = logging.getLogger("octavo.client")
 
+_PREFIX = "octavo-ipc-locked-"
 _LONGEST_FOLDER = 80  # bytes; the whole path of a Unix socket has at most 103 (macOS) or 107 (Linux)
 # Threads that wait for each other in a step spin for milliseconds by default (libgomp). Where something else runs too,
 # such as the API process, this takes the core from the threads that they wait for. A moment of spinning is enough.
@@ -54,23 +56,64 @@ _SECRET = re.compile(r"(^|_)(KEYS?|TOKENS?|SECRETS?|PASSWORDS?|PASSWD|CREDENTIAL
 _HUB = ("HF_", "HUGGING_FACE_")  # the prefixes of the hub library's variables
 
 
+_locks: dict[Path, int] = {}  # descriptors of this process's folders, which hold their locks
+
+
 def make_folder() -> Path:
-    """A new folder that only this user can enter, with a short path. Raises ConfigError if no suitable folder can be
-    made."""
+    """A new folder that only this user can enter, with a short path. It is locked until it is removed; folders whose
+    processes were all killed are removed first. Raises ConfigError if no suitable folder can be made."""
     problem: object = "its path is too long for a socket"
     for parent in dict.fromkeys((tempfile.gettempdir(), "/tmp")):
+        _remove_abandoned(Path(parent))
         try:
-            folder = tempfile.mkdtemp(prefix="octavo-ipc-", dir=parent)  # mode 0700
+            folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))  # mode 0700
+            while not _lock(folder):
+                folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         except OSError as error:
             problem = error.strerror or error
             continue
         if len(os.fsencode(folder)) <= _LONGEST_FOLDER:
-            return Path(folder)
-        os.rmdir(folder)
+            return folder
+        remove_folder(folder)
     raise ConfigError(
         f"cannot make a folder for the engine's socket in {tempfile.gettempdir()} or /tmp: {problem}. "
         "Set TMPDIR to a writable folder with a short path."
     )
+
+
+def _lock(folder: Path) -> bool:
+    """Lock a new folder; false if another process has taken it for an abandoned one."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return False
+    except OSError:  # a file system without locks, where no folder is ever taken for an abandoned one
+        os.close(descriptor)
+        return True
+    if not folder.exists():
+        os.close(descriptor)
+        return False
+    _locks[folder] = descriptor
+    return True
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove this user's private folders that no process has locked."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # another process uses it, or has removed it
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                status = os.fstat(descriptor)
+                if status.st_uid == os.geteuid() and not status.st_mode & 0o077:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 def kept_folder(folder: Path) -> Path:
@@ -80,6 +123,7 @@ def kept_folder(folder: Path) -> Path:
     try:
         check_private(folder)
     except OSError as error:
+        _unlock(folder)
         new = make_folder()
         logger.warning("The folder of the engine's socket can no longer be used (%s); the new one is %s.", error, new)
         return new
@@ -89,6 +133,12 @@ def kept_folder(folder: Path) -> Path:
 def remove_folder(folder: Path) -> None:
     """Remove the folder and its files. The folder may be gone already."""
     shutil.rmtree(folder, ignore_errors=True)
+    _unlock(folder)
+
+
+def _unlock(folder: Path) -> None:
+    if (descriptor := _locks.pop(folder, None)) is not None:
+        os.close(descriptor)
 
 
 class EngineProcess:

@@ -246,6 +246,8 @@ class BatchRunner:
             )
             if status not in _RETRIED or self._is_hopeless(row.get("models"), body.get("model")):
                 break
+            if self._ordinary is asyncio.current_task():  # another line may find room
+                self._ordinary, body["priority"] = None, MAX_PRIORITY
             await asyncio.sleep(_RETRY_INTERVAL)
         response = {"status_code": status, "request_id": request_id, "body": answer}
         text = json.dumps(_entry(asked["custom_id"], response, None))

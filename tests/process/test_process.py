@@ -571,4 +571,16 @@ def test_a_sockets_folder_is_kept_while_it_is_there(sockets: Path, caplog: pytes
     new = launch.kept_folder(folder)
     assert new.is_dir()
     assert new != folder
-    new.rmdir()
+    launch.remove_folder(new)
+
+
+def test_folders_of_killed_processes_are_removed(sockets: Path) -> None:
+    """Those that nobody has locked, once the next one is made."""
+    used, left = launch.make_folder(), launch.make_folder()
+    launch._unlock(left)
+    new = launch.make_folder()
+    assert [folder.is_dir() for folder in (used, left, new)] == [True, False, True]
+    for folder in (used, new):
+        launch.remove_folder(folder)
+    assert list(sockets.glob("octavo-ipc-*")) == []
+    assert not launch._locks.keys() & {used, left, new}

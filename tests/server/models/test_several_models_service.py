@@ -61,7 +61,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     places = {"chat": DEMOS["chat"], "translate": DEMOS["seq2seq"], "embed": folder / "encoder"}
     places |= {"rerank": folder / "reranker", "adapter": folder / "adapter"}
     file.write_text(MODELS.format(broken=folder / "broken", **places))
-    with serving("--models", str(file), "--max-memory", "640MiB", log=folder / "service.log") as made:
+    flags = ("--models", str(file), "--max-memory", "640MiB", "--quantization-cache", str(folder / "weights"))
+    with serving(*flags, log=folder / "service.log") as made:
         yield made
 
 
@@ -145,6 +146,7 @@ def test_an_engine_that_is_killed_starts_again_while_others_serve(service: Servi
         return False
 
     wait_for(answers, "chat did not come back")
+    assert f"Packed weights are mapped from {service.log.parent / 'weights'}" in service.log.read_text()
     service.wait_metric('octavo_engine_restarts_total{model_name="chat"}', 1)
     assert service.metric('octavo_engine_restarts_total{model_name="embed"}') == 0
 
