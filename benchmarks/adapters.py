@@ -98,6 +98,7 @@ def main() -> None:
     parser.add_argument(
         "--numbers", choices=("float32", "bfloat16", "float16"), default="float32", help="of the adapters"
     )
+    parser.add_argument("--lora-dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--turns", type=int, default=5)
@@ -123,7 +124,7 @@ def run(options: argparse.Namespace, model: str) -> dict[str, Any]:
                 "skip_tokenizer_init": True, "num_gpu_blocks_override": 256, "enable_prefix_caching": False,
                 "max_model_len": 1024, "max_step_time": 0, "show_progress": False}  # fmt: skip
     plain = Engine(EngineConfig(**settings))
-    engine = Engine(EngineConfig(**settings, max_loras=most, max_lora_rank=options.rank))
+    engine = Engine(EngineConfig(**settings, max_loras=most, max_lora_rank=options.rank, lora_dtype=options.lora_dtype))
     for number in range(most):
         dtype = getattr(torch, options.numbers)
         engine.load_adapter(str(number), make_adapter(engine, number, options.rank, options.targets, dtype))
@@ -144,6 +145,7 @@ def run(options: argparse.Namespace, model: str) -> dict[str, Any]:
         "rank": options.rank,
         "targets": options.targets,
         "adapters": options.numbers,
+        "lora_dtype": options.lora_dtype,
         "adapter_bytes": next(iter(engine.adapters.values())).num_bytes,
         "milliseconds": {work: {name: round(ms, 3) for name, ms in by.items()} for work, by in medians.items()},
         "over_base": {work: round(by["adapters"] / by["base"] - 1, 4) for work, by in medians.items()},

@@ -170,13 +170,16 @@ class Run:
             for format in self.options.formats:
                 ours = "bfloat16" if format == "bf16" else format
                 names, case = (f"octavo {ours}", f"llama.cpp {format}"), f"sizes-{shape}-{format}"
-                if alone := [work for work in self.options.measure if work != "mixed-8"]:
+                if alone := [work for work in self.options.measure if not work.startswith("mixed")]:
                     self._sizes_alone(case, files, names, alone, sizes, self.vocab_size(shape))
-                if "mixed-8" in self.options.measure:
-                    with self._engines(files, names, crowd=8) as ready:
+                for count in (8, 32):
+                    if f"mixed-{count}" not in self.options.measure:
+                        continue
+                    with self._engines(files, names, crowd=count) as ready:
                         for one in ready:  # with flash attention, which is the faster one in all that was measured
                             one.settings = one.settings[:2]
-                        self._measure(f"{case}-mixed-8", ready, cases.mixed(8, sizes, self.vocab_size(shape), {}))
+                        measure = cases.mixed(count, sizes, self.vocab_size(shape), {})
+                        self._measure(f"{case}-mixed-{count}", ready, measure)
                 self.keep()
 
     def _sizes_alone(

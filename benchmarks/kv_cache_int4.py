@@ -32,8 +32,8 @@ from torch import Tensor
 from engine.backends.attention.base import Paged
 from engine.backends.attention.formats import FP8, SCALE, dequantise, quantise
 from engine.execution.kv_cache import KVCache
-from engine.model import kernels
 from engine.model.executors import choice
+from engine.model.executors.native_rows import NativeRows
 
 CHAT = ROOT / "server" / "demo" / "chat"
 MODELS = {"stories260k": (TRAINED, 1), "chat": (CHAT, 0)}
@@ -130,7 +130,10 @@ def written_as(form: str) -> Iterator[None]:
         assert self.key_centre is not None
         plain(self, slots, round_keys(keys.float() - self.key_centre), round_values(values.float()))
 
-    with mock.patch.object(Paged, "write", write), mock.patch.object(kernels, "rotate_and_store", return_value=False):
+    with (
+        mock.patch.object(Paged, "write", write),
+        mock.patch.object(NativeRows, "rotate_and_store", return_value=False),
+    ):
         yield
 
 

@@ -4,7 +4,7 @@ lost, wrong or left behind:
 - every answer with status 200 is the answer of the undisturbed service;
 - every line of an accepted batch is answered exactly once, with that answer;
 - at the end no process, no file of an upload and no socket's folder is left;
-- the pages of `--kv-disk`, of which few fit, stay below their limit, and their files are private.
+- the pages of `--kv-disk`, of which few fit, stay below their limit, and their files and those of weights are private.
 
     python benchmarks/random_kills.py --minutes 10 [--seed N]
 
@@ -41,7 +41,7 @@ PROMPTS = {
     "chat": [5 * "Anna saw a cat and Ben liked a dog. ", "What is a KV cache?", "Hi", "Count: one two"],
     "translate": ["luma li ursu pika.", "luma li."],
 }
-PATIENCE = 180.0  # seconds for what must come in the end, on a busy machine
+PATIENCE = 600.0  # seconds for what must come in the end, on a busy machine
 LINES = 6  # of a batch
 KV_DISK_SIZE = 2**20  # bytes
 _MARK = "OCTAVO_KILLS_MARK"
@@ -53,6 +53,7 @@ class Service:
     def __init__(self, folder: Path):
         self.folder = folder
         self.store, self.temporary, self.pages = folder / "batches", folder / "tmp", folder / "pages"
+        self.weights = folder / "weights"
         self.temporary.mkdir()
         models = "".join(f"{name}: {DEMOS[kind]}\n" for name, kind in (("chat", "chat"), ("translate", "seq2seq")))
         (folder / "models.yaml").write_text(models)
@@ -68,6 +69,7 @@ class Service:
         command = [sys.executable, "-m", "octavo", "serve", "--models", str(self.folder / "models.yaml")]
         command += ["--port", str(self.port), "--batch-store", str(self.store), "--model-idle-time", "2"]
         command += ["--kv-disk", str(self.pages), "--kv-disk-size", str(KV_DISK_SIZE)]
+        command += ["--quantization-cache", str(self.weights)]
         command += ["--max-engine-failures", "1000000", "--kv-cache-memory", "16MiB", "--log-format", "console"]
         environment = os.environ | {_MARK: self._mark, "TMPDIR": str(self.temporary), "PYTHONPATH": str(ROOT)}
         with (self.folder / "service.log").open("a") as log:
@@ -238,6 +240,9 @@ class Trial:
         self._check_processes("the end")
         if (stored := {path.name for path in self.service.store.glob("file-*")}) != listed:
             self.problems.append(f"files that are not listed, or lack content: {stored ^ listed}")
+        weights = list(self.service.weights.iterdir())
+        if len(weights) != len(DEMOS) or any(path.stat().st_mode & 0o177 for path in weights):
+            self.problems.append(f"cached weights are lacking, left over or not private: {weights}")
         files = [path.stat() for path in self.service.pages.rglob("*") if path.is_file()]
         self.counts["pages on disk"] = len(files) - 2  # without the lock and the key
         if any(file.st_mode & 0o177 for file in files):
@@ -265,8 +270,9 @@ def run(kinds: Iterable[str], seed: int, clients: int) -> Trial:
         service = Service(Path(folder))
         try:
             trial = Trial(service, seed)
-            threads = [threading.Thread(target=trial.client, args=(seed + number,)) for number in range(clients)]
-            threads.append(threading.Thread(target=trial.batcher))
+            work = [(trial.client, (seed + number,)) for number in range(clients)] + [(trial.batcher, ())]
+            # Daemons, so that they end if the service does not start again.
+            threads = [threading.Thread(target=each, args=arguments, daemon=True) for each, arguments in work]
             for thread in threads:
                 thread.start()
             for kind in kinds:

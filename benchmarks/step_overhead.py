@@ -32,7 +32,7 @@ from engine.execution.kv_cache import KVCache  # noqa: E402
 from engine.interface.request import Decoding, Request  # noqa: E402
 from engine.model import spec  # noqa: E402
 from engine.model.inputs import Inputs  # noqa: E402
-from engine.model.kernels import LIBRARY, RowForm  # noqa: E402
+from engine.model.row_form import LIBRARY, RowForm  # noqa: E402
 from engine.process.messages import News, decode_news, encode  # noqa: E402
 from engine.scheduling.block_pool import BlockPool  # noqa: E402
 from engine.scheduling.budget import Costs, StepBudget, StepWork  # noqa: E402

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -15,6 +16,8 @@ from cli import version
 from cli.commands import COMMANDS, SYNONYMS
 from cli.terminal.style import say, take_plain_flag
 
+_NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status: 0 for success, 1 if the start or a check failed, 2 for wrong settings, 130
@@ -23,8 +26,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["help"]:  # as in git and cargo
         arguments = [*arguments[1:], "--help"]
     command = arguments[0] if arguments else ""
-    if argv is None:
-        _own_the_process(command, arguments)
+    if argv is not None:
+        return _run(command, arguments)
+    _own_the_process(command, arguments)
+    try:
+        status = _run(command, arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        say(f"octavo {command}", "stopped.")
+        return 128 + signal.SIGINT
+    except OSError as problem:
+        if not isinstance(problem, BrokenPipeError) and problem.errno not in _NOT_WRITTEN:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards what Python flushes at exit
+        if isinstance(problem, BrokenPipeError):
+            return 128 + signal.SIGPIPE
+        say(f"octavo {command}", f"the output cannot be written: {problem.strerror}.")
+        return 1
+    return status
+
+
+def _run(command: str, arguments: list[str]) -> int:
+    """Run a command of the process or of a caller."""
     if command == "--version":
         print(f"octavo {version()}")
         return 0
@@ -39,22 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             print_overview()
         _refuse(arguments)
-    try:
-        return COMMANDS[command].run(arguments[1:])
-    except BrokenPipeError:
-        if argv is not None:
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards what Python flushes at exit
-        return 128 + signal.SIGPIPE
-    except KeyboardInterrupt:
-        if argv is not None:
-            raise
-        say(f"octavo {command}", "stopped.")
-        return 128 + signal.SIGINT
+    return COMMANDS[command].run(arguments[1:])
 
 
 def _own_the_process(command: str, arguments: list[str]) -> None:
     """Change signal handlers and streams, which is only allowed in our own process."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed, as by `>&-`
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # another handler is installed
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]

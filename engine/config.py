@@ -64,7 +64,8 @@ class EngineConfig:
             in the user's cache).
         share_weights: on a CPU, store the weights of every model in quantization_cache, in the form that the kernels
             read, and map them from there. Engines with the same model then share one copy in memory and start faster.
-            The folder grows by the size of the model.
+            The folder grows by the size of the model (default: off; in a service with several models, on for those that
+            are not pinned).
         device: cpu, cuda, cuda:N or auto.
         threads: number of CPU threads (default: OMP_NUM_THREADS, else one per available core, within the limit of the
             container).
@@ -113,6 +114,8 @@ class EngineConfig:
         max_loras: maximum LoRA adapters that are loaded at the same time (default: as many as lora_modules names; 0
             turns adapters off).
         max_lora_rank: maximum rank of an adapter, at most 256 (default: the largest of lora_modules, else 64).
+        lora_dtype: format of adapters' numbers on a CPU: float32, bfloat16 or float16. auto keeps matrices that have
+            bfloat16's or float16's precision, and rounds the others to dtype. A GPU always uses the model's dtype.
         catalogue: NAME=FILE: a list of titles to which answers can be limited. Each line of the file is JSON: a text,
             or an object with text or ids. For several lists, repeat the flag or separate them by commas.
         seed: seed for requests without their own seed (default: random).
@@ -128,7 +131,7 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     quantization: Literal["none", "int8", "int8-fast", "int4", "stored"] | None = None
     quantization_cache: str | None = None
-    share_weights: bool = False
+    share_weights: bool | None = None
     device: str = "auto"
     threads: int | None = None
     max_model_len: int | None = None
@@ -156,6 +159,7 @@ class EngineConfig:
     lora_modules: tuple[str, ...] = ()
     max_loras: int | None = None
     max_lora_rank: int | None = None
+    lora_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     catalogue: tuple[str, ...] = ()
     seed: int | None = None
     show_progress: bool | None = None
@@ -270,6 +274,8 @@ class EngineConfig:
                 self._at_least(name, low)
         if self.max_lora_rank is not None and self.max_lora_rank > MOST_LORA_RANK:
             raise ConfigError(f"max_lora_rank must be at most {MOST_LORA_RANK}, got {self.max_lora_rank}.")
+        if self.lora_dtype not in ("auto", "float32", "bfloat16", "float16"):
+            raise ConfigError(f"lora_dtype must be auto, float32, bfloat16 or float16, got {self.lora_dtype!r}.")
         given: object = self.lora_modules
         if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(i, str) for i in given):
             raise ConfigError(f"lora_modules must be a list of texts NAME=PATH, got {given!r}.")

@@ -30,6 +30,7 @@ class Commons:
     # limits requests for vectors, classes and masked tokens; each counts as one, however many inputs it has
     pooling: Gate
     tokenizing: Gate  # limits calls of /tokenize and /detokenize
+    lines: Gate  # limits the lines of batches, which take no client's room
     keys: CountsKeys  # counts the running requests of API keys
     # makes the object that submits inputs to an engine with these facts; called once
     make_turns: Callable[[EngineInfo], Turns]
@@ -90,6 +91,7 @@ def own_commons(client: EngineClient, settings: ServerSettings, model_id: str, v
         generating=admissions.generating,
         pooling=admissions.pooling,
         tokenizing=admissions.tokenizing,
+        lines=gate_of_lines(client.info, settings),
         keys=KeyCounts(rates),
         make_turns=make_turns,
         render=render,
@@ -105,6 +107,11 @@ def max_queued_tokens(info: EngineInfo, settings: ServerSettings) -> int:
         return settings.max_num_queued_tokens
     held = _max_running(info) * info.max_model_len if info.encoder_only else info.num_blocks * info.block_size
     return QUEUED_CACHES * held
+
+
+def gate_of_lines(info: EngineInfo, settings: ServerSettings) -> Admission:
+    """A gate for the lines of batches, all of which begin in one process. Refused ones are sent again."""
+    return _admission(info, settings, lambda reason: None)
 
 
 def _max_running(info: EngineInfo) -> int:

@@ -91,6 +91,9 @@ class Models(Protocol):
             ApiError: 404, there is no such model; 403, the API key may not use it.
         """
 
+    async def foreseen(self, name: str) -> None:
+        """Wait until the abilities of a model are known, or cannot be known before its first load."""
+
     async def serve(self, request: Request) -> Service:
         """The service of the model that a request names, which is loaded first if it is not. The model stays loaded
         until the request has been answered. Raises ApiError: 404, there is no such model; 403, the API key may not use
@@ -186,7 +189,8 @@ class Service:
         refusal does not count. Raises EngineDeadError if nothing can be served now; ApiError if there is no room, or
         none before the deadline."""
         self._check_alive(counts=not patient)
-        reservation = await self.admission.admit(prompts, tokens, terms.tenant, terms.deadline, patient=patient)
+        gate = self.commons.lines if terms.in_batch else self.admission
+        reservation = await gate.admit(prompts, tokens, terms.tenant, terms.deadline, patient=patient)
         self.metrics.admitted(terms.adapter)
         return reservation
 
@@ -194,7 +198,8 @@ class Service:
         """A slot for a request whose inputs, however many, have this many tokens in total (estimated). Raises
         EngineDeadError if nothing can be served now. ApiError if there is no room."""
         self._check_alive()
-        reservation = await self.pooling.admit(1, tokens, terms.tenant)
+        gate = self.commons.lines if terms.in_batch else self.pooling
+        reservation = await gate.admit(1, tokens, terms.tenant)
         self.metrics.admitted(terms.adapter)
         return reservation
 

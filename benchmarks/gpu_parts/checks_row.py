@@ -10,8 +10,9 @@ from torch.nn import functional
 
 from engine.backends.triton import few_bits, matvec
 from engine.backends.triton.norms import Norm
-from engine.model.kernels import LIBRARY, wide_product
+from engine.model.packing import wide_product
 from engine.model.quantisation import ON_GPUS, Quantization
+from engine.model.row_form import LIBRARY
 from gpu_parts.check import Check, Outcome, Setting
 
 

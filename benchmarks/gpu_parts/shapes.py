@@ -19,7 +19,7 @@ import torch
 
 from engine import Engine, EngineConfig
 from engine.execution import starting
-from engine.model.kernels import OVERLAPPING
+from engine.model.row_form import OVERLAPPING
 from engine.model.transformer import Transformer
 
 # Of the free memory that weights and pages may take: steps need some, too.

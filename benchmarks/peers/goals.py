@@ -27,8 +27,11 @@ MEASURES = {
     "decode": ("decode, batch 1", 1.1),
     "prefill": ("prefill, 512 tokens", 1.5),
     "prefill-4096": ("prefill, 4096 tokens", 1.5),
+    "prefill-16384": ("prefill, 16384 tokens", 1.5),
     "mixed-8": ("8 mixed requests", 1.5),
+    "mixed-32": ("32 mixed requests", 1.5),
     "context-8192": ("decode, batch 1, context of 8192", 1.2),
+    "context-16384": ("decode, batch 1, context of 16384", 1.2),
 }
 """The figures of these cases, and the ratio that each must reach."""
 

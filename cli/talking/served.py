@@ -61,13 +61,14 @@ def print_models(cards: list[dict[str, Any]]) -> None:
         for card in cards
     ]
     print_table(("model", "state", "memory", "requests", "unloads", "tasks"), rows)
+    for card in cards:
+        if card.get("reason"):
+            print(f"{card.get('id')}: {card['reason']}")
 
 
 def _state(card: dict[str, Any]) -> str:
     state = str(card.get("state", "loaded"))  # a service with one model does not report it
-    if card.get("percent") is not None:
-        return f"{state} {card['percent']}%"
-    return f"{state}: {card['reason']}" if card.get("reason") else state
+    return state if card.get("percent") is None else f"{state} {card['percent']}%"
 
 
 def _until(card: dict[str, Any]) -> str:

@@ -30,7 +30,7 @@ def identity(config: EngineConfig, info: EngineInfo, shape: str) -> bytes:
         torch.__version__,
         torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         [info.dtype, info.kv_cache_dtype, info.quantization, info.block_size, info.max_model_len],
-        [config.flash_prefill, config.enforce_eager],
+        [config.flash_prefill, config.enforce_eager, config.lora_dtype],
         shape,
         _model(info),
     ]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from engine.backends.native.memory import Arena
 from engine.errors import AdapterError
@@ -18,7 +20,7 @@ from engine.model.layers import Linear
 from engine.model.lora.reading import read_adapter
 from engine.model.transformer import Transformer
 
-_WHOLE = ("float32", "bfloat16", "amx_float32", "amx_bfloat16")  # kinds of weights that are not quantised
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +40,27 @@ class LoadedAdapters:
         max_rank: the maximum rank of an adapter.
         model_type: the type of the model in its config.
         of_gguf: whether the model was read from a GGUF file.
+        model_name: the model's hub id, folder or file.
+        dtype: the format of adapters' numbers on a CPU; None: the model's, except for matrices that a format of 16 bits
+            represents exactly.
     """
 
     def __init__(
-        self, model: Transformer, max_loras: int, max_rank: int, model_type: str = "", *, of_gguf: bool = False
+        self,
+        model: Transformer,
+        max_loras: int,
+        max_rank: int,
+        model_type: str = "",
+        *,
+        of_gguf: bool = False,
+        model_name: str = "",
+        dtype: torch.dtype | None = None,
     ):
         self._model, self._max_loras, self.max_rank = model, max_loras, max_rank
-        self._model_type, self._of_gguf = model_type, of_gguf
+        self._dtype = dtype
+        self._read_files = partial(
+            read_adapter, model=model, max_rank=max_rank, model_type=model_type, of_gguf=of_gguf, model_name=model_name
+        )
         self._filled: dict[int, list[Linear]] = {}
         self._reader: ThreadPoolExecutor | None = None
         self.heads: dict[int, Head] = {}  # adapters' own heads, by slot
@@ -85,29 +101,39 @@ class LoadedAdapters:
 
     def _read(self, name: str, source: Adapter | str) -> ReadAdapter:
         try:
-            adapter = (
-                read_adapter(name, source, self._model, self.max_rank, self._model_type, of_gguf=self._of_gguf)
-                if isinstance(source, str)
-                else replace(source, name=name)
-            )
+            adapter = self._read_files(name, source) if isinstance(source, str) else replace(source, name=name)
         except AdapterError as error:
             raise AdapterError(f"adapter {name!r} cannot be loaded: {error}") from error
         linears, head, arena = self._check(adapter), self._head(adapter), Arena()
         products: list[tuple[Linear, LaidOut]] = []
         for path, linear in linears.items():
             assert linear.adapters is not None
-            part = _in_format(adapter.products[path], linear, self._model.dtype)
+            part = self._in_format(adapter.products[path], on_cpu=linear.adapters.table is not None)
             if not _is_finite(part):
-                kind = str(self._model.dtype).removeprefix("torch.")
                 raise AdapterError(
-                    f"adapter {adapter.name!r} has numbers for {path} above {torch.finfo(self._model.dtype).max:.0f}, "
-                    f"which the model's format {kind} cannot represent. Set dtype to float32 or bfloat16."
+                    f"adapter {adapter.name!r} has numbers for {path} above {torch.finfo(torch.float16).max:.0f}, "
+                    "which float16 cannot represent. Set --lora-dtype to float32 or bfloat16; on a GPU, --dtype."
                 )
             products.append((linear, linear.adapters.lay_out(part, arena)))
+        held = [half for _, laid in products for part in (laid if isinstance(laid, list) else [laid])
+                for half in (part.down, part.up)]  # fmt: skip
         info = AdapterInfo(
-            name=name, path=adapter.path, rank=adapter.rank, digest=adapter.digest, num_bytes=adapter.num_bytes
-        )
+            name=name, path=adapter.path, rank=adapter.rank, digest=adapter.digest,
+            num_bytes=sum(tensor.nbytes for tensor in (*held, *adapter.replaced.values())),
+        )  # fmt: skip
         return ReadAdapter(info, products, head)
+
+    def _in_format(self, part: LowRank, *, on_cpu: bool) -> LowRank:
+        """An addition, rounded to the format in which it is computed."""
+        return LowRank(*(half.to(self._format(half, on_cpu)) for half in (part.down, part.up)))
+
+    def _format(self, numbers: Tensor, on_cpu: bool) -> torch.dtype:
+        if not on_cpu:
+            return self._model.dtype
+        if self._dtype is not None:
+            return self._dtype
+        exact = (half for half in _HALVES if torch.equal(numbers.to(half).float(), numbers))
+        return next(exact, self._model.dtype)
 
     def _head(self, adapter: Adapter) -> Head | None:
         if not adapter.replaced:
@@ -160,14 +186,3 @@ class LoadedAdapters:
 
 def _is_finite(part: LowRank) -> bool:
     return all(math.isfinite(tensor.abs().max().item()) for tensor in (part.down, part.up))
-
-
-def _in_format(part: LowRank, linear: Linear, dtype: torch.dtype) -> LowRank:
-    """An addition in the format of a product's weight. On a CPU, it keeps its precision if the weight is quantised."""
-    packed = None if linear.packed is None else linear.packed.native
-    assert linear.adapters is not None
-    if linear.adapters.table is not None and (
-        linear.few_bits is not None or (packed is not None and packed.kind not in _WHOLE)
-    ):
-        return part
-    return LowRank(part.down.to(dtype), part.up.to(dtype))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.backends.attention.base import AttentionMetadata
 from engine.execution.kv_cache import KVCache
-from engine.model.executors.reference import TorchExecutor
+from engine.model.executors.choice import by_operation
 from engine.model.inputs import Inputs
 from engine.model.layers import CrossPages
 from engine.model.rotary import RotaryTable
@@ -47,7 +47,7 @@ def mean_keys(model: Transformer, context_length: int | None = None) -> list[Ten
     assert stack is not None
     # Rows of rotary tables for these positions, which may lie beyond max_model_len, where the model's own tables end.
     rotary = {part: _rows(table, length, positions) for part, table in stack.tables.rotary.items()}
-    TorchExecutor(stack.program, replace(stack.tables, rotary=rotary)).run(
+    by_operation(stack.program, replace(stack.tables, rotary=rotary), device).run(
         Inputs(
             token_ids=ids.to(device),
             positions=positions.to(device),

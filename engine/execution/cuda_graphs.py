@@ -24,8 +24,8 @@ from engine.execution.kv_cache import KVCache
 from engine.execution.one_row import FormRecorder, OneRow
 from engine.execution.recording import Recorder
 from engine.model.inputs import Inputs
-from engine.model.kernels import LIBRARY, RowForm
 from engine.model.layers import CrossPages
+from engine.model.row_form import LIBRARY, RowForm
 from engine.model.transformer import Transformer
 from engine.scheduling.plan import LateResult, SamplingBatch, StepPlan
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.execution.one_row import FormRecorder
 from engine.execution.sampler_captured import CapturedSampler
-from engine.model.kernels import RowForm
+from engine.model.row_form import RowForm
 from engine.scheduling.plan import Int32, LateResult, SamplingBatch
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.backends import triton as gpu
-from engine.model.kernels import LIBRARY, RowForm
+from engine.model.row_form import LIBRARY, RowForm
 from engine.model.transformer import Transformer
 from engine.scheduling.plan import Int32
 
@@ -24,6 +24,13 @@ class Logits:
             return self._model.logits(hidden, form, self._head)
         hidden = torch.cat((hidden, hidden.new_zeros(self._min_rows - count, hidden.shape[1])))
         return self._model.logits(hidden, head=self._head)[:count]
+
+    def own(self, hidden: Tensor) -> Tensor:
+        """The columns of the logits that this rank computes; other ranks have the rest."""
+        count = len(hidden)
+        if count < self._min_rows:
+            hidden = torch.cat((hidden, hidden.new_zeros(self._min_rows - count, hidden.shape[1])))
+        return self._model.logits(hidden, own=True)[:count]
 
 
 def hidden_of(hidden: Tensor, rows: Int32, num_tokens: int) -> Tensor:

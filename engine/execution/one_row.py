@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.backends import triton as gpu
 from engine.execution.recording import Recorder
-from engine.model.kernels import FUSED, LIBRARY, OVERLAPPING, RowForm
+from engine.model.row_form import FUSED, LIBRARY, OVERLAPPING, RowForm
 from engine.model.transformer import Transformer
 
 logger = logging.getLogger("octavo.execution")

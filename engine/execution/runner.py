@@ -14,6 +14,7 @@ from engine.execution.adapters import LoadedAdapters
 from engine.execution.beams_ahead import BeamsOnDevice, resolved
 from engine.execution.buffers import Buffer
 from engine.execution.cuda_graphs import DecodeGraphs
+from engine.execution.divided_sampling import DividedSampler
 from engine.execution.kv_cache import KVCache
 from engine.execution.logits import Logits, hidden_of
 from engine.execution.model_kinds import Decoder, Search, StepBuffers, kind_of
@@ -77,7 +78,10 @@ class ModelRunner:
             self._sampler = DeviceSampler(device, first=self._sampled.data)
         self._beams = BeamsOnDevice(self._sampled.data)
         self._logits = Logits(model, min_rows)
-        self._samples = model.ranks is None or model.ranks.rank == 0  # rank 0 has all logits
+        self._divided: DividedSampler | None = None
+        if model.ranks is not None and model.divides_logits:
+            self._divided = DividedSampler(model.ranks, model.vocab_size)
+        self._samples = model.ranks is None or model.ranks.rank == 0
 
     def use_images(self, info: VisionInfo) -> None:
         """Read images among tokens from now on; `info`: of the model's."""
@@ -117,7 +121,10 @@ class ModelRunner:
             assert hidden is not None
             wanted = hidden_of(hidden, plan.sampling.rows, plan.num_tokens)
             candidates = None if self.graphs is None else self.graphs.sample(wanted, plan.sampling)
-            if candidates is None:
+            if self._divided is not None:
+                own = self._logits.own(wanted)
+                candidates = self._divided.sample(own, plan.sampling.filled())
+            elif candidates is None:
                 logits = self._logits(wanted)
                 if self._samples:
                     # A GPU computes all that meanwhile; a CPU has finished, and fills masks with all of its threads.

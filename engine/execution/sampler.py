@@ -43,7 +43,11 @@ def sample(logits: Tensor, batch: SamplingBatch) -> StepResult:
         return DeviceSampler(logits.device).sample(logits, batch).result()
     if not _native(logits):
         return sampler_torch.sample(logits, batch)
-    rows = LogitRows(logits)
+    return sample_rows(LogitRows(logits), batch)
+
+
+def sample_rows(rows: LogitRows, batch: SamplingBatch) -> StepResult:
+    """Candidates for each row, by the native library."""
     table = batch.table
     width = max(_most(table["num_draws"]), min(_most(table["beam_width"]), rows.vocabulary), 1)
     tokens = rows.place.repeat(width).reshape(-1, width)

@@ -227,9 +227,21 @@ def _check_two_way(info: VisionInfo, config: EngineConfig, device: torch.device)
         )
 
 
+def _adapter_dtype(name: str, device: torch.device, dtype: torch.dtype) -> torch.dtype | None:
+    """The format of adapters that `lora_dtype` names; None for auto. Raises ConfigError if the device has another."""
+    wanted: torch.dtype | None = None if name == "auto" else getattr(torch, name)
+    if device.type != "cpu" and wanted not in (None, dtype):
+        raise ConfigError(
+            f"lora_dtype is {name}, but on a GPU adapters have the model's dtype, {format_name(dtype)}. Set "
+            "--lora-dtype auto, or change --dtype."
+        )
+    return wanted
+
+
 def load(resolved: Resolved, ranks: Ranks | None = None) -> ModelRunner:
     """Read the weights; the runner has few pages yet. `ranks`: as in `start`."""
     config, device, pipeline = resolved.config, resolved.device, resolved.pipeline
+    adapter_dtype = _adapter_dtype(config.lora_dtype, device, resolved.dtype)
     rank = config.max_lora_rank or largest_rank(config.adapters.values())  # a missing adapter is noticed first
     model = load_model(
         resolved.path,
@@ -243,7 +255,7 @@ def load(resolved: Resolved, ranks: Ranks | None = None) -> ModelRunner:
         show_progress=config.show_progress,
         quantization=resolved.quantization,
         quantization_cache=config.quantization_cache,
-        share_weights=config.share_weights,
+        share_weights=bool(config.share_weights),
         pack=True,
         table=resolved.table,
         ranks=ranks,
@@ -264,7 +276,15 @@ def load(resolved: Resolved, ranks: Ranks | None = None) -> ModelRunner:
         KVCache(model.kv_shapes(), int(not whole), config.block_size, cache_dtype, device, centres),
         max_num_batched_tokens=config.max_num_batched_tokens,
         min_rows=min_invariant_rows(model) if ranks is None else ranks.largest(min_invariant_rows(model)),
-        adapters=LoadedAdapters(model, config.most_loras, rank, model_type, of_gguf=resolved.file is not None),
+        adapters=LoadedAdapters(
+            model,
+            config.most_loras,
+            rank,
+            model_type,
+            of_gguf=resolved.file is not None,
+            model_name=config.model,
+            dtype=adapter_dtype,
+        ),
         activation=find_abilities(resolved.hf_config, model.spec, pipeline).activation,
         parts=load_parts(pipeline, device),
     )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from engine.errors import UnsupportedModelError
 from engine.images.crop_settings import Cropping
-from engine.interface.vision import VisionInfo
+from engine.images.settings import Preprocessing
+from engine.interface.vision import ImageTokens, VisionInfo
 from engine.model.spec import Patches, Pooled, Shuffled, Vision
 
 
@@ -38,23 +40,15 @@ def vision_info(vision: Vision, cropping: Cropping, folder: Path) -> VisionInfo:
     projector = vision.projector
     factor = projector.factor if isinstance(projector, Shuffled | Pooled) else math.isqrt(projector.merge)
     rows, columns = (pixels // size // factor for pixels, size in zip(embedding.image, embedding.patch, strict=True))
-    return VisionInfo(
-        token_id=vision.token_id,
-        channels=embedding.channels,
-        crop=embedding.image,
-        grid=(rows, columns),
-        first=embedding.first - vision.skip,
-        newline=vision.newline,
-        tiling=None if vision.tiling is None else replace(vision.tiling, sizes=cropping.sizes),
-        surrounds=vision.surrounds,
-        frame=vision.frame,
-        enclosed=vision.enclosed,
-        leading=vision.leading,
-        two_way=vision.two_way,
-        rescale=steps.rescale,
-        mean=steps.mean,
-        std=steps.std,
-    )
+    info = _info(vision, embedding, steps, crop=embedding.image, grid=(rows, columns))
+    tiling = None if vision.tiling is None else replace(vision.tiling, sizes=cropping.sizes)
+    return replace(info, first=embedding.first - vision.skip, tiling=tiling)
+
+
+def _info(vision: Vision, embedding: Patches, steps: Preprocessing, **own: Any) -> VisionInfo:
+    tokens = {field.name: getattr(vision, field.name) for field in fields(ImageTokens)}
+    rescale, mean, std = steps.rescale, steps.mean, steps.std
+    return VisionInfo(**tokens, **own, channels=embedding.channels, rescale=rescale, mean=mean, std=std)
 
 
 def _own_sizes(vision: Vision, embedding: Patches, cropping: Cropping, folder: Path) -> VisionInfo:
@@ -66,15 +60,4 @@ def _own_sizes(vision: Vision, embedding: Patches, cropping: Cropping, folder: P
             f"{folder}: the processor makes squares of {None if fitted is None else fitted.unit} pixels a side, but "
             f"the model reads {unit}. Correct patch_size and merge_size in preprocessor_config.json."
         )
-    return VisionInfo(
-        token_id=vision.token_id,
-        channels=embedding.channels,
-        crop=(0, 0),
-        grid=(0, 0),
-        fitted=fitted,
-        axes=vision.axes,
-        lined=vision.lined,
-        rescale=steps.rescale,
-        mean=steps.mean,
-        std=steps.std,
-    )
+    return _info(vision, embedding, steps, crop=(0, 0), grid=(0, 0), fitted=fitted)

@@ -18,7 +18,7 @@ class AdapterInfo:
         path: the folder or file that it came from.
         rank: the largest rank of its products.
         digest: a hash of everything in it that changes answers.
-        num_bytes: bytes of its tensors.
+        num_bytes: bytes of its tensors in memory.
         slot: its slot in each product, from 1 on; 0: it has none yet.
     """
 

@@ -194,30 +194,22 @@ class Leading:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VisionInfo:
-    """The images that a model reads among its tokens.
+class ImageTokens:
+    """The tokens that stand for images.
 
     Attributes:
         token_id: stands in a prompt wherever a vector of an image goes.
-        channels, crop: of what the tower reads at a time.
-        grid: rows and columns of the vectors of a crop.
-        first: vectors before those of the grid.
-        newline: a learned vector follows the vectors of an image that is one crop.
+        newline: a learned vector ends rows (`Tiling`), and follows the vectors of an image that is one crop.
         tiling: how an image becomes several crops; None: it is one.
         surrounds: the texts around crops that are separate images among the tokens; None: there are none.
         frame, enclosed, leading: the same, for other families.
         lined: the texts among an image's vectors; None: there are none.
-        two_way: which tokens see each other in both directions. One step computes all of them that are missing.
-        fitted: an image is one crop of its own size; None: crops have the size `crop`.
+        two_way: the tokens that see each other in both directions in the decoder: those of an image, or of a prompt
+            with images. One step computes all of them that are missing.
         axes: positions of tokens have three axes: in an image time, row and column.
-        rescale, mean, std: turn numbers from 0 to 255 into the tower's; None for a step that is left out.
     """
 
     token_id: int
-    channels: int
-    crop: Size
-    grid: Size
-    first: int = 0
     newline: bool = False
     tiling: Tiling | None = None
     surrounds: Surrounds | None = None
@@ -226,8 +218,26 @@ class VisionInfo:
     lined: Lined | None = None
     leading: Leading | None = None
     two_way: TwoWay | None = None
-    fitted: Fitted | None = None
     axes: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionInfo(ImageTokens):
+    """The images that a model reads among its tokens.
+
+    Attributes:
+        channels, crop: of what the tower reads at a time.
+        grid: rows and columns of the vectors of a crop.
+        first: vectors before those of the grid.
+        fitted: an image is one crop of its own size; None: crops have the size `crop`.
+        rescale, mean, std: turn numbers from 0 to 255 into the tower's; None for a step that is left out.
+    """
+
+    channels: int
+    crop: Size
+    grid: Size
+    first: int = 0
+    fitted: Fitted | None = None
     rescale: float | None = None
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None

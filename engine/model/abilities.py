@@ -139,8 +139,9 @@ def _leaves_keys_out(block: spec.Block) -> bool:
     """Whether a layer mixes tokens only by attention, over keys that may be fewer than its queries. DeBERTa's attention
     could do this, but in its reference the tokens that none attends to attend to nothing themselves."""
     part = block.attention
-    others = (part.spans, part.global_tokens, part.block_sums, part.blocks, part.stream, block.mixing, block.beside)
-    return part.heads > 0 and not part.causal and not part.content_bias and all(other is None for other in others)
+    others = (part.spans, block.mixing, block.beside)
+    plain = not isinstance(part.sees, spec.Sparse) and not part.content_bias and others == (None,) * len(others)
+    return part.heads > 0 and not part.causal and plain
 
 
 def _does(head: spec.Head, both: bool) -> str:

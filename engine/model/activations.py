@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.model import kernels, spec
+from engine.model import spec
+from engine.model.row_kernels import RowKernels
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -66,15 +67,15 @@ def activate(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return torch.cat([function(part) for part in torch.split(x, sizes)])
 
 
-def activate_by_name(name: spec.Activation, x: Tensor) -> Tensor:
+def activate_by_name(name: spec.Activation, x: Tensor, kernels: RowKernels | None = None) -> Tensor:
     """An activation of rows [T, width] that gives each row the same bits in any batch."""
-    activated = kernels.activate(name, x)
+    activated = None if kernels is None else kernels.activate(name, x)
     return activate(ACTIVATIONS[name], x) if activated is None else activated
 
 
-def gate_by_name(name: spec.Activation, x: Tensor) -> Tensor:
+def gate_by_name(name: spec.Activation, x: Tensor, kernels: RowKernels | None = None) -> Tensor:
     """activation(a) * b of rows [a | b], [T, 2 * width] to [T, width], with the same property."""
-    gated = kernels.gate(name, x)
+    gated = None if kernels is None else kernels.gate(name, x)
     if gated is not None:
         return gated
     gate, up = x.chunk(2, dim=-1)

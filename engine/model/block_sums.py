@@ -20,9 +20,9 @@ class BlockSumAttention(SelfAttention):
 
     def __init__(self, part: spec.Attention, hidden_size: int, backend: AttentionBackend, place: Place):
         super().__init__(part, hidden_size, backend, place)
-        assert part.block_sums is not None
-        self.size = part.block_sums.size
-        self.block_norm = build_norm(part.block_sums.norm, hidden_size, place)
+        assert isinstance(part.sees, spec.BlockSums)
+        self.size = part.sees.size
+        self.block_norm = build_norm(part.sees.norm, hidden_size, place)
 
     def attend(self, state: RunningPass, x: Tensor, *heads: Tensor) -> Tensor:
         """Attention of the queries, the first of three `heads`, to nearby keys and values, and to those that are made

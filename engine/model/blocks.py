@@ -178,16 +178,17 @@ def build_attention(block: spec.Block, hidden_size: int, backend: AttentionBacke
         return LatentAttention(part, part.latent, hidden_size, backend, place)
     if part.reads is not None:
         return ReadingAttention(part, hidden_size, backend, place)
-    kind: type[SelfAttention] = SelfAttention if part.global_tokens is None else GlobalAttention
-    if part.block_sums is not None:
-        kind = BlockSumAttention
-    if part.stream is not None:
-        kind = StreamAttention
-    if isinstance(part.position, Disentangled):
-        kind = DisentangledAttention
-    if isinstance(part.position, QueryBuckets):
-        kind = BucketedAttention
+    kind = _MODULES.get(type(part.sees)) or _MODULES.get(type(part.position)) or SelfAttention
     return kind(part, hidden_size, backend, place)
+
+
+_MODULES: dict[type, type[SelfAttention]] = {
+    spec.GlobalTokens: GlobalAttention,
+    spec.BlockSums: BlockSumAttention,
+    spec.GlobalStream: StreamAttention,
+    Disentangled: DisentangledAttention,
+    QueryBuckets: BucketedAttention,
+}
 
 
 def build_feed_forward(part: spec.FeedForward, hidden_size: int, place: Place) -> nn.Module:

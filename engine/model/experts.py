@@ -20,6 +20,7 @@ from engine.model.norms import build_norm
 from engine.model.packing import PackedProduct, on_gpu, pack_product
 from engine.model.place import Place
 from engine.model.quantisation import Held, device_product, on_device
+from engine.model.row_kernels import RowModule
 
 
 class ExpertMatrices(nn.Module):
@@ -86,7 +87,7 @@ def stacked(matrices: Iterable[Quantised], count: int) -> Quantised:
     return whole
 
 
-class ExpertsFeedForward(nn.Module):
+class ExpertsFeedForward(RowModule):
     """Each token's `active` likeliest experts, weighted by their probabilities.
 
     A token's result does not depend on the others: every product has at least `min_rows` rows, and each token adds its
@@ -117,7 +118,7 @@ class ExpertsFeedForward(nn.Module):
             judged: [Tp, hidden] what the router reads; None: x.
         """
         judged = x if judged is None else judged
-        if gpu.serves(x.device) and self.up.packed is None:
+        if self.kernels is not None and gpu.serves(x.device) and self.up.packed is None:
             return self.mix(x, tokens, starts, judged)
         out = torch.zeros_like(x)
         if not tokens:
@@ -281,9 +282,9 @@ class ExpertsFeedForward(nn.Module):
             case spec.Clamped():
                 hidden = _clamped(wide, part)
             case spec.Gated():
-                hidden = gate_by_name(part.activation, wide)
+                hidden = gate_by_name(part.activation, wide, self.kernels)
             case spec.Dense():
-                hidden = activate_by_name(part.activation, wide)
+                hidden = activate_by_name(part.activation, wide, self.kernels)
         out: Tensor = self.down(hidden, expert)
         return out
 

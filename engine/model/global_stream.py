@@ -20,9 +20,9 @@ class StreamAttention(SelfAttention):
 
     def __init__(self, part: spec.Attention, hidden_size: int, backend: AttentionBackend, place: Place):
         super().__init__(part, hidden_size, backend, place)
-        assert part.stream is not None
-        self.size, self.shift = part.stream.size, part.stream.shift
-        self.global_norm = build_norm(part.stream.norm, hidden_size, place)
+        assert isinstance(part.sees, spec.GlobalStream)
+        self.size, self.shift = part.sees.size, part.sees.shift
+        self.global_norm = build_norm(part.sees.norm, hidden_size, place)
 
     def attend(self, state: RunningPass, *heads: Tensor) -> Tensor:
         """Attention of the queries, the first of three `heads`, to the keys and values beside them in their block, and
@@ -50,7 +50,7 @@ def feed(before: nn.Module | None, network: DenseFeedForward, state: RunningPass
     assert state.beside is not None
     x = _filled(state.beside, state.inputs.min_rows)
     up = network.up(x if before is None else before(x))
-    fed = network.down(activate_by_name(network.activation, up))
+    fed = network.down(activate_by_name(network.activation, up, network.kernels))
     state.beside = state.beside + fed[: len(state.beside)]
 
 

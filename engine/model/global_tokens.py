@@ -25,11 +25,11 @@ class GlobalAttention(SelfAttention):
         tokens, attention of their own queries to the global keys and values of their whole rows. `of_global`: queries,
         keys and values side by side, for global tokens."""
         part, inputs = self.part, state.inputs
-        assert part.global_tokens is not None
+        assert isinstance(part.sees, spec.GlobalTokens)
         assert isinstance(part.window, Window)
         own = heads_of((queries, keys, values), part.head_dim)
         others = heads_of(of_global.chunk(3, dim=1), part.head_dim)
-        found = find_global(part.global_tokens, inputs.token_ids, inputs.metadata)
+        found = find_global(part.sees, inputs.token_ids, inputs.metadata)
         return attention_global.attend(own, others, inputs.metadata, found, part.window, part.scale).flatten(1)
 
 

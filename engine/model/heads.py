@@ -21,6 +21,7 @@ from engine.model.normalisation import Norm
 from engine.model.norms import build_norm
 from engine.model.place import Place
 from engine.model.program import compile_head
+from engine.model.row_kernels import RowModule
 from engine.model.tables import Tables
 
 NO_TABLES = Tables({}, {})
@@ -154,7 +155,7 @@ class Panel(nn.Module):
         return torch.stack(numbers).mean(0)
 
 
-class Probe(nn.Module):
+class Probe(RowModule):
     """The summary of an input's hidden states by a learned query."""
 
     def __init__(self, part: spec.Probe, hidden: int, place: Place):
@@ -185,7 +186,7 @@ class Probe(nn.Module):
         x = padded(self.out, torch.stack(found), min_rows)
         assert self.norm is not None
         up = padded(self.up, self.norm(x), min_rows)
-        return x + padded(self.down, activate_by_name(self.activation, up), min_rows)
+        return x + padded(self.down, activate_by_name(self.activation, up, self.kernels), min_rows)
 
 
 class Embedder(nn.Module):

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from engine.backends.attention.base import AttentionMetadata, DistanceBias, Paged
 from engine.backends.states import States
-from engine.model.kernels import LIBRARY, RowForm
 from engine.model.layers import CrossPages, SelfAttention
+from engine.model.row_form import LIBRARY, RowForm
 
 
 class QueryKeeper(Protocol):

@@ -19,17 +19,18 @@ from engine.backends.attention.base import AttentionBackend, AttentionMetadata
 from engine.backends.native import gemm
 from engine.backends.native.arguments import FORMATS
 from engine.backends.native.gemm import Packed, Quantised, Weight
-from engine.model import kernels, spec
+from engine.model import spec
 from engine.model.activations import activate, gate_by_name
 from engine.model.adapter_slots import AdapterSlots
 from engine.model.bias import BucketTable
-from engine.model.kernels import LIBRARY, RowForm
 from engine.model.normalisation import Norm
 from engine.model.norms import build_norm
-from engine.model.packing import PackedProduct, pack_parts, pack_product
+from engine.model.packing import PackedProduct, pack_parts, pack_product, wide_product
 from engine.model.place import Place
 from engine.model.positions import RelativeBuckets
 from engine.model.quantisation import Held
+from engine.model.row_form import LIBRARY, RowForm
+from engine.model.row_kernels import RowModule
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ class Linear(nn.Module):
         packed = None if self.packed is None else self.packed.native
         weight = self.weight if self.packed is None else self.few_bits
         if weight is not None:
-            product = kernels.wide_product(x, weight, self.bias, form)
+            product = wide_product(x, weight, self.bias, form)
             if product is not None:
                 return product
         if packed is None or x.dtype not in FORMATS:
@@ -271,7 +272,7 @@ class CrossAttention(EncodedKeys):
         self.out = Linear(part.heads * part.head_dim, hidden_size, part.out_bias, place)
 
 
-class DenseFeedForward(nn.Module):
+class DenseFeedForward(RowModule):
     """The weights of down(activation(up(x)))."""
 
     def __init__(self, part: spec.Dense, hidden_size: int, place: Place):
@@ -314,7 +315,7 @@ class GatedFeedForward(nn.Module):
         self.activation = part.activation
 
 
-class SparseFeedForward(nn.Module):
+class SparseFeedForward(RowModule):
     """The weights of a gated network that keeps its largest gates; gate and up are one matrix, gate's rows first."""
 
     def __init__(self, part: spec.SparselyGated, hidden_size: int, place: Place):
@@ -328,7 +329,7 @@ class SparseFeedForward(nn.Module):
         a."""
         gates, values = x.chunk(2, dim=-1)
         least = gates.mean(dim=-1, keepdim=True) + gates.std(dim=-1, keepdim=True, unbiased=False) * self.part.cutoff
-        return gate_by_name(self.part.activation, torch.cat((F.relu(gates - least), values), dim=-1))
+        return gate_by_name(self.part.activation, torch.cat((F.relu(gates - least), values), dim=-1), self.kernels)
 
 
 class OpenedFeedForward(nn.Module):

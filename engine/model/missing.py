@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from engine.backends.attention.base import Window
 from engine.model import spec
 from engine.model.activations import ACTIVATIONS
 from engine.model.positions import Disentangled, Learned, QueryBuckets, Rotary
@@ -45,9 +44,11 @@ def unsupported(model: spec.ModelSpec) -> list[str]:
                     missing.extend(_unsupported_latent(attention, paged=stack is model.decoder))
                 if isinstance(attention.position, Disentangled) and stack.distances is None:
                     missing.append("Disentangled attention without vectors of distances")
-                if attention.block_sums is not None and (stack.shared_bias is None or stack.block_bias is None):
+                if isinstance(attention.sees, spec.BlockSums) and (
+                    stack.shared_bias is None or stack.block_bias is None
+                ):
                     missing.append("sums of blocks without biases by distance that layers share")
-                if attention.stream is not None and not stack.global_vectors:
+                if isinstance(attention.sees, spec.GlobalStream) and not stack.global_vectors:
                     missing.append("attention to vectors beside tokens where there are none")
                 if stack.shared_bias is not None and attention.position is not None:
                     missing.append(f"a shared bias beside {type(attention.position).__name__}")
@@ -92,14 +93,8 @@ def _unsupported_decoder(stack: spec.Stack, *, has_encoder: bool) -> list[str]:
             missing.append("convolutions beside attention in a decoder")
         if (routed := experts_of(block.ffn)) is not None and routed.capacity is not None:
             missing.append("experts of limited capacity in a decoder")  # tokens that come one by one would have room
-        if block.attention.global_tokens is not None:
-            missing.append("global tokens in a decoder")
-        if block.attention.block_sums is not None:
-            missing.append("sums of blocks in a decoder")
-        if block.attention.blocks is not None:
-            missing.append("attention to some blocks in a decoder")
-        if block.attention.stream is not None:
-            missing.append("vectors beside a decoder's tokens")
+        if isinstance(block.attention.sees, spec.Sparse):
+            missing.append(f"{type(block.attention.sees).__name__} in a decoder")
         if block.beside is not None:
             missing.append("a convolution in a decoder")  # it would see later tokens
         if block.cross is not None:
@@ -159,7 +154,7 @@ def _unsupported_predicting(stack: spec.Stack, *, decodes: bool) -> list[str]:
 
 def _is_bucketed(part: spec.Attention) -> bool:
     """Whether attention has buckets of queries, and nothing beside its heads that their module does not support."""
-    parts = (part.temperature, part.window, part.qk_norm, part.clip, part.softcap, part.sinks, part.spans, part.latent)
+    parts = (part.temperature, part.sees, part.qk_norm, part.clip, part.softcap, part.sinks, part.spans, part.latent)
     beside = (*parts, part.gate)
     return part.query_bias and beside == (None,) * len(beside)
 
@@ -170,16 +165,12 @@ def _unsupported_cross(cross: spec.Attention, own: spec.Attention) -> list[str]:
         "of another shape than self-attention": (cross.kv_heads, cross.head_dim) != (own.kv_heads, own.head_dim),
         "that is causal": cross.causal,
         "with positions": cross.position is not None,
-        "with a window": cross.window is not None,
+        "to some keys only": cross.sees is not None,
         "with norms of queries and keys": cross.qk_norm is not None,
         "with limits of its projections": cross.clip is not None,
         "with a temperature": cross.temperature is not None,
         "with sinks": cross.sinks is not None,
         "with a gate": cross.gate is not None,
-        "with global tokens": cross.global_tokens is not None,
-        "with sums of blocks": cross.block_sums is not None,
-        "to some blocks": cross.blocks is not None,
-        "with vectors beside tokens": cross.stream is not None,
     }
     return [f"cross-attention {name}" for name, present in found.items() if present]
 
@@ -218,7 +209,7 @@ def _unsupported_block(block: spec.Block) -> list[str]:
         and not (_is_plain(attention) and isinstance(attention.qk_norm, spec.PerHead) and block.cross is not None),
         **_unsupported_bottleneck(block),
         **_unsupported_convolution(block.beside),
-        "vectors beside tokens in layers of another kind": attention.stream is not None
+        "vectors beside tokens in layers of another kind": isinstance(attention.sees, spec.GlobalStream)
         and not (isinstance(block.placement, spec.Pre) and isinstance(ffn, spec.Dense)),
         "cross-attention between these norms": block.cross is not None
         and not block.merged
@@ -236,37 +227,26 @@ def experts_of(ffn: spec.FeedForward) -> spec.Experts | None:
 
 def _unsupported_attention(part: spec.Attention) -> dict[str, bool]:
     kernel = 1 if part.spans is None else part.spans.kernel
-    windowed = _is_bare(part, windowed=True)
     return {
         "Disentangled attention of heads that share keys": part.content_bias and part.heads != part.kv_heads,
         f"convolutions of {kernel} tokens beside attention": kernel % 2 == 0,
         "convolutions beside attention with rotary positions": part.spans is not None
         and isinstance(part.position, Rotary),
-        "global tokens in attention of another kind": part.global_tokens is not None and not windowed,
-        "sums of blocks in attention of another kind": part.block_sums is not None and not windowed,
-        "attention to some blocks of another kind": part.blocks is not None and not _is_bare(part, windowed=False),
-        "vectors beside tokens in attention of another kind": part.stream is not None
-        and not _is_bare(part, windowed=False),
-        "two ways to see what lies out of a window": sum(
-            way is not None for way in (part.global_tokens, part.block_sums, part.blocks, part.stream)
-        )
-        > 1,
+        f"{type(part.sees).__name__} in attention of another kind": isinstance(part.sees, spec.Sparse)
+        and not _is_bare(part),
     }
 
 
 def _is_plain(part: spec.Attention) -> bool:
     """Whether attention has nothing that needs another module."""
-    beside = (part.reads, part.latent, part.global_tokens, part.block_sums, part.blocks, part.stream, part.spans)
-    return beside == (None,) * len(beside) and not part.content_bias and not part.query_bias
+    beside, sparse = (part.reads, part.latent, part.spans), isinstance(part.sees, spec.Sparse)
+    return beside == (None,) * len(beside) and not sparse and not part.content_bias and not part.query_bias
 
 
-def _is_bare(part: spec.Attention, *, windowed: bool) -> bool:
-    """Whether attention has only heads and perhaps a window, as modules with tokens outside the window require.
-    `windowed`: whether it must have a window of equal size on both sides, or must have none."""
+def _is_bare(part: spec.Attention) -> bool:
+    """Whether attention has only heads, as modules of sparse attention require."""
     beside = (part.position, part.qk_norm, part.clip, part.softcap, part.sinks, part.spans, part.latent)
-    reaches = isinstance(part.window, Window) and part.window.left == part.window.right
-    fits = reaches if windowed else part.window is None
-    return beside == (None,) * len(beside) and fits and not part.causal and part.heads == part.kv_heads
+    return beside == (None,) * len(beside) and not part.causal and part.heads == part.kv_heads
 
 
 def _unsupported_bottleneck(block: spec.Block) -> dict[str, bool]:

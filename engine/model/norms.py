@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.errors import UnsupportedModelError
-from engine.model import kernels
 from engine.model.normalisation import Norm
 from engine.model.place import Place
+from engine.model.row_kernels import RowModule
 
 
-class RmsNorm(nn.Module):
+class RmsNorm(RowModule):
     """Root-mean-square norm, computed in float32.
 
     The product with the weight is computed in the input's format, after rounding. With a unit offset, or if the part
@@ -30,11 +30,11 @@ class RmsNorm(nn.Module):
         self.in_float32 = part.in_float32
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = kernels.rms_norm(x, self.weight, self.eps, unit_offset=self.unit_offset, in_float32=self.in_float32)
-        return self.by_torch(x) if normed is None else normed
-
-    def by_torch(self, x: Tensor) -> Tensor:
-        """The same without our own kernels."""
+        if self.kernels is not None:
+            offset, exact = self.unit_offset, self.in_float32
+            normed = self.kernels.rms_norm(x, self.weight, self.eps, unit_offset=offset, in_float32=exact)
+            if normed is not None:
+                return normed
         if self.weight is None:
             return F.rms_norm(x.float(), self.shape, None, self.eps).to(x.dtype)
         if self.unit_offset:
@@ -46,7 +46,7 @@ class RmsNorm(nn.Module):
         return F.rms_norm(x.float(), self.shape, None, self.eps).to(x.dtype) * self.weight
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(RowModule):
     """Layer norm with or without a weight and a bias. `rows`: this many rows of x [..., rows, size] have separate
     weights and biases, in order."""
 
@@ -59,9 +59,10 @@ class LayerNorm(nn.Module):
         self.eps = part.eps
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = kernels.layer_norm(x, self.weight, self.bias, self.eps, self.rows)
-        if normed is not None:
-            return normed
+        if self.kernels is not None:
+            found = self.kernels.layer_norm(x, self.weight, self.bias, self.eps, self.rows)
+            if found is not None:
+                return found
         if self.rows == 1:
             return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
         normed = F.layer_norm(x.float(), self.shape, None, None, self.eps)

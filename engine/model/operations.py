@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar, dataclass_transform
+from typing import ClassVar, Literal, TypeVar, dataclass_transform
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from engine.backends.native.ranks import Ranks
 from engine.backends.rows import Rows
 from engine.model import spec
 from engine.model.embedding import Embedding, PatchEmbedding, TokenEmbedding, with_images
-from engine.model.experts import ExpertsFeedForward
+from engine.model.experts import ExpertMatrices, ExpertsFeedForward
 from engine.model.inputs import Inputs
 from engine.model.layers import Linear
 
@@ -151,10 +151,11 @@ class Activate(Operation):
 
 @operation(reads="x opening", writes="x")
 class Open(Operation):
-    """x = sigmoid(opening) * x; an opening is one number per row."""
+    """x = function(opening) * x. An opening has a number for each of as many pieces of a row, of equal widths."""
 
     opening: Rows
     x: Rows
+    function: spec.Activation | Literal["sigmoid", "softplus"] = "sigmoid"
 
 
 @operation(reads="x judged", writes="out")
@@ -165,6 +166,15 @@ class MixExperts(Operation):
     x: Rows
     out: Rows
     judged: Rows | None = None
+
+
+@operation(reads="x", writes="out")
+class MultiplyPieces(Operation):
+    """out = each of the pieces of x times its own matrix, and biases."""
+
+    matrices: ExpertMatrices
+    x: Rows
+    out: Rows
 
 
 @operation(reads="x", writes="out")

@@ -14,7 +14,9 @@ from engine.backends import triton as gpu
 from engine.backends.native import gemm
 from engine.model import quantisation
 from engine.model.quantisation import Held, Parts, Quantization
+from engine.model.row_form import RowForm
 
+_NARROW = (torch.bfloat16, torch.float16)
 LookUp = Callable[[Tensor, torch.dtype], Tensor]
 
 
@@ -80,6 +82,26 @@ def pack_product(
         return out
 
     return PackedProduct(by_onednn, invariant=False)
+
+
+def wide_product(x: Tensor, weight: Tensor | gemm.Quantised, bias: Tensor | None, form: RowForm) -> Tensor | None:
+    """x @ weight.T + bias of rows [N, features] in float32, not rounded to x's format first; None if torch has no such
+    product."""
+    if form.fused and gpu.takes(x) and x.shape[0] == 1:
+        from engine.backends.triton import matvec
+
+        if matvec.serves(weight):
+            return matvec.product(x, weight, bias, dtype=torch.float32, overlap=form.overlapping)
+    if isinstance(weight, gemm.Quantised):
+        if not gpu.takes(x):
+            return None
+        from engine.backends.triton import few_bits
+
+        return few_bits.product(x, weight, bias, dtype=torch.float32)
+    if not x.is_cuda or torch.version.hip is not None or x.dtype not in _NARROW or weight.dtype != x.dtype:
+        return None
+    product = torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return product if bias is None else product.add_(bias)
 
 
 Pieces = tuple[tuple[gemm.Kind, int], ...]

@@ -50,6 +50,7 @@ from engine.model.operations import (
     GatherNeighbours,
     MixExperts,
     Multiply,
+    MultiplyPieces,
     Normalize,
     Open,
     Operation,
@@ -59,7 +60,7 @@ from engine.model.positions import Temperature
 from engine.model.query_buckets import BucketedAttention
 from engine.model.reading import ReadingAttention
 from engine.model.recurrences import ChannelScanLayer, FadingAttentionLayer, FeatureDeltaLayer, GatedRecurrenceLayer
-from engine.model.row_functions import concatenate, keep, multiply_all, open_heads, scale, temper
+from engine.model.row_functions import concatenate, keep, multiply_all, scale, temper
 from engine.model.state_layers import (
     AttentionBesideState,
     DeltaRuleAttention,
@@ -67,7 +68,7 @@ from engine.model.state_layers import (
     SelectiveStateSpace,
     StateModule,
 )
-from engine.model.state_operations import ApplyDelta, ApplyScan, Convolve
+from engine.model.state_operations import Advance, ApplyDelta, ApplyScan, Convolve
 from engine.model.versions import LayerVersions, VersionEnds
 
 RowFunction = Callable[..., Tensor | Sequence[Tensor]]
@@ -431,9 +432,7 @@ class Builder:
             case ChannelScanLayer():
                 return self._channel_scan(module, x, name)
             case GatedRecurrenceLayer():
-                entered, out = self.product(module.enter, x, "entered"), self.rows("attended", module.part.width)
-                self._recurrence("a recurrence of features", module.advance, (entered,), out)
-                return self._reduced(module.out, out, name)
+                return self._gated_recurrence(module, x, name)
             case FadingAttentionLayer():
                 return self._fading_attention(module, x, name)
             case FeatureDeltaLayer():
@@ -510,7 +509,7 @@ class Builder:
                 self.add(Apply("attention with an encoder's tokens", attend, (prepared.queries,), (attended,)))
             case StreamAttention():
                 self.add(Apply("attention to vectors beside tokens", module.attend, parts, (attended,)))
-            case SelfAttention(part=spec.Attention(blocks=spec.SparseBlocks())):
+            case SelfAttention(part=spec.Attention(sees=spec.SparseBlocks())):
                 attend = partial(sparse_blocks.attend, module.part)
                 self.add(Apply("attention to some blocks", attend, parts, (attended,)))
             case _:
@@ -522,8 +521,7 @@ class Builder:
             attended = both
         if module.gate is not None and module.part.gate is not None:
             opening = self.product(module.gate, x, "openings of heads")
-            function = partial(open_heads, module.part.gate.function)
-            self.apply("openings of heads", function, (opening, attended), attended)
+            self.add(Open(opening, attended, module.part.gate.function))
         return self._reduced(module.out, attended, name)
 
     def _bucketed_attention(self, module: BucketedAttention, x: Rows, name: str, layer: int) -> Rows:
@@ -598,7 +596,7 @@ class Builder:
         opening = self.product(module.opening, x, "openings of heads")
         rates = self.product(module.rates, x, "rates")
         convolved = self.rows("convolved", entered.width)
-        self.add(Convolve(module.convolution, entered, convolved, False, self.states))
+        self.add(Convolve(module.convolution, entered, convolved, "silu", self.states))
         out = self.rows("attended", opening.width)
         self.add(ApplyDelta(module, convolved, rates, opening, out, self.states))
         return self._reduced(module.out, out, name)
@@ -608,26 +606,32 @@ class Builder:
         opening, rest = entered.part(0, part.width), entered.part(part.width, part.convolved)
         rates = entered.part(part.width + part.convolved, part.heads)
         convolved, out = self.rows("convolved", part.convolved), self.rows("scanned", part.width)
-        self.add(Convolve(module.convolution, rest, convolved, False, self.states))
+        self.add(Convolve(module.convolution, rest, convolved, "silu", self.states))
         self.add(ApplyScan(module, convolved, rates, opening, out, self.states))
         return self._reduced(module.out, out, name)
 
-    def _recurrence(self, name: str, advance: RowFunction, given: tuple[Rows, ...], out: Rows) -> None:
-        """Add the recurrence of a layer with a state. torch computes it."""
-        self.add(Apply(name, partial(advance, self.states), given, (out,)))
+    def _gated_recurrence(self, module: GatedRecurrenceLayer, x: Rows, name: str) -> Rows:
+        width, entered = module.part.width, self.product(module.enter, x, "entered")
+        convolved, out = self.rows("convolved", width), self.rows("attended", width)
+        self.add(Convolve(module.convolution, entered.part(width, width), convolved, "plain", self.states))
+        gates = self.rows("input gates", width), self.rows("decays of features", width)
+        for matrices, made in zip((module.inputs, module.decays), gates, strict=True):
+            self.add(MultiplyPieces(matrices, convolved, made))
+        self.add(Advance(module, (convolved, *gates), out, self.states))
+        self.add(Open(entered.part(0, width), out, module.part.activation))
+        return self._reduced(module.out, out, name)
 
     def _channel_scan(self, module: ChannelScanLayer, x: Rows, name: str) -> Rows:
         part, entered = module.part, self.product(module.enter, x, "entered")
         convolved, out = self.rows("convolved", part.width), self.rows("scanned", part.width)
-        self.add(Convolve(module.convolution, entered.part(0, part.width), convolved, False, self.states))
+        self.add(Convolve(module.convolution, entered.part(0, part.width), convolved, "silu", self.states))
         made = self.product(module.made, convolved, "made of features")
         places = (made.part(0, part.rank), *(made.part(part.rank + i * part.size, part.size) for i in range(2)))
         for norm, rows in zip((module.step_norm, module.before_norm, module.after_norm), places, strict=True):
             if norm is not None:
                 self.add(Normalize(norm, rows, rows))
         steps, opening = self.product(module.steps, places[0], "steps"), entered.part(part.width, part.width)
-        given = (convolved, *places[1:], steps, opening)
-        self._recurrence("a scan of features", module.advance, given, out)
+        self.add(Advance(module, (convolved, *places[1:], steps, opening), out, self.states))
         return self._reduced(module.out, out, name)
 
     def _fading_attention(self, module: FadingAttentionLayer, x: Rows, name: str) -> Rows:
@@ -635,11 +639,12 @@ class Builder:
             self.product(module.enter, x, "entered"),
             self.product(module.opening, x, "openings of heads"),
         )
-        out = self.rows("attended", opening.width)
-        self._recurrence("attention that fades", module.advance, (entered,), out)
+        heads, out = self.rows("activated", entered.width), self.rows("attended", opening.width)
+        self.add(Activate(module.part.activation, entered, heads, False))
+        self.add(Advance(module, (heads,), out, self.states))
         if module.norm is not None:
             self.add(Normalize(module.norm, out, out))
-        self.apply("openings of heads", partial(open_heads, "sigmoid"), (opening, out), out)
+        self.add(Open(opening, out))
         return self._reduced(module.out, out, name)
 
     def _feature_delta(self, module: FeatureDeltaLayer, x: Rows, name: str) -> Rows:
@@ -648,15 +653,14 @@ class Builder:
         fading = self.product(module.fading, low.part(0, size), "decays of features")
         opening = self.product(module.opening, low.part(size, size), "openings of heads")
         convolved, out = self.rows("convolved", entered.width), self.rows("attended", opening.width)
-        self.add(Convolve(module.convolution, entered, convolved, False, self.states))
-        given = (convolved, rates, fading, opening)
-        self._recurrence("the delta rule of features", module.advance, given, out)
+        self.add(Convolve(module.convolution, entered, convolved, "silu", self.states))
+        self.add(Advance(module, (convolved, rates, fading, opening), out, self.states))
         return self._reduced(module.out, out, name)
 
     def _gated_convolution(self, module: GatedConvolution, x: Rows, name: str) -> Rows:
         width = module.convolution.width
         entered, out = self.product(module.enter, x, "entered"), self.rows("convolved", width)
-        self.add(Convolve(module.convolution, entered, out, True, self.states))
+        self.add(Convolve(module.convolution, entered, out, "gated", self.states))
         return self._reduced(module.out, out, name)
 
     def _feed_forward(self, module: DenseFeedForward | GatedFeedForward, x: Rows, name: str) -> Rows:

@@ -15,6 +15,7 @@ from engine.model.activations import activate_by_name
 from engine.model.layers import Linear
 from engine.model.norms import build_norm
 from engine.model.place import Place
+from engine.model.row_kernels import RowModule
 
 _MOST_ROWS = 1 << 14  # maximum positions whose inner features are in memory at a time
 _ELSEWHERE = -100.0  # added to scores of keys that only the shift has brought into a window
@@ -75,7 +76,7 @@ class _Stage(nn.Module):
         return reduced
 
 
-class _Layer(nn.Module):
+class _Layer(RowModule):
     """Attention within windows, then a feed-forward network. In every other layer, the windows are shifted by half a
     window."""
 
@@ -100,7 +101,7 @@ class _Layer(nn.Module):
         return x + _by_parts(self._network, self.after(x))
 
     def _network(self, x: Tensor) -> Tensor:
-        found: Tensor = self.down(activate_by_name(self._activation, self.up(x)))
+        found: Tensor = self.down(activate_by_name(self._activation, self.up(x), self.kernels))
         return found
 
     def _attended(self, x: Tensor) -> Tensor:

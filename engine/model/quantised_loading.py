@@ -293,7 +293,7 @@ class MatrixLoading:
             logger.debug("%s of %d matrices are used in their stored format", what, self._count)
         if not self._matrices:
             if self._shared:
-                logger.warning("--share-weights has no effect: it needs a CPU and Octavo's own kernels.")
+                logger.info("%s are not kept for the next start: that needs a CPU and Octavo's own kernels.", what)
             return
         if self._problem:
             message = "%s cannot be kept for the next start: %s. See --quantization-cache."

@@ -1,5 +1,5 @@
-"""Modules with a recurrence that torch computes on every device. It computes one token after the other, in float32, so
-a token's bits do not depend on how its prompt is divided."""
+"""Modules with a recurrence, and its computation in torch: one token after the other, in float32, so a token's bits do
+not depend on how its prompt is divided. On a CPU, the library has kernels for it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.backends.torch.states import apply_delta, apply_scan, convolve, each_row
+from engine.backends.torch.states import apply_delta, apply_scan, each_row
 from engine.model import spec
-from engine.model.activations import activate, activate_by_name
+from engine.model.activations import activate
 from engine.model.experts import ExpertMatrices
 from engine.model.inputs import RunningPass
-from engine.model.latent import by_head
 from engine.model.layers import Linear, split_heads
 from engine.model.norms import build_norm
 from engine.model.place import Place
@@ -54,16 +53,16 @@ class ChannelScanLayer(StateModule):
         self, layer: int, state: RunningPass, x: Tensor, before: Tensor, after: Tensor, steps: Tensor, opening: Tensor
     ) -> Tensor:
         """The gated results [Tp, width] of rows of convolved x, B, C, t before softplus, and gates."""
-        part, speeds = self.part, -self.decay.float().exp()
+        part, speeds = self.part, -self.decay.float().exp().t()
         before, after = before.float(), after.float()
         steps, values = activate(F.softplus, steps.float()), x.float()
         added, out = values * steps, torch.zeros_like(values)
 
         def step(known: Tensor, tokens: slice) -> Tensor:
-            kept = known.view(part.width, part.size)
+            kept = known.view(part.size, part.width)
             for token in range(tokens.start, tokens.stop):
-                kept = kept * (speeds * steps[token, :, None]).exp() + added[token, :, None] * before[token]
-                out[token] = (kept * after[token]).sum(dim=1)
+                kept = kept * (speeds * steps[token]).exp() + added[token] * before[token, :, None]
+                out[token] = (kept * after[token, :, None]).sum(dim=0)
             return kept.flatten()
 
         _advance(layer, state, step, part.width * part.size, (part.kernel - 1) * part.width, x.device)
@@ -90,28 +89,14 @@ class GatedRecurrenceLayer(StateModule):
         self.speed = place.parameter(part.width)
         self.out = Linear(part.width, hidden_size, True, place)
 
-    def advance(self, layer: int, state: RunningPass, entered: Tensor) -> Tensor:
-        """The gated results [Tp, width] of rows [gates | x]."""
-        part, width = self.part, self.part.width
-        opening, x = entered.chunk(2, dim=1)
-        assert self.convolution.bias is not None
-        weight, bias = self.convolution.weight.float(), self.convolution.bias.float()
-        convolved, out = torch.zeros_like(x), torch.zeros_like(x, dtype=torch.float32)
-
-        def mix(known: Tensor, tokens: slice) -> Tensor:
-            total, left = convolve(x[tokens].float(), known.view(-1, width), weight, bias)
-            convolved[tokens] = total.to(x.dtype)
-            return left.flatten()
-
-        _advance(layer, state, mix, (part.kernel - 1) * width, 0, x.device)
-        blocks = split_heads(convolved, width // part.blocks)
-        inputs, decays = (
-            activate(torch.sigmoid, by_head(each, blocks).flatten(1).float()) for each in (self.inputs, self.decays)
-        )
+    def advance(self, layer: int, state: RunningPass, x: Tensor, inputs: Tensor, decays: Tensor) -> Tensor:
+        """The results [Tp, width], before they are multiplied by gates. `x`: convolved."""
+        width, out = self.part.width, torch.zeros_like(x, dtype=torch.float32)
+        inputs, decays = (activate(torch.sigmoid, each.float()) for each in (inputs, decays))
         logarithms = decays * (F.softplus(self.speed.float()) * -8.0)
         kept, first = activate(torch.exp, logarithms), state.inputs.positions[:, None] == 0
         roots = activate(lambda rows: (1 - torch.exp(2 * rows)).sqrt(), logarithms)
-        added = convolved.float() * inputs * torch.where(first, 1.0, roots)
+        added = x.float() * inputs * torch.where(first, 1.0, roots)
         kept = torch.where(first, 0.0, kept)
 
         def step(known: Tensor, tokens: slice) -> Tensor:
@@ -119,13 +104,13 @@ class GatedRecurrenceLayer(StateModule):
                 known = out[token] = known * kept[token] + added[token]
             return known
 
-        _advance(layer, state, step, width, (part.kernel - 1) * width, x.device)
-        return out.to(x.dtype) * activate_by_name(part.activation, opening.contiguous())
+        _advance(layer, state, step, width, (self.part.kernel - 1) * width, x.device)
+        return out.to(x.dtype)
 
 
 class FadingAttentionLayer(StateModule):
-    """The weights of lightning attention, whose heads have states that decay at a fixed rate. `enter`: makes queries,
-    keys and values."""
+    """The weights of lightning attention, whose heads have states that decay at a fixed rate. `enter`: makes values,
+    keys and queries."""
 
     def __init__(self, part: spec.FadingAttention, hidden_size: int, place: Place):
         super().__init__()
@@ -136,12 +121,11 @@ class FadingAttentionLayer(StateModule):
         self.norm = build_norm(part.norm, width, place)
         self.out = Linear(width, hidden_size, False, place)
 
-    def advance(self, layer: int, state: RunningPass, entered: Tensor) -> Tensor:
-        """The results [Tp, heads * head_dim] of rows of queries, keys and values."""
+    def advance(self, layer: int, state: RunningPass, x: Tensor) -> Tensor:
+        """The results [Tp, heads * head_dim] of rows of values, keys and queries, after their activation."""
         part = self.part
-        heads = activate_by_name(part.activation, entered.contiguous()).float().chunk(3, dim=1)
-        queries, keys, values = (split_heads(each, part.head_dim) for each in heads)
-        decays = torch.tensor(part.slopes, device=entered.device).neg().exp()
+        values, keys, queries = (split_heads(each, part.head_dim) for each in x.float().chunk(3, dim=1))
+        decays = torch.tensor(part.slopes, device=x.device).neg().exp()
         out = torch.zeros_like(values)
 
         def step(known: Tensor, tokens: slice) -> Tensor:
@@ -150,8 +134,8 @@ class FadingAttentionLayer(StateModule):
             out[tokens], left = apply_scan(given, decays.expand(len(given[0]), -1), matrices)
             return left.flatten()
 
-        _advance(layer, state, step, part.state_size, 0, entered.device)
-        return out.flatten(1).to(entered.dtype)
+        _advance(layer, state, step, part.state_size, 0, x.device)
+        return out.flatten(1).to(x.dtype)
 
 
 class FeatureDeltaLayer(StateModule):
@@ -207,6 +191,9 @@ def _advance(
 ) -> None:
     """Compute all rows of a pass from their states (`each_row`)."""
     each_row(state.inputs.metadata.query_lens, state.inputs.states, layer, step, size, begin, device=device)
+
+
+Recurrence = ChannelScanLayer | GatedRecurrenceLayer | FadingAttentionLayer | FeatureDeltaLayer
 
 
 def build_state_layer(part: spec.StateLayer, hidden_size: int, place: Place) -> StateModule:

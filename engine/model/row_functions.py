@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.model.activations import activate
 from engine.model.inputs import RunningPass
 from engine.model.positions import Temperature
 
@@ -26,13 +22,6 @@ def scale(x: Tensor, y: Tensor) -> Tensor:
 def multiply_all(factor: nn.Parameter | float, x: Tensor) -> Tensor:
     """x * factor, a learned number or a constant."""
     return x * factor
-
-
-def open_heads(function: Literal["sigmoid", "softplus"], opening: Tensor, x: Tensor) -> Tensor:
-    """function(opening) * x, where an opening has one number per feature, or per head."""
-    opened = activate(torch.sigmoid if function == "sigmoid" else F.softplus, opening.flatten(1).float())
-    parts = x.reshape(len(x), opened.shape[1], -1)
-    return (parts * opened.to(x.dtype).unsqueeze(-1)).view(len(x), -1)
 
 
 def temper(part: Temperature, state: RunningPass, queries: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from engine.model.spec import (
     Opened,
     Pyramid,
     Shared,
+    Sparse,
     SparselyGated,
     Spectrum,
     Stack,
@@ -160,7 +161,7 @@ def _refused_attention(part: Attention, count: int) -> list[str]:
         "layers that read keys of others": part.reads is not None,
         "norms over all heads at once": isinstance(part.qk_norm, WholeProjection),
         "convolutions beside heads": part.spans is not None,
-        "sparse attention": any((part.global_tokens, part.block_sums, part.blocks, part.stream)),
+        "sparse attention": isinstance(part.sees, Sparse),
         "attention to distances": isinstance(part.position, Disentangled | QueryBuckets),
         f"{part.heads} heads with {part.kv_heads} K/V heads": few
         and (count % part.kv_heads != 0 or part.heads % count != 0),

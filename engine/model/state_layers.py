@@ -7,6 +7,7 @@ from torch import nn
 from engine.model import spec
 from engine.model.layers import Linear
 from engine.model.place import Place
+from engine.model.row_kernels import RowModule
 
 
 class CausalConvolution(nn.Module):
@@ -23,7 +24,7 @@ class CausalConvolution(nn.Module):
         self.bias = place.parameter(width) if bias else None
 
 
-class StateModule(nn.Module):
+class StateModule(RowModule):
     """A layer's module that carries a state, and has no keys and values in pages."""
 
 

@@ -7,20 +7,25 @@ steps.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from engine.backends.rows import Rows
 from engine.model.operations import Operation, operation
+from engine.model.recurrences import Recurrence
 from engine.model.state_layers import CausalConvolution, DeltaRuleAttention, SelectiveStateSpace
+
+Form = Literal["silu", "gated", "plain"]
+"""What is made of a convolution: silu(convolution(x)), b * convolution(a * x) of [a | b | x], or itself."""
 
 
 @operation(reads="x", writes="out")
 class Convolve(Operation):
-    """out = b * convolution(a * x) of [a | b | x], or silu(convolution(x)). `layer`: the layer's number among those
-    with a state."""
+    """out = what `form` says. `layer`: the layer's number among those with a state."""
 
     module: CausalConvolution
     x: Rows
     out: Rows
-    gated: bool
+    form: Form
     layer: int
 
 
@@ -45,5 +50,15 @@ class ApplyScan(Operation):
     x: Rows  # x of all heads, B and C of all groups
     rates: Rows  # of each head the number that its step follows from
     opening: Rows
+    out: Rows
+    layer: int  # as of `ApplyDelta`
+
+
+@operation(reads="given", writes="out")
+class Advance(Operation):
+    """out = what a module's recurrence makes of the given rows, which are those of its `advance`."""
+
+    module: Recurrence
+    given: tuple[Rows, ...]
     out: Rows
     layer: int  # as of `ApplyDelta`

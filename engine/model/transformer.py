@@ -23,10 +23,10 @@ from engine.model import quantisation, spec
 from engine.model.adapter_slots import AdapterSlots
 from engine.model.adapter_targets import adaptable
 from engine.model.embedding import TokenEmbedding, count_placed
+from engine.model.executors.choice import choose_kernels
 from engine.model.experts import ExpertMatrices, ExpertsFeedForward
 from engine.model.heads import Head, Panel, build_head
 from engine.model.inputs import Inputs
-from engine.model.kernels import LIBRARY, RowForm
 from engine.model.latent import LatentAttention
 from engine.model.layers import EncodedKeys, Linear, OpenedFeedForward
 from engine.model.missing import unsupported
@@ -34,6 +34,7 @@ from engine.model.packing import LookUp, keeps_once, on_gpu
 from engine.model.place import Place
 from engine.model.quantisation import Held, Wanted
 from engine.model.recurrences import FeatureDeltaLayer, GatedRecurrenceLayer
+from engine.model.row_form import LIBRARY, RowForm
 from engine.model.sharding import Share, splits_vocabulary
 from engine.model.stack import TransformerStack
 from engine.model.state_layers import DeltaRuleAttention
@@ -209,6 +210,7 @@ class Transformer(nn.Module):
                     linear.adapters.warm()
 
     def _make_ready(self) -> None:
+        choose_kernels(self, self.device)
         for part in (self.encoder, self.decoder, self.head):
             if isinstance(part, TransformerStack | Head | Panel):
                 part.make_ready()
@@ -339,9 +341,21 @@ class Transformer(nn.Module):
         """
         return self.encode(inputs) if self.decoder is None else self.decoder(inputs)
 
-    def logits(self, hidden: Tensor, form: RowForm = LIBRARY, head: nn.Module | None = None) -> Tensor:
-        """The head's result for hidden states [N, hidden]: float32 [N, vocabulary], or [N, classes]. `form` says how a
-        GPU computes one row; `head` replaces the model's head by an adapter's."""
+    @property
+    def divides_logits(self) -> bool:
+        """Whether ranks compute parts of the logits."""
+        return self.ranks is not None and splits_vocabulary(self.spec)
+
+    def logits(
+        self, hidden: Tensor, form: RowForm = LIBRARY, head: nn.Module | None = None, *, own: bool = False
+    ) -> Tensor:
+        """The head's result for hidden states [N, hidden]: float32 [N, vocabulary], or [N, classes].
+
+        Args:
+            form: how a GPU computes one row.
+            head: replaces the model's head by an adapter's.
+            own: the result is the columns that this rank computes; otherwise rank 0 gets all, and other ranks zeros.
+        """
         head = head or self.head
         assert head is not None
         part = self.spec.head
@@ -351,11 +365,12 @@ class Transformer(nn.Module):
         if part.input_scale != 1.0:
             hidden = hidden * part.input_scale
         logits = head.in_float32(hidden, form) if isinstance(head, Linear) else head(hidden)
-        if self.ranks is not None and splits_vocabulary(self.spec):
-            shares = (Share(rank, self.ranks.count).of(self.vocab_size) for rank in range(self.ranks.count))
-            logits = self.ranks.gather(logits, [end - begin for begin, end in shares])
         if part.logit_scale != 1.0:
             logits = logits * part.logit_scale
         if part.softcap is not None:
             logits = torch.tanh(logits / part.softcap) * part.softcap
+        if self.divides_logits and not own:
+            assert self.ranks is not None
+            shares = (Share(rank, self.ranks.count).of(self.vocab_size) for rank in range(self.ranks.count))
+            logits = self.ranks.gather(logits, [end - begin for begin, end in shares])
         return logits

@@ -15,6 +15,7 @@ from engine.model.activations import activate_by_name, gate_by_name
 from engine.model.layers import GatedFeedForward, Linear
 from engine.model.norms import build_norm
 from engine.model.place import Place
+from engine.model.row_kernels import RowModule
 
 Tower = Callable[[Tensor], Tensor]
 """[positions, features] of a crop [channels, height, width]; the hidden states that are `kept` come after the last."""
@@ -26,7 +27,7 @@ def _squares_of(x: Tensor, factor: int) -> Tensor:
     return x.view(side, factor, side, factor, -1).transpose(1, 2).reshape(side**2, -1)
 
 
-class Projector(nn.Module):
+class Projector(RowModule):
     """The tower's hidden states [N, features] to the decoder's vectors [N, hidden]."""
 
     def __init__(self, part: spec.Projector, features: int, hidden: int, place: Place):
@@ -49,11 +50,11 @@ class Projector(nn.Module):
         x = x.reshape(-1, self.first.inputs)
         if not self._each and self.norm is not None:
             x = self.norm(x)
-        projected: Tensor = self.second(activate_by_name(self._activation, self.first(x)))
+        projected: Tensor = self.second(activate_by_name(self._activation, self.first(x), self.kernels))
         return projected
 
 
-class GatedProjector(nn.Module):
+class GatedProjector(RowModule):
     """The tower's hidden states [N, features], square by square, to the decoder's vectors [N / merge, hidden]."""
 
     def __init__(self, part: spec.GatedProjector, features: int, hidden: int, place: Place):
@@ -71,8 +72,8 @@ class GatedProjector(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         assert self.norm is not None
         x = self.norm(self.first(self.merged(x.reshape(-1, self.merged.inputs))))
-        wide = self.network.gate_up(activate_by_name("gelu", x))
-        projected: Tensor = self.network.down(gate_by_name(self.network.activation, wide))
+        wide = self.network.gate_up(activate_by_name("gelu", x, self.kernels))
+        projected: Tensor = self.network.down(gate_by_name(self.network.activation, wide, self.kernels))
         return projected
 
 

@@ -135,7 +135,7 @@ def _problem(group: SequenceGroup) -> str | None:
     """The reason why a constraint of the group allows no more tokens, or None."""
     for sequence in group.sequences:
         constraint = sequence.constraint
-        if isinstance(constraint, Failing) and constraint.problem is not None:
+        if constraint is not None and isinstance(constraint, Failing) and constraint.problem is not None:
             return constraint.problem
     return None
 

@@ -385,7 +385,7 @@ def _edits(rows: Seq[Row]) -> EditList:
             tokens, values_of[len(parts)] = dry_penalties(dry, row.sequence)
             parts.append((i, _DRY, tokens, 0.0))
         if group.has_bans:
-            parts.append((i, _BAN, list(banned_tokens(row)), 0.0))
+            parts.append((i, _BAN, banned_tokens(row), 0.0))
         if group.has_forced_tokens:
             parts.append((i, _FORCE, list(forced_tokens(row)), 0.0))
     if not parts:
@@ -471,34 +471,41 @@ def _look_ahead(rows: Seq[tuple[Row, int]]) -> None:
         row.sequence.uniforms = dict(enumerate(numbers, start=place))
 
 
-def banned_tokens(row: Row) -> set[int]:
-    """Tokens that must not come next, according to the logits processors of `transformers`."""
-    decoding, sequence = row.group.request.decoding, row.sequence
-    banned = set(decoding.suppress_tokens)
-    if sequence.mask is None:  # otherwise it respects them
-        banned |= _early_ends(row)
+def banned_tokens(row: Row) -> Int32:
+    """Tokens that must not come next, in rising order, according to the logits processors of `transformers`."""
+    decoding, tokens = row.group.request.decoding, row.sequence.tokens.view()
+    lasting = _lasting_bans(row)
+    banned: list[int] = []
+    if decoding.no_repeat_ngram_size:
+        banned += _ngram_ends(tokens, tokens, decoding.no_repeat_ngram_size)
+    if decoding.encoder_no_repeat_ngram_size:
+        banned += _ngram_ends(row.group.source, tokens, decoding.encoder_no_repeat_ngram_size)
+    if decoding.bad_words:
+        banned += _word_ends(decoding.bad_words, tokens)
+    return np.union1d(lasting, _int32(banned)) if banned else lasting
+
+
+def _lasting_bans(row: Row) -> Int32:
+    """Banned tokens that depend only on the place in the answer. The group keeps them: a thousand ends of each of many
+    rows take milliseconds to list, and are the same in the next step."""
+    decoding, sequence, kept = row.group.request.decoding, row.sequence, row.group.lasting_bans
     # With a forced BOS after a single prompt token, the first free choice is the second one.
     begin = 1 if sequence.num_prompt == 1 and decoding.forced_bos_token_id is not None else 0
-    if decoding.begin_suppress_tokens and row.num_output == begin:
-        banned.update(decoding.begin_suppress_tokens)
-    tokens = sequence.tokens.view()
-    if decoding.no_repeat_ngram_size:
-        banned.update(_ngram_ends(tokens, tokens, decoding.no_repeat_ngram_size))
-    if decoding.encoder_no_repeat_ngram_size:
-        banned.update(_ngram_ends(row.group.source, tokens, decoding.encoder_no_repeat_ngram_size))
-    if decoding.bad_words:
-        banned.update(_word_ends(decoding.bad_words, tokens))
-    return banned
+    begins = row.num_output == begin
+    early = frozenset[int]() if sequence.mask is not None else _early_ends(row)  # a mask respects them
+    if (begins, early) not in kept:
+        banned = early.union(decoding.suppress_tokens, decoding.begin_suppress_tokens if begins else ())
+        kept[begins, early] = _int32(sorted(banned))
+    return kept[begins, early]
 
 
 def _early_ends(row: Row) -> frozenset[int]:
     """Tokens that end an answer, but are not allowed yet."""
-    decoding, ends = row.group.request.decoding, frozenset[int]()
-    if row.num_output < decoding.min_tokens:
-        ends |= decoding.stop_ids
-    if row.sequence.num_prompt + row.num_output < decoding.min_length:
-        ends |= decoding.eos_ids
-    return ends
+    decoding = row.group.request.decoding
+    stops, ends = row.num_output < decoding.min_tokens, row.sequence.num_prompt + row.num_output < decoding.min_length
+    if stops and ends:
+        return decoding.stop_ids | decoding.eos_ids
+    return decoding.stop_ids if stops else decoding.eos_ids if ends else frozenset()
 
 
 def forced_tokens(row: Row) -> tuple[int, ...]:

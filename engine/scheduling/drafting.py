@@ -121,7 +121,7 @@ def forced_drafts(group: SequenceGroup, sequence: Sequence, most: int) -> tuple[
     they are computed in one step, and each gets its log-probability."""
     decoding, constraint = group.request.decoding, sequence.constraint
     most = min(most, decoding.max_tokens - 1 - sequence.num_output)
-    if most <= 0 or not isinstance(constraint, Forcing):
+    if most <= 0 or constraint is None or not isinstance(constraint, Forcing):
         return ()
     drafts: list[int] = []
     for place, token in enumerate(constraint.forced()[:most]):

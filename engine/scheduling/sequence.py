@@ -167,6 +167,8 @@ class Sequence:
     def mask(self) -> Constraint | None:
         """The constraint on the next tokens; None if any is allowed."""
         constraint = self.constraint
+        if constraint is None:  # most have none, and `isinstance` takes microseconds for a protocol
+            return None
         return None if isinstance(constraint, Lifting) and constraint.is_free else constraint
 
     def output(self) -> tuple[int, ...]:
@@ -203,10 +205,11 @@ class Sequence:
     def append(self, decoding: Decoding, token: int) -> None:
         """Continue with a token. The sequence's constraint advances by the token, unless the token is forced or the
         model's EOS."""
-        if self.constraint is not None and token not in decoding.eos_ids:
-            self._tell(self.constraint, decoding, token)
-        elif isinstance(self.constraint, Lifting):
-            self.constraint.pass_by(token)
+        if self.constraint is not None:
+            if token not in decoding.eos_ids:
+                self._tell(self.constraint, decoding, token)
+            elif isinstance(self.constraint, Lifting):
+                self.constraint.pass_by(token)
         self.tokens.append(token)
 
     def _tell(self, constraint: Constraint, decoding: Decoding, token: int) -> None:
@@ -338,6 +341,8 @@ class SequenceGroup:
             or decoding.bad_words
         )
         self.has_bans = has_changing_bans or bool(decoding.suppress_tokens)
+        # banned tokens that depend only on the place in the answer, by whether the answer begins, and its early ends
+        self.lasting_bans: dict[tuple[bool, frozenset[int]], Int32] = {}
         self.has_forced_tokens = bool(decoding.forced_eos_token_ids) or decoding.forced_bos_token_id is not None
         # whether the penalised, banned or forced tokens change as the answer grows
         self.has_changing_edits = (

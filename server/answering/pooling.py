@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Self
 from fastapi import Request, Response
 
 from engine import (
+    MAX_PRIORITY,
     EngineInfo,
     InvalidRequestError,
     OctavoError,
@@ -214,6 +215,7 @@ class _Answers(Lane):
     ):
         self._service = service
         self._reservation = reservation
+        self._turns = service.turns.behind if terms.priority >= MAX_PRIORITY else service.turns
         self._terms = terms.keywords()
         self.tenant = terms.tenant
         self._runs = [
@@ -228,11 +230,11 @@ class _Answers(Lane):
         self._size = 0  # bytes of answers with many numbers per input
 
     def __enter__(self) -> Self:
-        self._service.turns.join(self)
+        self._turns.join(self)
         return self
 
     def __exit__(self, *problem: object) -> None:
-        turns, metrics = self._service.turns, self._service.metrics
+        turns, metrics = self._turns, self._service.metrics
         turns.leave(self)
         self._over.cancel()
         given_up = [run for run in self._runs[: self._next] if run.running]
@@ -270,7 +272,7 @@ class _Answers(Lane):
             self._fail(problem)
         else:
             run.running = True
-            self._service.turns.began(run.num_tokens)
+            self._turns.began(run.num_tokens)
 
     def _deliver(self, index: int, item: RequestDelta | OctavoError) -> None:
         """Take the engine client's results. No exception escapes into its loop."""
@@ -298,7 +300,7 @@ class _Answers(Lane):
             metrics.input_done(run.times)
             self._reservation.progressed(0, run.num_tokens)
         self._settle()
-        self._service.turns.ended(run.num_tokens)
+        self._turns.ended(run.num_tokens)
 
     def _too_much(self, run: _Run, answer: Pooled) -> ApiError | None:
         """The error for answers whose size depends on more than the number of inputs, if they exceed the limit of one

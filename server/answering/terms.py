@@ -41,6 +41,7 @@ class Terms:
     priority: int = 0  # lower comes first, among requests of the same tenant
     deadline: float | None = None  # `time.monotonic()` seconds, or None
     adapter: str | None = None  # the adapter that the request names as its model; None for the base model
+    in_batch: bool = False  # whether it is a line of a batch
 
     def keywords(self) -> dict[str, Any]:
         """The arguments for the engine."""
@@ -79,6 +80,7 @@ def read_terms(
         priority=body.priority or 0,
         deadline=None if seconds is None else arrival + seconds,
         adapter=model if isinstance(model, str) and model in adapters else None,
+        in_batch=getattr(request.state, "in_batch", False),
     )
 
 

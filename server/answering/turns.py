@@ -39,6 +39,8 @@ class Turns:
     """
 
     def __init__(self, step_inputs: int, step_tokens: int):
+        self._step_inputs, self._step_tokens = step_inputs, step_tokens
+        self._behind: Turns | None = None
         self._max_inputs = max(_AHEAD * step_inputs, _LEAST)
         self._most_tokens = _AHEAD * step_tokens
         self._max_tokens = min(_FIRST, self._most_tokens)
@@ -48,7 +50,16 @@ class Turns:
     @property
     def num_waiting(self) -> int:
         """Inputs of all lanes that have not been submitted to the engine."""
-        return sum(lane.num_waiting for lanes in self._lanes.values() for lane in lanes)
+        own = sum(lane.num_waiting for lanes in self._lanes.values() for lane in lanes)
+        return own + (0 if self._behind is None else self._behind.num_waiting)
+
+    @property
+    def behind(self) -> Turns:
+        """The turns of background requests. The engine serves their inputs after all others, so they take no room
+        here."""
+        if self._behind is None:
+            self._behind = Turns(self._step_inputs, self._step_tokens)
+        return self._behind
 
     def join(self, lane: Lane) -> None:
         """Include a lane from now on."""
@@ -76,6 +87,8 @@ class Turns:
 
     def stepped(self, tokens: int, num_waiting: int) -> None:
         """The engine has made a step of this many tokens, while this many requests of any kind wait there."""
+        if self._behind is not None:
+            self._behind.stepped(tokens, num_waiting)
         if self._lanes:
             wanted = _AHEAD * (tokens if num_waiting else self._max_tokens)
             self._max_tokens = min(max(wanted, 1), self._most_tokens)

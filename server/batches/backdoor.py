@@ -55,7 +55,7 @@ class BackDoor:
             "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
             "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())],
             "client": None, "server": ("batch", 80), "app": app,
-            "state": {"tenant": tenant, "arrival": time.monotonic()},
+            "state": {"tenant": tenant, "arrival": time.monotonic(), "in_batch": True},
         }  # fmt: skip
         if models is not None:
             scope["state"]["api_key"] = ApiKey(b"", models=frozenset(models))

@@ -29,6 +29,7 @@ _IDLE_INTERVAL = 0.05  # seconds until another look whether clients have gone
 _RETRY_INTERVAL = 0.5  # seconds before a line that found no room is sent again
 _RETRIED = (503,)  # no answers: the service had no room, no engine, or stopped
 _HOPELESS = 60.0  # seconds for which a model cannot be loaded, after which its lines get that error as their answer
+_PATIENCE = 30.0  # seconds of clients' requests without an answered line, after which a line is an ordinary request
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +47,8 @@ class BatchRunner:
     Args:
         door: the way to the routes.
         most: lines that are answered at the same time while no client waits for the model. While one does, no line
-            begins.
+            begins. But once clients have kept all lines from ending for `_PATIENCE`, one line at a time is sent as an
+            ordinary request.
     """
 
     def __init__(self, app: FastAPI, service: Service, store: BatchStore, door: BackDoor, most: int):
@@ -56,6 +58,8 @@ class BatchRunner:
         self._active: dict[str, _Active] = {}
         self._turn = 0
         self._rests_until = 0.0  # of the loop's clock; after a failure
+        self._kept = 0.0  # seconds of clients' requests since a line ended
+        self._ordinary: asyncio.Task[None] | None = None  # the line that waits behind no client
         self._failing: dict[str, float] = {}  # since when models cannot be loaded, by the loop's clock
         self._news = asyncio.Event()
 
@@ -173,35 +177,51 @@ class BatchRunner:
         until = loop.time() + seconds
         while (left := until - loop.time()) > 0:
             running = {task for active in self._active.values() for task in active.running}
-            ready = [active for active in self._active.values() if active.waiting]
-            while ready and len(running) < self._room():
-                self._turn += 1
-                active = ready[self._turn % len(ready)]
-                running.add(self._start(active))
-                ready = [active for active in ready if active.waiting]
+            while (ready := self._ready()) and len(running) < self._room():
+                running.add(self._start(self._next(ready)))
+            if self._kept >= _PATIENCE and self._is_able and (self._ordinary is None or self._ordinary.done()):
+                if ready:
+                    self._kept = 0.0
+                    self._ordinary = self._start(self._next(ready), background=False)
+                    running.add(self._ordinary)
+                elif running and not any(task.cancelling() for task in running):
+                    running.pop().cancel()  # all remaining lines have begun in the background; one begins again
             self._news.clear()
+            began = loop.time()
             news = asyncio.ensure_future(self._news.wait())
             pause = min(left, _IDLE_INTERVAL) if ready and len(running) < self._most else left
             try:
                 await asyncio.wait({news, *running}, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 heard = not news.cancel()
+                if self._door.num_inside and (ready or running):
+                    self._kept += loop.time() - began
             if heard:
                 return
             if any(not active.waiting and not active.running for active in self._active.values()):
                 return
 
-    def _room(self) -> int:
+    def _ready(self) -> list[_Active]:
+        return [active for active in self._active.values() if active.waiting]
+
+    def _next(self, ready: list[_Active]) -> _Active:
+        self._turn += 1
+        return ready[self._turn % len(ready)]
+
+    @property
+    def _is_able(self) -> bool:
+        """Whether the service can answer a line now."""
         service = self._service
         if asyncio.get_running_loop().time() < self._rests_until:
-            return 0
-        if self._door.num_inside or service.drain.draining or service.memory.exceeded() or not service.client.is_alive:
-            return 0
-        return self._most
+            return False
+        return not service.drain.draining and not service.memory.exceeded() and service.client.is_alive
 
-    def _start(self, active: _Active) -> asyncio.Task[None]:
+    def _room(self) -> int:
+        return 0 if self._door.num_inside or not self._is_able else self._most
+
+    def _start(self, active: _Active, *, background: bool = True) -> asyncio.Task[None]:
         place = active.waiting.pop()
-        task = asyncio.create_task(self._answer(active, place))
+        task = asyncio.create_task(self._answer(active, place, MAX_PRIORITY if background else 0))
         active.running.add(task)
 
         def ended(task: asyncio.Task[None]) -> None:
@@ -215,11 +235,11 @@ class BatchRunner:
         task.add_done_callback(ended)
         return task
 
-    async def _answer(self, active: _Active, place: LinePlace) -> None:
+    async def _answer(self, active: _Active, place: LinePlace, priority: int) -> None:
         row = active.row
         line = await self._store.do(self._read, row["input_file_id"], place)
         asked = read_line(line)
-        body = {**asked["body"], "priority": MAX_PRIORITY}
+        body = {**asked["body"], "priority": priority}
         while True:
             status, request_id, answer = await self._door.post(
                 self._app, row["endpoint"], body, row["tenant"], row.get("models")
@@ -230,6 +250,7 @@ class BatchRunner:
         response = {"status_code": status, "request_id": request_id, "body": answer}
         text = json.dumps(_entry(asked["custom_id"], response, None))
         await self._store.do(self._store.answer, row["number"], place.number, status < 400, text)
+        self._kept = 0.0
 
     def _is_hopeless(self, allowed: list[str] | None, name: str | None) -> bool:
         """Whether a model, one of several, has failed for so long that its lines should not keep others waiting."""

@@ -9,7 +9,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "tool_prompt", "reasoning_budget", "catalogue", "show_progress",
     ),
     "several models": ("models", "max_memory", "model_idle_time", "model_load_timeout"),
-    "adapters": ("lora_modules", "max_loras", "max_lora_rank", "enable_lora_loading"),
+    "adapters": ("lora_modules", "max_loras", "max_lora_rank", "lora_dtype", "enable_lora_loading"),
     "device and formats": (
         "device", "dtype", "quantization", "quantization_cache", "share_weights", "threads",
         "distributed_executor_backend", "tensor_parallel_size", "enforce_eager", "flash_prefill", "seed",

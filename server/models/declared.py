@@ -165,7 +165,8 @@ def _declared(name: str, entry: dict[str, Any], base: SettingsBase) -> Declared:
     values = {key: getattr(base, key) for key in Settings.model_fields if key not in ("config", "demo")}
     try:
         made = _Given(**values | given | {"model": str(own["model"])})
-        engine = _with_cache(made.engine, memory_limit(base))
+        pinned = _switch(name, own.get("pinned", False))
+        engine = _mapped(_with_cache(made.engine, memory_limit(base)), pinned)
         settings = ServerSettings(**{key: getattr(made, key) for key in ServerSettings.model_fields})
     except ConfigError as problem:
         raise ConfigError(f"model {name}: {problem}") from None
@@ -174,7 +175,7 @@ def _declared(name: str, entry: dict[str, Any], base: SettingsBase) -> Declared:
         engine=engine,
         settings=settings,
         aliases=_aliases(name, own.get("aliases", ())),
-        pinned=_switch(name, own.get("pinned", False)),
+        pinned=pinned,
         idle_time=_seconds(name, own.get("idle_time", base.model_idle_time)),
     )
 
@@ -184,6 +185,13 @@ def _with_cache(engine: EngineConfig, limit: int) -> EngineConfig:
     if engine.kv_cache_memory is not None or engine.num_gpu_blocks_override is not None:
         return engine
     return replace(engine, kv_cache_memory=min(limit // _CACHE_SHARE, _MOST_CACHE))
+
+
+def _mapped(engine: EngineConfig, pinned: bool) -> EngineConfig:
+    """With weights that later loads map from the cache, if the model may be loaded again and the cache is on."""
+    if engine.share_weights is not None or pinned or engine.quantization_cache == "off":
+        return engine
+    return replace(engine, share_weights=True)
 
 
 def _check_settings(name: str, given: Iterable[str]) -> None:

@@ -242,6 +242,9 @@ class Registry:
         served = self._named(name)
         return None if served is None else served.status()
 
+    async def foreseen(self, name: str) -> None:
+        await self._looked_at(self._known(name))
+
     async def load(self, name: str) -> ModelStatus:
         served = self._known(name)
         if served.running is None and served.bringing is None:
@@ -314,10 +317,14 @@ class Registry:
         if prediction.on_gpu and self._settings.max_memory is None and not self._budget.taken:
             self._budget.limit = int(prediction.free * served.model.engine.gpu_memory_utilization)
 
-    async def _size(self, served: Served) -> int:
+    async def _looked_at(self, served: Served) -> None:
+        """Wait until the first look at all models has come to this one."""
         assert self._first_look is not None
         while served.prediction is None and not self._first_look.done():
             await asyncio.wait({self._first_look}, timeout=0.05)
+
+    async def _size(self, served: Served) -> int:
+        await self._looked_at(served)
         found = served.prediction
         if found is None or found.problem or found.unknown:
             await self._predict([(served, served.model.engine)], download=True)

@@ -63,6 +63,9 @@ class SeenModels:
     def choose(self, request: Request, name: str) -> ModelStatus:
         return self._models.choose(request, name)
 
+    async def foreseen(self, name: str) -> None:
+        await self._models.foreseen(name)
+
     async def serve(self, request: Request) -> Service:
         return await self._models.serve(request)
 

@@ -24,6 +24,7 @@ from engine.host.children import leave_signals_to_parent, take_standard_input
 from engine.process.client import AttachedEngineClient
 from server import logs
 from server.app import create_app
+from server.commons import gate_of_lines
 from server.config.settings import ServerSettings
 from server.context import Service
 from server.door.drain import Drain
@@ -122,7 +123,7 @@ class Front:
             drain=drain,
             api_keys=keys,
             memory=MemoryGuard(find_limit(settings.max_api_memory, begin.num_fronts)),
-            commons=remote_commons(line, metrics, steps, begin.num_fronts),
+            commons=remote_commons(line, metrics, steps, begin.num_fronts, gate_of_lines(client.info, settings)),
             created=begin.created,
         )
         self._service = app.state.service

@@ -14,6 +14,7 @@ from server.commons import Commons
 from server.door.key_counts import Begun
 from server.door.rates import RateWindow
 from server.errors import ApiError
+from server.gates import Gate
 from server.metrics.requests import RequestMetrics
 from server.processes.line import Line
 from server.processes.messages import (
@@ -173,13 +174,14 @@ class Steps:
             self.stepped((stats.computed_tokens - before.computed_tokens) // steps, stats.num_waiting)
 
 
-def remote_commons(line: Line, metrics: RequestMetrics, steps: Steps, num_fronts: int) -> Commons:
+def remote_commons(line: Line, metrics: RequestMetrics, steps: Steps, num_fronts: int, lines: Gate) -> Commons:
     """The shared state, as seen from a front.
 
     Args:
         line: the connection to the desk.
         steps: the engine's steps, which determine when inputs are submitted.
         num_fronts: the number of fronts; they share the engine's room for inputs.
+        lines: limits the lines of batches, all of which begin in one front.
     """
 
     def make_turns(info: EngineInfo) -> Turns:
@@ -203,6 +205,7 @@ def remote_commons(line: Line, metrics: RequestMetrics, steps: Steps, num_fronts
         generating=RemoteGate(line, "generating", metrics.rejected),
         pooling=RemoteGate(line, "pooling", metrics.rejected),
         tokenizing=RemoteGate(line, "tokenizing", metrics.rejected),
+        lines=lines,
         keys=RemoteKeys(line),
         make_turns=make_turns,
         render=render,

@@ -56,7 +56,7 @@ async def _get_service(request: Request) -> Service | None:
 def _is_empty(body: OllamaAnswerBody) -> bool:
     """Whether the request asks for no answer: clients load and unload models so."""
     if isinstance(body, OllamaGenerateRequest):
-        return not body.prompt and not body.suffix
+        return not (body.prompt or body.suffix or body.images)
     return isinstance(body, OllamaChatRequest) and not body.messages
 
 
@@ -106,16 +106,16 @@ async def generate(
     arrival = time.monotonic()
     if service is None:
         return _loaded(body, OllamaForm(body.model or "", chat=False))
-    model = find_model(service, body.model)
-    service.require("/v1/completions")
+    model, info, tokenizer = find_model(service, body.model), service.client.info, service.tokenizer
+    is_plain = bool(body.raw or body.suffix)
+    service.require("/v1/chat/completions" if info.writes_of_images and not is_plain else "/v1/completions")
     check_generate(body, sees=service.sees)
     form = OllamaForm(body.model or service.model_id, chat=False)
     if _is_empty(body):
         return _loaded(body, form, service)
     ignored = Ignored(sees=service.sees)
-    tokenizer, info = service.tokenizer, service.client.info
     templated = tokenizer is not None and tokenizer.chat_template is not None and info.max_encoder_len is None
-    if body.raw or body.suffix or not templated:
+    if is_plain or not (templated or info.writes_of_images):
         return await _raw_run(body, model, service, arrival, form, ignored).respond(request)
     messages: list[dict[str, Any]] = [{"role": "user", "content": body.prompt or "", "images": body.images}]
     if body.system:
@@ -124,7 +124,9 @@ async def generate(
     before = body.context or []
     _check_context(before, service)
     with public_names(NAMES):
-        run = _TextRun.of(asked, service, arrival, form=replace(form, context=True), before=before, ignored=ignored)
+        run = _TextRun.of(
+            asked, service, arrival, form=replace(form, context=templated), before=before, ignored=ignored
+        )
     return await run.respond(request)
 
 

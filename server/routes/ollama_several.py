@@ -83,7 +83,8 @@ async def show(
     service = models.service_of(status.name)
     if service is not None:
         return await asyncio.to_thread(shown_of, service, find_model(service, name) or status.name)
-    return await asyncio.to_thread(_shown, status)
+    await models.foreseen(status.name)
+    return await asyncio.to_thread(_shown, models.choose(request, name))
 
 
 @bodies.post(

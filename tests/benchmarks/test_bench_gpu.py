@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from engine.backends import native
 from engine.backends.triton import overlap
-from engine.model.kernels import OVERLAPPING
+from engine.model.row_form import OVERLAPPING
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))

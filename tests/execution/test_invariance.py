@@ -22,9 +22,9 @@ from engine.execution.runner import ModelRunner
 from engine.model.activations import ACTIVATIONS, activate
 from engine.model.experts import ExpertsFeedForward
 from engine.model.inputs import Inputs
-from engine.model.kernels import LIBRARY, RowForm
 from engine.model.layers import Linear
 from engine.model.place import Place
+from engine.model.row_form import LIBRARY, RowForm
 from engine.model.spec import Corrected, Dense, Experts, Lm, ScaledInput
 from engine.scheduling.batch import build_plan
 from engine.scheduling.plan import StepPlan

@@ -49,7 +49,13 @@ SHAPES = {
     "states": replace(FAMILY_SHAPES["lfm2"], vocab=VOCAB),
     "matrices as states": replace(FAMILY_SHAPES["qwen3.5-moe"], vocab=VOCAB),
     "a scan beside attention": replace(FAMILY_SHAPES["falcon-h1"], vocab=VOCAB),
-    "a recurrence in torch": replace(FAMILY_SHAPES["jamba"], vocab=VOCAB),
+    "states of features": replace(FAMILY_SHAPES["jamba"], vocab=VOCAB),
+    "a gated recurrence": replace(
+        FAMILY_SHAPES["recurrent-gemma"],
+        vocab=VOCAB,
+        settings={**FAMILY_SHAPES["recurrent-gemma"].settings, "attention_window_size": 200},
+    ),
+    "decays of features": replace(FAMILY_SHAPES["kimi-linear"], vocab=VOCAB),
     # Half of the jobs reach further than the original length.
     "factors by request": replace(
         FAMILY_SHAPES["phi3-factors-by-request"],

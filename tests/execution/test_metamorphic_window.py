@@ -39,7 +39,7 @@ def windowed_spec(config: Any) -> ModelSpec:
     spec = build_spec(config)
     assert spec.decoder is not None
     blocks = tuple(
-        dataclasses.replace(block, attention=dataclasses.replace(block.attention, window=Window(WINDOW - 1)))
+        dataclasses.replace(block, attention=dataclasses.replace(block.attention, sees=Window(WINDOW - 1)))
         for block in spec.decoder.blocks
     )
     return dataclasses.replace(spec, decoder=dataclasses.replace(spec.decoder, blocks=blocks))

@@ -672,6 +672,7 @@ def allowed_rows(vocabulary: int) -> list[dict[str, Any]]:
         {"beam_width": 2, "allow": []},
         {"typical_p": 0.9, "draws": [0.2, 0.7], "allow": some, "bias": {1: 3.0}},
         {"top_n_sigma": 1.0, "xtc_probability": 1.0, "xtc_threshold": 0.01, "draws": [0.2, 0.7], "allow": some},
+        {"top_k": 6, "draws": [0.2, 0.8], "allow": two},  # fewer than top-k, in few parts of the vocabulary
     ]  # fmt: skip
 
 

@@ -4,6 +4,7 @@ matrix of the merged checkpoint, whatever form the family stores it in."""
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import struct
@@ -208,6 +209,31 @@ def test_accepted_settings(
     assert torch.allclose(product.up[: sizes[Q][1]], tensors[B] * scale)
     assert torch.equal(product.down, tensors[A])
     assert not product.up[sizes[Q][1] :].any()
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "warns"),
+    [
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "models/SmolLM2-135M-Instruct.Q4_1.gguf", False),
+        ("unsloth/llama-3.2-1b-unsloth-bnb-4bit", "meta-llama/Llama-3.2-1B/", False),
+        ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B-Instruct", True),
+        ("org/one", "", False),
+    ],
+)
+def test_an_adapter_of_another_base_gets_a_warning(
+    llama: tuple[Transformer, dict[str, tuple[int, int]]],
+    base: str,
+    name: str,
+    warns: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, sizes = llama
+    folder = write_adapter(tmp_path, adapter_tensors({Q: sizes[Q]}), base_model_name_or_path=base)
+    with caplog.at_level(logging.WARNING, "octavo.model"):
+        read_adapter("sql", folder, model, 256, model_name=name)
+    told = f"The adapter sql was trained on {base}, but this model is {name}."
+    assert [told in record.getMessage() for record in caplog.records] == [True] * warns
 
 
 def test_refused_tensors(llama: tuple[Transformer, dict[str, tuple[int, int]]], tmp_path: Path) -> None:

@@ -113,6 +113,26 @@ def test_the_library_computes_adapters_in_its_call(
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-4 if quantization is None else 5e-3)
 
 
+@needs_native
+def test_adapters_are_held_in_the_format_that_lora_dtype_names(subject: Subject) -> None:
+    adapter = replace(subject.adapters[1], name="halves")
+    adapter = replace(adapter, products={path: LowRank(one.down.half().float(), one.up) for path, one in
+                                         adapter.products.items()})  # fmt: skip
+    formats = {"auto": (torch.float16, torch.bfloat16), "float32": (torch.float16, torch.float32),
+               "bfloat16": (torch.bfloat16, torch.bfloat16)}  # fmt: skip
+    for name, (down, up) in formats.items():
+        engine = make_engine(subject.path, max_loras=1, dtype="bfloat16", quantization="int8", lora_dtype=name)
+        engine.load_adapter("halves", adapter)
+        modules = dict(engine.runner.model.named_modules())
+        held = {path: modules[path].adapters.table.matrices(1) for path in adapter.products}
+        for path, one in adapter.products.items():
+            assert torch.equal(held[path][0], one.down.to(down).float())
+            assert torch.equal(held[path][1], one.up.to(up).float())
+        engine.close()
+    with pytest.raises(ConfigError, match="lora_dtype must be auto, float32, bfloat16 or float16, got 'int8'"):
+        EngineConfig(model="m", lora_dtype="int8")  # type: ignore[arg-type]
+
+
 def test_logits_equal_the_merged_models(subject: Subject, engine: Engine) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     for number, name in enumerate([*NAMES, None]):

@@ -24,7 +24,7 @@ from engine.backends.torch.attention import TorchReference
 from engine.errors import ConfigError
 from engine.model import families
 from engine.model.blocks import Sublayer
-from engine.model.executors.reference import Pass, execute
+from engine.model.executors.reference import HANDLERS, Pass
 from engine.model.inputs import Inputs
 from engine.model.layers import DenseFeedForward
 from engine.model.normalisation import Norm
@@ -286,7 +286,7 @@ def test_a_sublayer_norms_where_it_is_told_to_and_adds(places: tuple[bool, bool,
     inputs = Inputs(token_ids=x, positions=x, metadata=AttentionMetadata.build([3], [3], CPU), tokens=3)
     state = Pass(inputs, Tables({}, {}), {builder.stream: x})
     for operation in builder.operations:
-        execute(operation, state)
+        HANDLERS[type(operation)](operation, state)
     torch.testing.assert_close(state.values[result], expected)
 
 

@@ -28,6 +28,7 @@ from engine.model.spec import (
     PerHead,
     Pool,
     Post,
+    SparseBlocks,
     Spectrum,
 )
 
@@ -165,7 +166,7 @@ def test_the_attention_span_is_the_longest_window_unless_a_layer_sees_all() -> N
     def windowed(*windows: Window | None, causal: bool = True) -> ModelSpec:
         stack = decoder(model)
         blocks = tuple(
-            replace(block, attention=replace(block.attention, window=window, causal=causal))
+            replace(block, attention=replace(block.attention, sees=window, causal=causal))
             for block, window in zip(stack.blocks, windows, strict=True)
         )
         return replace(model, decoder=replace(stack, blocks=blocks))
@@ -197,6 +198,9 @@ def test_parts_without_a_module_are_named() -> None:
     assert with_block(attention=replace(second.attention, position=RelativeBuckets(8, 16, bidirectional=False))) == []
     assert with_block(ffn=Experts(Dense(8, "relu"), 4, 1, capacity=5)) == ["experts of limited capacity in a decoder"]
     assert with_block(cross=second.attention) == ["cross-attention without an encoder"]
+    assert with_block(attention=replace(second.attention, sees=SparseBlocks(4, 1))) == [
+        "SparseBlocks in attention of another kind", "SparseBlocks in a decoder"
+    ]  # fmt: skip
 
 
 def test_parts_of_encoder_decoder_models_without_a_module_are_named() -> None:
@@ -213,7 +217,7 @@ def test_parts_of_encoder_decoder_models_without_a_module_are_named() -> None:
     assert with_cross(kv_heads=4) == ["cross-attention of another shape than self-attention"]
     assert with_cross(causal=True) == ["cross-attention that is causal"]
     assert with_cross(position=Slopes((0.5,))) == ["cross-attention with positions"]
-    assert with_cross(window=Window(3, 3)) == ["cross-attention with a window"]
+    assert with_cross(sees=Window(3, 3)) == ["cross-attention to some keys only"]
     assert with_cross(qk_norm=PerHead(Norm("rms", 1e-6))) == ["cross-attention with norms of queries and keys"]
     assert with_cross(clip=8.0) == ["cross-attention with limits of its projections"]
     turned = replace(second, attention=replace(second.attention, position=Rotary(8, 1e4)))

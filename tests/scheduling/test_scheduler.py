@@ -877,7 +877,7 @@ def allowed_here(tokens: list[int], num_prompt: int, decoding: Decoding) -> set[
     for token in tokens[num_prompt:]:
         sequence.tokens.append(token)
     row = Row(group, sequence, 0, len(tokens), True)
-    return set(forced_tokens(row)) or set(range(VOCAB)) - banned_tokens(row)
+    return set(forced_tokens(row)) or set(range(VOCAB)) - set(banned_tokens(row).tolist())
 
 
 HISTORIES = [

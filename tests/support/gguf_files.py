@@ -218,6 +218,8 @@ def tensor_name(names: Any, name: str, ending: str) -> str:
         stem, last = name, "bias"
     elif last not in ("weight", "bias"):
         stem, last = name, "weight"
+    if (whole := names.get_name(name)) is not None:
+        return str(whole)  # llama.cpp omits the end of this name
     found = names.get_name(stem)
     assert found is not None, name
     return f"{found}.{last}"
@@ -226,7 +228,6 @@ def tensor_name(names: Any, name: str, ending: str) -> str:
 _ENDINGS = {
     "dt_bias": "ssm_dt.bias", "A_log": "ssm_a", ".D": "ssm_d", "e_score_correction_bias": "exp_probs_b.bias",
     "block_sparse_moe.router.weight": "ffn_gate_inp.weight", "mixer.experts.up_proj": "ffn_up_exps.weight",
-    "pre_ff_layernorm.weight": "ffn_norm",
 }  # fmt: skip
 _ROWS = {"q_proj": interleaved("num_attention_heads"), "k_proj": interleaved("num_key_value_heads")}
 _BACK = {"q_proj": parted("num_attention_heads"), "k_proj": parted("num_key_value_heads")}
@@ -508,6 +509,17 @@ def _entering(config: Any) -> Tensor:
     return factors.repeat_interleave(counts)[:, None]
 
 
+def _jamba(writer: Any, config: Any) -> None:
+    heads = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types]
+    _set(writer, "attention.head_count_kv", heads)
+    writer.add_ssm_conv_kernel(config.mamba_d_conv)
+    writer.add_ssm_inner_size(config.mamba_expand * config.hidden_size)
+    writer.add_ssm_state_size(config.mamba_d_state)
+    writer.add_ssm_time_step_rank(config.mamba_dt_rank)
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+
+
 def _nemotron_h(writer: Any, config: Any) -> None:
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
@@ -614,6 +626,12 @@ _UNSCANNED: dict[str, Change] = {
     "conv1d.weight": lambda config, tensor: tensor.unsqueeze(1),
     **{name: lambda config, tensor: tensor.flatten() for name in ("mamba.D", "mixer.D", "mamba.norm", "mixer.norm")},
 }
+_CHANNELS: dict[str, Change] = {
+    "A_log": lambda config, tensor: -tensor.exp(), "conv1d.weight": lambda config, tensor: tensor.squeeze(1),
+}  # fmt: skip
+_UNCHANNELS: dict[str, Change] = {
+    "A_log": lambda config, tensor: (-tensor).log(), "conv1d.weight": lambda config, tensor: tensor.unsqueeze(1),
+}  # fmt: skip
 _MAMBA: dict[str, Any] = {
     "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_expand": 2,
 }  # fmt: skip
@@ -716,6 +734,10 @@ KINDS: dict[str, Kind] = {
     "falcon-h1-normed": Kind("falcon-h1", _shape("FalconH1ForCausalLM", mamba_rms_norm=True,
         mamba_norm_before_gate=False, **_FALCON), _falcon_h1, _falcon_multiplied(1.0) | _SCANNED,
         _falcon_multiplied(-1.0) | _UNSCANNED, transformers=False),
+    "jamba": Kind("jamba", _shape("JambaForCausalLM", num_hidden_layers=4, attn_layer_period=3, attn_layer_offset=1,
+        num_experts=4, mamba_d_state=32), _jamba, _CHANNELS, _UNCHANNELS, transformers=False),
+    "jamba-dense": Kind("jamba", _shape("JambaForCausalLM", attn_layer_period=2, attn_layer_offset=1, num_experts=1,
+        num_experts_per_tok=1, tie_word_embeddings=True), _jamba, _CHANNELS, _UNCHANNELS, transformers=False),
     "nemotron_h": Kind("nemotron_h", _shape("NemotronHForCausalLM", **_NEMOTRON), _nemotron_h, _SCANNED, _UNSCANNED,
                        transformers=False),
     "nemotron_h_moe": Kind("nemotron_h_moe", _shape("NemotronHForCausalLM", **_NEMOTRON | {

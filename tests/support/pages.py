@@ -13,8 +13,8 @@ from engine.backends.states import States
 from engine.backends.torch.attention import TorchReference
 from engine.model import checkpoint, families, weights
 from engine.model.inputs import Inputs
-from engine.model.kernels import LIBRARY, RowForm
 from engine.model.layers import CrossPages
+from engine.model.row_form import LIBRARY, RowForm
 from engine.model.transformer import Transformer
 
 CPU = torch.device("cpu")

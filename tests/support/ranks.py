@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -59,6 +59,8 @@ class ThreadRanks:
         return [future.result() for future in futures]
 
     def launch(self, plan: StepPlan) -> LateStep:
+        if plan.sampling is not None:
+            plan = replace(plan, sampling=plan.sampling.filled())  # once for all ranks
         step: LateStep = self._all(lambda rank: self.executors[rank].launch(plan))[0]
         return step
 

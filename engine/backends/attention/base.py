@@ -141,7 +141,7 @@ class AttentionMetadata:
     # the maximum number of queries of all rows together, if only the device knows how they are divided among rows
     # (`engine.execution.prompt_graphs`); None: `query_lens` says it
     max_queries: int | None = None
-    # whether a kernel may begin before the previous one ends (`engine.model.kernels.RowForm`)
+    # whether a kernel may begin before the previous one ends (`engine.model.row_form.RowForm`)
     overlapping: bool = False
     # for each row (host), the keys that its causal queries see besides the usual ones: 0: none; 1: all later keys of
     # the row, as in an image whose tokens see each other; 2: those and the keys before a window. None: 0 for all rows

@@ -49,13 +49,6 @@ def vector_of(vector: Tensor | None, size: int, dtype: torch.dtype) -> int | Non
     return vector.data_ptr()
 
 
-def same_shape(y: Tensor, x: Tensor) -> Tensor:
-    """y, made contiguous. Raises ValueError if its shape or format differs from x's."""
-    if y.shape != x.shape or y.dtype != x.dtype or not y.is_cpu:
-        raise ValueError(f"{_said(y)} does not match {_said(x)}")
-    return y.contiguous()
-
-
 def empty_like(x: Tensor) -> Tensor:
     """Contiguous memory for as many numbers as x has."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -1,15 +1,16 @@
-"""RMSNorm and LayerNorm of rows on a CPU, alone or of a sum."""
+"""RMSNorm and LayerNorm of rows on a CPU."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from engine.backends.native.arguments import empty_like, rows_of, same_shape, vector_of
+from engine.backends.native.arguments import empty_like, rows_of, vector_of
 from engine.backends.native.loading import kernels
 
 _RMS = kernels("rms_norm", "ppp pp iiiii f i")
 _LAYER = kernels("layer_norm", "ppp ppp iiiiii f")
 _ROUNDED, _EXACT, _OFFSET = range(3)
+_NO_SUM = (None, None)  # the summand and the sum, which only programs have
 
 
 def rms_norm(
@@ -23,34 +24,17 @@ def rms_norm(
         unit_offset: multiply by 1 + weight, in float32.
         in_float32: multiply before the norm is rounded to x's format, not after.
     """
-    return _rms(x, None, weight, eps, unit_offset, in_float32)[0]
-
-
-def add_rms_norm(
-    x: Tensor, y: Tensor, weight: Tensor | None, eps: float, *, unit_offset: bool = False, in_float32: bool = False
-) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + y), x + y), with the sum rounded to their format."""
-    return _rms(x, y, weight, eps, unit_offset, in_float32)
-
-
-def _rms(
-    x: Tensor, y: Tensor | None, weight: Tensor | None, eps: float, unit_offset: bool, in_float32: bool
-) -> tuple[Tensor, Tensor]:
-    rows = rows_of(x)
-    y = None if y is None else same_shape(y, x)
-    total = x if y is None else empty_like(x)
-    out = empty_like(x)
+    rows, out = rows_of(x), empty_like(x)
     _RMS[x.dtype].call(
         rows.address,
-        None if y is None else y.data_ptr(),
-        total.data_ptr(),
+        *_NO_SUM,
         vector_of(weight, rows.size, x.dtype),
         out.data_ptr(),
         *rows[2:],
         eps,
         _OFFSET if unit_offset else _EXACT if in_float32 else _ROUNDED,
     )
-    return out, total
+    return out
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, weights: int = 1) -> Tensor:
@@ -61,27 +45,10 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
         weight, bias: [weights * size] in x's format; None for ones or zeros.
         weights: the number of weight vectors; row i uses vector i % weights.
     """
-    return _layer(x, None, weight, bias, eps, weights)[0]
-
-
-def add_layer_norm(
-    x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    """(layer_norm(x + y), x + y), with the sum rounded to their format."""
-    return _layer(x, y, weight, bias, eps)
-
-
-def _layer(
-    x: Tensor, y: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, weights: int = 1
-) -> tuple[Tensor, Tensor]:
-    rows = rows_of(x)
-    y = None if y is None else same_shape(y, x)
-    total = x if y is None else empty_like(x)
-    out = empty_like(x)
+    rows, out = rows_of(x), empty_like(x)
     _LAYER[x.dtype].call(
         rows.address,
-        None if y is None else y.data_ptr(),
-        total.data_ptr(),
+        *_NO_SUM,
         vector_of(weight, weights * rows.size, x.dtype),
         vector_of(bias, weights * rows.size, x.dtype),
         out.data_ptr(),
@@ -89,4 +56,4 @@ def _layer(
         weights,
         eps,
     )
-    return out, total
+    return out

@@ -27,7 +27,8 @@ from engine.backends.rows import Rows
 
 _RUN = kernels("program", "ppi")
 _NORM, _PRODUCT, _ROTATE, _ATTEND, _ACTIVATE, _ADD, _CLIP = range(7)
-_EXPERTS, _GATHER, _OPEN, _SHRINK, _EXPAND, _CONVOLVE, _DELTA, _SCAN, _REDUCE = range(7, 16)
+_EXPERTS, _GATHER, _OPEN, _SHRINK, _EXPAND, _CONVOLVE, _DELTA, _SCAN, _REDUCE, _CHANNELS, _RECURRENCE = range(7, 18)
+_FORMS = {"silu": 0, "gated": 1, "plain": 2}  # of a convolution, as in states.h
 _KINDS = {kind: number for number, kind in enumerate(get_args(Kind))}
 _ROUNDED, _EXACT, _OFFSET = range(3)
 _THREADS = os.cpu_count() or 1
@@ -72,7 +73,7 @@ _Experts = structure(
 )
 _Gather = structure("GatherWhat", "Place x out | int width taps")
 _Add = structure("AddWhat", "Place x y out | int width")
-_Open = structure("OpenWhat", "Place opening x | int width")
+_Open = structure("OpenWhat", "Place opening x | int width pieces function")
 _Shrink = structure("ShrinkWhat", "Place x thin | pointer slots | int inputs")
 _Expand = structure("ExpandWhat", "Place thin y | pointer slots")
 _Clip = structure("ClipWhat", "Place x | int width | double limit")
@@ -80,15 +81,28 @@ _Reduce = structure("ReduceWhat", "Place x | int width | pointer ranks")
 _StateMemory = structure("StateMemory", "pointer slots | int size")
 _Delta = structure(
     "DeltaWhat",
-    "Place x rates opening out | pointer decay offset norm memory |"
-    "int begin key_heads value_heads key_dim value_dim alternate | double eps most",
+    "Place x rates fading opening out | pointer decay offset norm memory |"
+    "int begin key_heads value_heads key_dim value_dim alternate logistic | double eps most",
 )
 _Scan = structure(
     "ScanWhat",
     "Place x rates opening out | pointer decay offset skip norm memory |"
     "int begin heads head_dim groups size norm_first | double eps",
 )
-_Convolve = structure("ConvolveWhat", "Place x out | pointer weight bias memory | int width taps gated")
+_Channels = structure(
+    "ChannelsWhat", "Place x before after steps opening out | pointer decay skip memory | int begin width size"
+)
+_Recurrence = structure("RecurrenceWhat", "Place x inputs decays out | pointer speed memory | int begin width")
+_Convolve = structure("ConvolveWhat", "Place x out | pointer weight bias memory | int width taps form")
+
+
+# The number of each recurrence, its structure, and the field with the numbers of a state that a kernel keeps at once.
+_RECURRENCES: dict[str, tuple[int, type[ctypes.Structure], str | None]] = {
+    "delta": (_DELTA, _Delta, "key_dim"),
+    "scan": (_SCAN, _Scan, "size"),
+    "channels": (_CHANNELS, _Channels, "size"),
+    "recurrence": (_RECURRENCE, _Recurrence, None),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,18 +422,21 @@ class Program:
         self._ranks = ranks
         self._add(_REDUCE, _Reduce(x=_place(x), width=x.width, ranks=ranks.address), ranks)
 
-    def open(self, opening: Rows, x: Rows) -> None:
-        """x = sigmoid(opening) * x; an opening is one number per row."""
-        self._add(_OPEN, _Open(opening=_place(opening), x=_place(x), width=x.width))
+    def open(self, opening: Rows, x: Rows, function: str) -> None:
+        """x = function(opening) * x. An opening has a number for each of as many pieces of a row."""
+        what = _Open(
+            opening=_place(opening), x=_place(x), width=x.width, pieces=opening.width, function=FUNCTIONS[function]
+        )
+        self._add(_OPEN, what)
 
     def clip(self, x: Rows, limit: float) -> None:
         """Limit x to [-limit, limit]."""
         self._add(_CLIP, _Clip(x=_place(x), width=x.width, limit=limit))
 
     def convolve(
-        self, x: Rows, out: Rows, memory: StateMemory, *, weight: Tensor, bias: Tensor | None, gated: bool
+        self, x: Rows, out: Rows, memory: StateMemory, *, weight: Tensor, bias: Tensor | None, form: str
     ) -> None:
-        """out = b * convolution(a * values) of x = [a | b | values], or silu(convolution(x)).
+        """out = what `form` says (`engine.model.state_operations.Form`).
 
         Args:
             weight: [features, taps].
@@ -431,38 +448,33 @@ class Program:
             _CONVOLVE,
             _Convolve(
                 x=_place(x), out=_place(out), weight=taps.data_ptr(), bias=None if added is None else added.data_ptr(),
-                memory=memory.address, width=out.width, taps=len(taps), gated=gated,
+                memory=memory.address, width=out.width, taps=len(taps), form=_FORMS[form],
             ),
             taps, added, memory,
         )  # fmt: skip
 
     def advance(
         self,
-        kind: Literal["delta", "scan"],
-        x: Rows,
-        rates: Rows,
-        opening: Rows,
-        out: Rows,
+        kind: Literal["delta", "scan", "channels", "recurrence"],
+        rows: Mapping[str, Rows | None],
         memory: StateMemory,
-        *,
-        decay: Tensor,
         weights: Mapping[str, Tensor | None],
         **numbers: float,
     ) -> None:
-        """The gated delta rule or the selective scan (`engine.model.state_operations`: `ApplyDelta`, `ApplyScan`).
+        """A recurrence: the gated delta rule, the selective scan, Mamba's scan, RG-LRU (`src/states.h`, `scan.h`,
+        `channels.h`).
 
         Args:
-            decay: the logarithms of the decays' factors.
-            weights: `offset`, `norm` (None for no norm) and, of a scan, `skip`.
-            numbers: the structure's other fields; `begin` numbers of a state are before the matrices.
+            rows: the structure's places; None: it has none.
+            weights: its vectors and matrices; None: it has none.
+            numbers: its other fields; `begin` numbers of a state are before those of the recurrence.
         """
-        number, what, size = (_DELTA, _Delta, "key_dim") if kind == "delta" else (_SCAN, _Scan, "size")
-        if numbers[size] > LONGEST_KEY:
+        number, what, size = _RECURRENCES[kind]
+        if size is not None and numbers[size] > LONGEST_KEY:
             raise ValueError(f"keys of a state may have at most {LONGEST_KEY} features, got {numbers[size]}")
-        kept = {"decay": decay.float().exp().contiguous()}
-        kept |= {name: weight.float().contiguous() for name, weight in weights.items() if weight is not None}
+        kept = {name: weight.float().contiguous() for name, weight in weights.items() if weight is not None}
         addresses = {name: tensor.data_ptr() for name, tensor in kept.items()}
-        places = {"x": _place(x), "rates": _place(rates), "opening": _place(opening), "out": _place(out)}
+        places = {name: _place(each) for name, each in rows.items()}
         self._add(number, what(**places, memory=memory.address, **addresses, **numbers), *kept.values(), memory)
 
     def _add(self, kind: int, what: ctypes.Structure, *kept: object, barrier: bool = True) -> None:
@@ -617,6 +629,8 @@ def _named(kind: int, what: Any) -> str:
         "delta rule",
         "scan",
         "sum over ranks",
+        "scan of features",
+        "recurrence",
     )[kind]
 
 

@@ -122,6 +122,16 @@ class Ranks:
                 torch.cat([part.view(len(own), -1) for part in parts], dim=1, out=out[start : start + step])
         return out
 
+    def collect(self, x: Tensor) -> Tensor:
+        """[count, *x.shape]: all ranks' x."""
+        own = x.reshape(-1)
+        out = own.new_empty(self.count, len(own))
+        room = self._room(x.dtype)
+        for start in range(0, len(own), room):
+            part = own[start : start + room]
+            torch.stack(self._exchanged(part, [len(part)] * self.count), out=out[:, start : start + room])
+        return out.view(self.count, *x.shape)
+
     def smallest(self, number: int) -> int:
         """The smallest of all ranks' numbers."""
         own = torch.tensor([number], dtype=torch.int64)

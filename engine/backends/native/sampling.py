@@ -217,7 +217,8 @@ class LogitRows:
         if masks.shape != (len(rows), mask_words(self.vocabulary)):
             raise ValueError(f"{masks.shape} words do not mask {len(rows)} rows of {self.vocabulary} tokens")
         before = torch.empty((len(rows), self._tops.shape[1] + self.vocabulary), dtype=torch.float32)
-        written: Bool = drawn & ((table["top_p"] < 1) | (table["top_k"] > self._tops.shape[1] // 2) | by_torch(table))
+        # With top-k, too: if fewer chunks than that have a possible token, all chunks are read.
+        written: Bool = drawn & ((table["top_p"] < 1) | (table["top_k"] > 0) | by_torch(table))
         laid = (_address(rows, np.int32), len(rows), _address(masks, np.uint32), masks.shape[1])
         made = (_address(written, np.bool_), before.data_ptr())
         _CONFINE.call(*self._rows, *laid, *made, 0)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 OLDEST = (8, 0)  # compute capability with bfloat16 matrix instructions
+FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 _FLOAT8 = (8, 9)
 _OLDEST_TRITON = (3, 6)
 
@@ -87,6 +88,11 @@ def serves(device: torch.device) -> bool:
     if device.type == "cuda":
         return _computes(device.index) if torch.cuda.is_available() else installed()
     return device.type == "cpu" and _interpreting
+
+
+def takes(x: Tensor) -> bool:
+    """Whether there are kernels for tensors like x on their device, with contiguous features."""
+    return serves(x.device) and x.dtype in FORMATS and x.stride(-1) == 1
 
 
 @functools.cache

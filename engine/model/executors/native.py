@@ -26,7 +26,9 @@ from engine.backends.native.rotary import LONGEST_HEAD, PAGES
 from engine.backends.rows import Rows
 from engine.model import spec
 from engine.model.attention_operations import Attend, PrepareHeads, StoreEncoded
-from engine.model.executors.reference import Pass, TorchExecutor, execute
+from engine.model.executors.native_rows import NativeRows
+from engine.model.executors.reference import Pass
+from engine.model.executors.single import SingleExecutor, handlers_of
 from engine.model.experts import ExpertsFeedForward
 from engine.model.inputs import Inputs
 from engine.model.layers import QkNorm
@@ -41,6 +43,7 @@ from engine.model.operations import (
     GatherNeighbours,
     MixExperts,
     Multiply,
+    MultiplyPieces,
     Normalize,
     Open,
     Operation,
@@ -48,8 +51,14 @@ from engine.model.operations import (
 )
 from engine.model.positions import Rotary
 from engine.model.program import Program
+from engine.model.recurrences import (
+    ChannelScanLayer,
+    FadingAttentionLayer,
+    FeatureDeltaLayer,
+    GatedRecurrenceLayer,
+)
 from engine.model.slots import find_slots
-from engine.model.state_operations import ApplyDelta, ApplyScan, Convolve
+from engine.model.state_operations import Advance, ApplyDelta, ApplyScan, Convolve
 from engine.model.tables import Tables
 
 
@@ -77,7 +86,6 @@ def unsupported(operation: Operation, dtype: torch.dtype) -> str | None:
         case (
             Normalize(module=RmsNorm() | LayerNorm())
             | GatherNeighbours()
-            | Open()
             | Add()
             | AddAdapters()
             | AllReduce()
@@ -90,6 +98,14 @@ def unsupported(operation: Operation, dtype: torch.dtype) -> str | None:
         case ApplyScan():
             size = operation.module.part.size
             return f"a scan with states of {size} features has no kernel" if size > LONGEST_KEY else None
+        case Advance():
+            size = _longest_state(operation)
+            return f"a recurrence with states of {size} numbers has no kernel" if size > LONGEST_KEY else None
+        case Open():
+            return None if operation.function in FUNCTIONS else f"{operation.function} of openings has no kernel"
+        case MultiplyPieces(matrices):
+            known = matrices.packed is not None and all(one.native is not None for one in matrices.packed)
+            return None if known else "the matrices of a row's pieces are not laid out for our kernels"
         case Multiply():
             return None if _packed(operation) is not None else "a matrix is not laid out for our kernels"
         case PrepareHeads() | StoreEncoded():
@@ -115,6 +131,19 @@ def unsupported(operation: Operation, dtype: torch.dtype) -> str | None:
             return f"{operation.name} has no kernel"
         case _:
             return f"{type(operation).__name__} has no kernel"
+
+
+def _longest_state(operation: Advance) -> int:
+    """The rows of a head's matrix, or the numbers of a feature's state."""
+    match operation.module:
+        case ChannelScanLayer(part=scan):
+            return scan.size
+        case FadingAttentionLayer(part=fading):
+            return fading.head_dim
+        case FeatureDeltaLayer(part=rule):
+            return rule.head_dim
+        case GatedRecurrenceLayer():
+            return 1
 
 
 def refusal(program: Program, dtype: torch.dtype) -> str | None:
@@ -156,7 +185,8 @@ class NativeExecutor:
 
     def __init__(self, program: Program, tables: Tables, dtype: torch.dtype):
         self._program, self._tables, self._dtype = program, tables, dtype
-        self._torch = TorchExecutor(program, tables)
+        self._single = SingleExecutor(program, tables, NativeRows())
+        self._handlers = handlers_of(NativeRows())
         self._angles = {part: table.whole(dtype) for part, table in tables.rotary.items()}
         self.native = programs.Program(dtype)
         for width in program.widths:
@@ -199,7 +229,7 @@ class NativeExecutor:
         """Hidden states [Tp, features]. Raises IndexError if a row's pages or a token's slot are outside the cache, or
         its position outside the tables of angles."""
         if inputs.needs_torch or self._unreadable(inputs):
-            return self._torch.run(inputs)
+            return self._single.run(inputs)
         if self._sorts and inputs.metadata.query_lens != sorted(inputs.metadata.query_lens):
             by_length, places = _by_length(inputs)
             out = self._run(by_length)
@@ -241,7 +271,7 @@ class NativeExecutor:
                 if isinstance(stage, tuple):
                     self.native.run(*stage)
                 else:
-                    execute(stage, state)
+                    self._handlers[type(stage)](stage, state)
         finally:
             self.native.end()
         return out
@@ -316,21 +346,27 @@ class NativeExecutor:
                 self.native.gather(x, out, taps)
             case Activate(function, x, out, gated):
                 self.native.activate(function, x, out, gated=gated)
-            case Open(opening, x):
-                self.native.open(opening, x)
+            case Open(opening, x, function):
+                self.native.open(opening, x, function)
+            case MultiplyPieces(matrices, x, out):
+                assert matrices.packed is not None
+                for piece, one in enumerate(matrices.packed):
+                    assert one.native is not None
+                    read, made = matrices.inputs, matrices.outputs
+                    self.native.product(one.native, x.part(piece * read, read), out.part(piece * made, made))
             case Add(x, y, out):
                 self.native.add(x, y, out)
             case MixExperts(module, x, out):
                 self._mix_experts(module, x, out)
-            case Convolve(module, x, out, gated, layer):
+            case Convolve(module, x, out, form, layer):
                 memory = self._states.setdefault(layer, StateMemory())
-                self.native.convolve(x, out, memory, weight=module.weight, bias=module.bias, gated=gated)
+                self.native.convolve(x, out, memory, weight=module.weight, bias=module.bias, form=form)
             case ApplyDelta(module, x, rates, opening, out, layer):
                 memory = self._states.setdefault(layer, StateMemory())
                 rule = module.part
                 self.native.advance(
-                    "delta", x, rates, opening, out, memory, decay=module.decay,
-                    weights={"offset": module.offset, "norm": module.norm},
+                    "delta", {"x": x, "rates": rates, "fading": None, "opening": opening, "out": out}, memory,
+                    {"decay": module.decay.float().exp(), "offset": module.offset, "norm": module.norm},
                     begin=(rule.kernel - 1) * rule.convolved, eps=rule.eps, key_heads=rule.key_heads,
                     value_heads=rule.value_heads, key_dim=rule.key_dim, value_dim=rule.value_dim,
                     alternate=rule.alternate, most=rule.most,
@@ -339,15 +375,51 @@ class NativeExecutor:
                 memory = self._states.setdefault(layer, StateMemory())
                 scan = module.part
                 self.native.advance(
-                    "scan", x, rates, opening, out, memory, decay=module.decay,
-                    weights={"offset": module.offset, "skip": module.skip, "norm": module.norm},
+                    "scan", {"x": x, "rates": rates, "opening": opening, "out": out}, memory,
+                    {
+                        "decay": module.decay.float().exp(), "offset": module.offset, "skip": module.skip,
+                        "norm": module.norm,
+                    },
                     begin=(scan.kernel - 1) * scan.convolved, eps=scan.eps or 0.0, heads=scan.heads,
                     head_dim=scan.head_dim, groups=scan.groups, size=scan.size, norm_first=scan.norm_first,
                 )  # fmt: skip
+            case Advance():
+                self._advance(operation)
             case AllReduce(ranks, x):
                 self.native.reduce(x, ranks)
             case AddAdapters():
                 pass  # nothing to add without adapters
+
+    def _advance(self, operation: Advance) -> None:
+        memory = self._states.setdefault(operation.layer, StateMemory())
+        module, given, out = operation.module, operation.given, operation.out
+        match module:
+            case ChannelScanLayer(part=scan):
+                rows = dict(zip(("x", "before", "after", "steps", "opening"), given, strict=True), out=out)
+                self.native.advance(
+                    "channels", rows, memory, {"decay": module.decay.float().exp().t(), "skip": module.skip},
+                    begin=(scan.kernel - 1) * scan.width, width=scan.width, size=scan.size,
+                )  # fmt: skip
+            case GatedRecurrenceLayer(part=gated):
+                rows = dict(zip(("x", "inputs", "decays"), given, strict=True), out=out)
+                speed = torch.nn.functional.softplus(module.speed.float()) * -8.0
+                begin = (gated.kernel - 1) * gated.width
+                self.native.advance("recurrence", rows, memory, {"speed": speed}, begin=begin, width=gated.width)
+            case FadingAttentionLayer(part=fading):
+                places = {"x": given[0], "rates": None, "opening": None, "out": out}
+                decay = torch.tensor(fading.slopes)
+                self.native.advance(
+                    "scan", places, memory, {"decay": decay, "skip": torch.zeros_like(decay)}, begin=0,
+                    heads=fading.heads, head_dim=fading.head_dim, groups=fading.heads, size=fading.head_dim,
+                )  # fmt: skip
+            case FeatureDeltaLayer(part=rule):
+                rows = dict(zip(("x", "rates", "fading", "opening"), given, strict=True), out=out)
+                self.native.advance(
+                    "delta", rows, memory,
+                    {"decay": module.decay.float().exp(), "offset": module.offset, "norm": module.norm},
+                    begin=(rule.kernel - 1) * 3 * rule.width, eps=rule.eps, key_heads=rule.heads,
+                    value_heads=rule.heads, key_dim=rule.head_dim, value_dim=rule.head_dim, logistic=True, most=1.0,
+                )  # fmt: skip
 
     def _prepare_heads(self, operation: PrepareHeads) -> None:
         part = operation.part

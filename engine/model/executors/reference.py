@@ -1,7 +1,4 @@
-"""Runs a stack's program in torch: the oracle, for every device and format.
-
-Single operations use our own kernels if there are some (`engine.model.kernels`).
-"""
+"""Runs a stack's program in torch: the oracle, for every device and format."""
 
 from __future__ import annotations
 
@@ -16,12 +13,11 @@ from torch import Tensor
 from engine.backends.attention.base import Bias, DistanceBias, Paged, Ragged
 from engine.backends.rows import Rows
 from engine.backends.torch.states import apply_delta, apply_scan, convolve, each_row
-from engine.model import kernels
 from engine.model.activations import activate, activate_by_name, gate_by_name
 from engine.model.attention_operations import Attend, PrepareHeads, PrepareLatent, StoreEncoded
 from engine.model.convolution import gather_neighbours
 from engine.model.inputs import Inputs
-from engine.model.latent import LatentAttention
+from engine.model.latent import LatentAttention, by_head
 from engine.model.layers import CrossAttention, SelfAttention, split_heads
 from engine.model.operations import (
     Activate,
@@ -33,6 +29,7 @@ from engine.model.operations import (
     GatherNeighbours,
     MixExperts,
     Multiply,
+    MultiplyPieces,
     Normalize,
     Open,
     Operation,
@@ -42,8 +39,9 @@ from engine.model.positions import AttentionPosition, Disentangled, RelativeBuck
 from engine.model.program import Program, last_uses
 from engine.model.reading import ReadingAttention
 from engine.model.rotary import rotate
+from engine.model.row_kernels import NewHeads, RowKernels
 from engine.model.slots import find_slots
-from engine.model.state_operations import ApplyDelta, ApplyScan, Convolve
+from engine.model.state_operations import Advance, ApplyDelta, ApplyScan, Convolve
 from engine.model.tables import Tables
 
 
@@ -144,13 +142,13 @@ class Calls:
 
 
 class TorchExecutor:
-    """Runs a program operation by operation."""
+    """Runs a program operation by operation in torch, with modules for whose rows no kernels were chosen."""
 
     missing = ()  # torch computes everything here, so nothing is reported as missing
 
-    def __init__(self, program: Program, tables: Tables):
+    def __init__(self, program: Program, tables: Tables, handlers: Mapping[type, Handler] | None = None):
         self._tables = tables
-        self._calls = Calls(program.operations, HANDLERS, program.result)
+        self._calls = Calls(program.operations, HANDLERS if handlers is None else handlers, program.result)
 
     def run(self, inputs: Inputs) -> Tensor:
         """Hidden states [Tp, features]."""
@@ -159,10 +157,6 @@ class TorchExecutor:
             inputs = replace(inputs, slots=found)
         values = Buffers()
         return self._calls.run(Pass(inputs, self._tables, values), values)
-
-
-def execute(operation: Operation, state: Pass) -> None:
-    HANDLERS[type(operation)](operation, state)
 
 
 def _embed(operation: Embed, state: Pass) -> None:
@@ -203,7 +197,8 @@ def _all_reduce(operation: AllReduce, state: Pass) -> None:
     state.values[operation.x] = operation.ranks.reduce(state.values[operation.x])
 
 
-def _prepare_heads(operation: PrepareHeads, state: Pass) -> None:
+def prepare_heads(operation: PrepareHeads, state: Pass, kernels: RowKernels | None = None) -> None:
+    """Prepare queries, keys and values for attention; `kernels` rotate and store them."""
     part, inputs = operation.part, state.inputs
     heads = state.values[operation.heads]
     heads = heads.view(len(heads), part.heads + 2 * part.kv_heads, part.head_dim)
@@ -214,14 +209,14 @@ def _prepare_heads(operation: PrepareHeads, state: Pass) -> None:
     angles = None if rotary is None else state.rotation(rotary, turning)
     if operation.qk_norm is not None:
         if operation.qk_norm.after_rotation and rotary is not None and angles is not None:
-            if not kernels.rotate_and_store(turning, values, rotary, angles, None, None):
+            if kernels is None or not kernels.rotate_and_store(NewHeads(turning, values, rotary, angles)):
                 turning = rotate(turning, rotary, *angles)
             rotary, angles = None, None
         turning = operation.qk_norm(turning)
         values = values if operation.qk_norm.values is None else operation.qk_norm.values(values)
     cache = None if operation.layer is None else state.pages(operation.layer)
     slots = inputs.slots if cache is not None else None
-    done = kernels.rotate_and_store(turning, values, rotary, angles, cache, slots)
+    done = kernels is not None and kernels.rotate_and_store(NewHeads(turning, values, rotary, angles, cache, slots))
     if not done and rotary is not None and angles is not None:
         turning = rotate(turning, rotary, *angles)
     queries, keys = turning.tensor_split((part.heads,), dim=1)
@@ -284,13 +279,23 @@ def _attend(operation: Attend, state: Pass) -> None:
     state.values[operation.out] = attended.reshape(len(attended), operation.out.width)
 
 
-def _activate(operation: Activate, state: Pass) -> None:
+def activate_rows(operation: Activate, state: Pass, kernels: RowKernels | None = None) -> None:
+    """Compute an activation, by `kernels` if they have it."""
     by_name = gate_by_name if operation.gated else activate_by_name
-    state.values[operation.out] = by_name(operation.function, state.values[operation.x])
+    state.values[operation.out] = by_name(operation.function, state.values[operation.x], kernels)
 
 
 def _open(operation: Open, state: Pass) -> None:
-    state.values[operation.x] = state.values[operation.opening].sigmoid() * state.values[operation.x]
+    opening, x = state.values[operation.opening].flatten(1), state.values[operation.x]
+    match operation.function:
+        case "sigmoid":
+            opened = activate(torch.sigmoid, opening.float()).to(x.dtype)
+        case "softplus":
+            opened = activate(F.softplus, opening.float()).to(x.dtype)
+        case function:
+            opened = activate_by_name(function, opening)
+    pieces = x.reshape(len(x), opened.shape[1], -1)
+    state.values[operation.x] = (pieces * opened.unsqueeze(-1)).view(len(x), -1)
 
 
 def _mix_experts(operation: MixExperts, state: Pass) -> None:
@@ -298,6 +303,11 @@ def _mix_experts(operation: MixExperts, state: Pass) -> None:
     x, starts = state.values[operation.x], inputs.metadata.query_start
     judged = x if operation.judged is None else state.values[operation.judged]
     state.values[operation.out] = operation.module(x, inputs.tokens, inputs.min_rows, starts, judged)
+
+
+def _multiply_pieces(operation: MultiplyPieces, state: Pass) -> None:
+    pieces = split_heads(state.values[operation.x], operation.matrices.inputs)
+    state.values[operation.out] = by_head(operation.matrices, pieces).flatten(1)
 
 
 def _gather_neighbours(operation: GatherNeighbours, state: Pass) -> None:
@@ -310,10 +320,10 @@ def _add(operation: Add, state: Pass) -> None:
     state.values[operation.out] = state.values[operation.x] + state.values[operation.y]
 
 
-def _convolve(operation: Convolve, state: Pass) -> None:
+def convolve_rows(operation: Convolve, state: Pass, kernels: RowKernels | None = None) -> None:
+    """Compute a short convolution; `kernels` activate its results if they can."""
     module, entered = operation.module, state.values[operation.x]
-    after = None
-    if operation.gated:
+    if operation.form == "gated":
         before, after, features = entered.chunk(3, dim=1)
         entered = before * features
     out = torch.zeros_like(entered)
@@ -322,7 +332,13 @@ def _convolve(operation: Convolve, state: Pass) -> None:
     def step(known: Tensor, tokens: slice) -> Tensor:
         total, left = convolve(entered[tokens].float(), known.view(-1, module.width), weight, bias)
         total = total.to(out.dtype)
-        out[tokens] = activate_by_name("silu", total) if after is None else total * after[tokens]
+        match operation.form:
+            case "silu":
+                out[tokens] = activate_by_name("silu", total, kernels)
+            case "gated":
+                out[tokens] = total * after[tokens]
+            case "plain":
+                out[tokens] = total
         return left.flatten()
 
     inputs = state.inputs
@@ -398,6 +414,11 @@ def _apply_scan(operation: ApplyScan, state: Pass) -> None:
     state.values[operation.out] = found.to(x.dtype)
 
 
+def _advance(operation: Advance, state: Pass) -> None:
+    given = (state.values[rows] for rows in operation.given)
+    state.values[operation.out] = operation.module.advance(operation.layer, state, *given)
+
+
 HANDLERS: dict[type, Handler] = {
     Embed: _embed,
     Take: _take,
@@ -406,16 +427,18 @@ HANDLERS: dict[type, Handler] = {
     AddAdapters: _add_adapters,
     AllReduce: _all_reduce,
     Apply: _apply,
-    PrepareHeads: _prepare_heads,
+    PrepareHeads: prepare_heads,
     PrepareLatent: _prepare_latent,
     StoreEncoded: _store_encoded,
     Attend: _attend,
-    Activate: _activate,
+    Activate: activate_rows,
     Open: _open,
     MixExperts: _mix_experts,
+    MultiplyPieces: _multiply_pieces,
     GatherNeighbours: _gather_neighbours,
     Add: _add,
-    Convolve: _convolve,
+    Convolve: convolve_rows,
     ApplyDelta: _apply_delta,
     ApplyScan: _apply_scan,
+    Advance: _advance,
 }

@@ -21,21 +21,55 @@ import torch
 from torch import Tensor, nn
 
 from engine.backends.rows import Rows
-from engine.backends.triton import norms
+from engine.backends.triton import FORMATS, norms, states
 from engine.backends.triton.norms import Norm
 from engine.backends.triton.rotary import LONGEST_HEAD, Angles, HeadNorms
 from engine.model.attention_operations import Attend, PrepareHeads, PrepareLatent
 from engine.model.executors import triton_operations, triton_row
-from engine.model.executors.reference import HANDLERS, Biases, Buffers, Calls, Pass, TorchExecutor
+from engine.model.executors.reference import Biases, Buffers, Calls, Pass
+from engine.model.executors.single import SingleExecutor, handlers_of
 from engine.model.executors.triton_operations import Join, StoreHeads
+from engine.model.executors.triton_rows import TritonRows
 from engine.model.inputs import Inputs
-from engine.model.kernels import GPU_FORMATS
+from engine.model.layers import QkNorm
 from engine.model.norms import LayerNorm, RmsNorm
-from engine.model.operations import Add, AddAdapters, AllReduce, Normalize, Operation
+from engine.model.operations import Add, AddAdapters, AllReduce, Apply, Normalize, Operation
 from engine.model.positions import Rotary
 from engine.model.program import Program
 from engine.model.slots import find_slots
+from engine.model.state_operations import ApplyDelta, ApplyScan
 from engine.model.tables import Tables
+
+
+def unsupported(operation: Operation, dtype: torch.dtype) -> str | None:
+    """The reason why torch computes an operation on rows of a format; None if a kernel does."""
+    match operation:
+        case Normalize(module=RmsNorm() | LayerNorm() as module):
+            return _unsupported_norm(module, dtype)
+        case Normalize(module=module):
+            return f"{type(module).__name__} has no kernel"
+        case PrepareHeads(part=part, layer=int()) if part.head_dim > LONGEST_HEAD or dtype not in FORMATS:
+            return f"a head of {part.head_dim} features of {dtype} has no kernel"
+        case PrepareHeads(qk_norm=QkNorm() as both, layer=int()):
+            if both.after_rotation:
+                return "norms of queries and keys after rotation have no kernel"
+            if both.values is not None:
+                return "norms of values have no kernel"
+            return _unsupported_norm(both.queries, dtype) or _unsupported_norm(both.keys, dtype)
+        case ApplyDelta(module=module) if not states.serves(module.part.key_dim, module.part.value_dim):
+            return f"the delta rule with keys of {module.part.key_dim} features has no kernel"
+        case ApplyScan():
+            return "a scan with states has no kernel"
+        case Apply():
+            return f"{operation.name} has no kernel"
+        case _:
+            return None
+
+
+def _unsupported_norm(module: nn.Module | None, dtype: torch.dtype) -> str | None:
+    if not isinstance(module, RmsNorm | LayerNorm) or (module.shape[0] <= norms.WIDEST and dtype in FORMATS):
+        return None
+    return f"a norm of {module.shape[0]} features of {dtype} has no kernel"
 
 
 class TritonExecutor:
@@ -45,12 +79,13 @@ class TritonExecutor:
 
     def __init__(self, program: Program, tables: Tables, dtype: torch.dtype):
         self._tables = tables
-        self._torch = TorchExecutor(program, tables)
+        self._single = SingleExecutor(program, tables, TritonRows())
         fusing = _Fusing(program, tables, dtype)
         self.operations: Sequence[Operation] = fusing.operations
-        self.missing = fusing.missing
+        reasons = (unsupported(operation, dtype) for operation in program.operations)
+        self.missing = dict.fromkeys(reason for reason in reasons if reason is not None)
         self.row_operations = triton_row.row_operations(self.operations, program.stream)
-        handlers = HANDLERS | triton_operations.HANDLERS | triton_row.HANDLERS
+        handlers = dict(handlers_of(TritonRows())) | triton_operations.HANDLERS | triton_row.HANDLERS
         self._calls = Calls(self.operations, handlers, program.result)
         self._row_calls = Calls(self.row_operations, handlers, program.result)
         # For rows with one token each, kernels find the slots themselves; torch does not.
@@ -66,7 +101,7 @@ class TritonExecutor:
         Rows outside the angles give NaN; data for slots outside the pages, or in block 0, is not written.
         """
         if inputs.needs_torch:
-            return self._torch.run(inputs)
+            return self._single.run(inputs)
         if inputs.caches is not None and inputs.slots is None and not self._finds(inputs):
             found = find_slots(inputs.caches[0], inputs.metadata, inputs.positions, inputs.tokens)
             inputs = replace(inputs, slots=found)
@@ -89,7 +124,6 @@ class _Fusing:
         self._stream, self._tables, self._dtype = program.stream, tables, dtype
         self._after: dict[Rows, Norm] = {}  # norms of rows that are about to join the stream
         self.operations: list[Operation] = []
-        self.missing: dict[str, None] = {}
         for operation in program.operations:
             self._add(operation)
 
@@ -112,7 +146,7 @@ class _Fusing:
 
     @property
     def _joins(self) -> bool:
-        return self._dtype in GPU_FORMATS and self._stream.width <= norms.WIDEST
+        return self._dtype in FORMATS and self._stream.width <= norms.WIDEST
 
     def _join(self, addend: Rows | None, norm: Norm | None, out: Rows) -> None:
         after = None if addend is None else self._after.pop(addend, None)
@@ -125,19 +159,12 @@ class _Fusing:
 
     def _heads(self, operation: PrepareHeads) -> StoreHeads | None:
         part, angles, heads, whole = operation.part, None, None, None
-        if part.head_dim > LONGEST_HEAD or self._dtype not in GPU_FORMATS:
-            self.missing[f"a head of {part.head_dim} features of {self._dtype} has no kernel"] = None
+        if unsupported(operation, self._dtype) is not None:
             return None
         if isinstance(part.position, Rotary):
             table = self._tables.rotary[part.position]
             angles = Angles(table.cos, table.sin, part.position.interleaved, part.position.in_float32)
         if operation.qk_norm is not None:
-            if operation.qk_norm.after_rotation:
-                self.missing["norms of queries and keys after rotation have no kernel"] = None
-                return None
-            if operation.qk_norm.values is not None:
-                self.missing["norms of values have no kernel"] = None
-                return None
             queries, keys = self._norm(operation.qk_norm.queries), self._norm(operation.qk_norm.keys)
             if queries is None or keys is None:
                 return None
@@ -159,8 +186,7 @@ class _Fusing:
                 norm = Norm(module.weight, module.eps, centred=True, bias=module.bias)
             case _:
                 return None
-        if module.shape[0] > norms.WIDEST or self._dtype not in GPU_FORMATS:
-            self.missing[f"a norm of {module.shape[0]} features of {self._dtype} has no kernel"] = None
+        if _unsupported_norm(module, self._dtype) is not None:
             return None
         own = all(part is None or part.dtype == self._dtype for part in (norm.weight, norm.bias))
         return norm if own else None

@@ -95,9 +95,12 @@ def _memory(state: Pass, layer: int) -> Tensor | None:
 
 def _convolve(operation: Convolve, state: Pass) -> None:
     module, inputs = operation.module, state.inputs
+    if operation.form == "plain":
+        TORCH[Convolve](operation, state)
+        return
     state.values[operation.out] = states.convolve(
-        state.values[operation.x], module.weight, module.bias, operation.gated, _memory(state, operation.layer),
-        states.slots_of(inputs.metadata, inputs.states), inputs.metadata.query_start,
+        state.values[operation.x], module.weight, module.bias, operation.form == "gated",
+        _memory(state, operation.layer), states.slots_of(inputs.metadata, inputs.states), inputs.metadata.query_start,
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ def _stack(config: Any) -> Stack:
     encoder = bert_stack(config, Learned(config.max_position_embeddings))
     seen = blocks_of(config)
     layers = tuple(
-        replace(block, attention=replace(block.attention, blocks=seen, qkv_bias=config.use_bias))
+        replace(block, attention=replace(block.attention, sees=seen, qkv_bias=config.use_bias))
         for block in encoder.blocks
     )
     assert isinstance(encoder.embedding, Tokens)

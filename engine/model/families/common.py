@@ -107,7 +107,7 @@ def attention(config: Any, *, heads: int | None = None, bias: bool = False, **pa
 
 def windowed(config: Any, windows: Iterable[Window | None], **parts: Any) -> list[Attention]:
     """The attention of each layer, which differs only in its window; `parts` as in `attention`."""
-    return [attention(config, window=window, **parts) for window in windows]
+    return [attention(config, sees=window, **parts) for window in windows]
 
 
 def multi_head(config: Any, *, heads: int | None = None, bias: bool = True, **parts: Any) -> Attention:

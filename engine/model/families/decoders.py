@@ -74,7 +74,7 @@ def _smollm3(c: Any) -> list[Attention]:
         )
     windows = layer_windows(c) if c.use_sliding_window else [None] * c.num_hidden_layers
     return [
-        attention(c, position=rotary(c) if rotates else None, window=window, bias=c.attention_bias)
+        attention(c, position=rotary(c) if rotates else None, sees=window, bias=c.attention_bias)
         for rotates, window in zip(c.no_rope_layers, windows, strict=False)
     ]
 
@@ -98,7 +98,7 @@ def exaone4(c: Any) -> list[Attention]:
         attention(
             c,
             position=rotary(c) if window or c.sliding_window is None else None,
-            window=window,
+            sees=window,
             qk_norm=PerHead(rms(c)),
         )
         for window in layer_windows(c)
@@ -112,7 +112,7 @@ def _command_r(c: Any) -> list[Attention]:
         attention(
             c,
             position=rotary(c, interleaved=True, in_float32=True) if window or not second else None,
-            window=window,
+            sees=window,
             qk_norm=EachHead(Norm("layer", c.layer_norm_eps)) if getattr(c, "use_qk_norm", False) else None,
             bias=c.attention_bias,
         )
@@ -127,7 +127,7 @@ def _olmo2(c: Any) -> list[Attention]:
         attention(
             c,
             position=rotary(c, layer_type=layer_type, in_float32=True),
-            window=layer_window(c, layer_type),
+            sees=layer_window(c, layer_type),
             qk_norm=WholeProjection(rms_in_float32(c)),
             bias=c.attention_bias,
         )
@@ -199,7 +199,7 @@ def _gemma3(c: Any) -> list[Attention]:
             scale=c.query_pre_attn_scalar**-0.5,
             position=rotary(c, layer_type=layer_type),
             causal=causal,
-            window=layer_window(c, layer_type, causal=causal),
+            sees=layer_window(c, layer_type, causal=causal),
             qk_norm=PerHead(_gemma_norm(c)),
             bias=c.attention_bias,
         )
@@ -335,7 +335,7 @@ FAMILIES = (
         "Phi-3",
         pairs("Phi3"),
         "fused projections, partial rotary positions, longrope",
-        attention=lambda c: attention(c, position=rotary(c, partial=True), window=sliding_window(c.sliding_window)),
+        attention=lambda c: attention(c, position=rotary(c, partial=True), sees=sliding_window(c.sliding_window)),
         names=DecoderNames(qkv="self_attn.qkv_proj", ffn=("mlp.gate_up_proj", "mlp.down_proj")),
     ),
     # arXiv:2402.16819. The reference also adds 1 to norms in the weights' own format.
@@ -363,7 +363,7 @@ FAMILIES = (
         "StarCoder2",
         pairs("Starcoder2"),
         "rotary positions with layer norms and a plain feed-forward network",
-        attention=lambda c: attention(c, position=rotary(c), window=sliding_window(c.sliding_window), bias=c.use_bias),
+        attention=lambda c: attention(c, position=rotary(c), sees=sliding_window(c.sliding_window), bias=c.use_bias),
         ffn=lambda c: dense_network(c, bias=c.use_bias),
         norm=lambda c: Norm("layer", c.norm_epsilon, bias=True),
         names=DecoderNames(ffn=("mlp.c_fc", "mlp.c_proj")),

@@ -11,7 +11,7 @@ from engine.model.families.big_bird import blocks_of
 from engine.model.families.classification import repeats_after_last, repeats_after_start
 from engine.model.families.common import norm
 from engine.model.families.encoder_decoder import NORM, both, encoder_decoder, fixed_after_padding, learned
-from engine.model.families.longformer import global_weights, windows
+from engine.model.families.longformer import global_weights, reaches
 from engine.model.positions import Learned, Sinusoidal, SpannedSinusoidal
 from engine.model.spec import FirstToken, GlobalStream, GlobalTokens, ModelSpec, Stack, Tokens
 from engine.model.table import Entry
@@ -63,10 +63,9 @@ def _normed_before_positions(config: Any, decoder: Stack) -> Stack:
 
 def _led_encoder(config: Any, encoder: Stack) -> Stack:
     """A window in each layer, and a global token: the first one, as in transformers' summaries and in training."""
-    seen = GlobalTokens(FirstToken())
     blocks = tuple(
-        replace(block, attention=replace(block.attention, window=window, global_tokens=seen))
-        for block, window in zip(encoder.blocks, windows(config, config.encoder_layers), strict=True)
+        replace(block, attention=replace(block.attention, sees=GlobalTokens(FirstToken(), reach)))
+        for block, reach in zip(encoder.blocks, reaches(config, config.encoder_layers), strict=True)
     )
     return replace(_unscaled(encoder, config.max_encoder_position_embeddings), blocks=blocks)
 
@@ -98,7 +97,7 @@ def _under_berts_names(stem: str) -> tuple[tuple[str, str], ...]:
 def _bigbird_encoder(config: Any, encoder: Stack) -> Stack:
     """BigBird's blocks."""
     seen = blocks_of(config)
-    blocks = (replace(block, attention=replace(block.attention, blocks=seen)) for block in encoder.blocks)
+    blocks = (replace(block, attention=replace(block.attention, sees=seen)) for block in encoder.blocks)
     return replace(encoder, blocks=tuple(blocks))
 
 
@@ -112,7 +111,7 @@ def _pegasus_x_encoder(config: Any, encoder: Stack) -> Stack:
         )
     streams = (GlobalStream(size, size // 2 if staggered and i % 2 else 0, NORM) for i in range(len(encoder.blocks)))
     blocks = tuple(
-        replace(block, attention=replace(block.attention, stream=stream))
+        replace(block, attention=replace(block.attention, sees=stream))
         for block, stream in zip(encoder.blocks, streams, strict=True)
     )
     return replace(encoder, blocks=blocks, global_vectors=config.num_global_tokens)

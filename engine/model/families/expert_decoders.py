@@ -64,7 +64,7 @@ def _phimoe(c: Any) -> Attention:
         raise UnsupportedModelError(
             f"num_experts_per_tok of the config must be 2 for Phi-3.5-MoE, got {c.num_experts_per_tok}."
         )
-    return attention(c, position=_phimoe_position(c), window=sliding_window(c.sliding_window), bias=c.attention_bias)
+    return attention(c, position=_phimoe_position(c), sees=sliding_window(c.sliding_window), bias=c.attention_bias)
 
 
 def _phimoe_position(c: Any) -> Rotary:
@@ -108,7 +108,7 @@ def _granite_attention(c: Any) -> list[Attention]:
         )
     positions = [replace(usual, theta=float(theta)) if theta else None for theta in c.layer_rope_theta]
     return [
-        attention(c, position=position, window=window, sinks=Sinks(), **parts)
+        attention(c, position=position, sees=window, sinks=Sinks(), **parts)
         for position, window in zip(positions, layer_windows(c), strict=True)
     ]
 
@@ -370,7 +370,7 @@ FAMILIES = (
         "Mixtral",
         pairs("Mixtral"),
         "MoE with top-k routing",
-        attention=lambda c: attention(c, position=rotary(c), window=sliding_window(c.sliding_window)),
+        attention=lambda c: attention(c, position=rotary(c), sees=sliding_window(c.sliding_window)),
         ffn=lambda c: routed(gated_network(c), count=c.num_local_experts, active=c.num_experts_per_tok),
         names=DecoderNames(experts=MIXTRAL),
     ),

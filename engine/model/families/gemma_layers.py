@@ -84,7 +84,7 @@ def _attentions(c: Any) -> list[Attention]:
                 c,
                 scale=1.0,
                 position=rotary(c, own["head_dim"], layer_type=kind, shares=True),
-                window=layer_window(c, kind),
+                sees=layer_window(c, kind),
                 qk_norm=PerHead(rms_in_float32(c)),
                 value_norm=_value_norm(c),
                 one_for_both=fourth and c.attention_k_eq_v and kind == "full_attention" and reads is None,

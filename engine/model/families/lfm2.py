@@ -52,7 +52,7 @@ def _third_attention(c: Any) -> list[Attention]:
         else attention(
             c,
             position=rotary(c, layer_type=kind, in_float32=True, shares=True),
-            window=layer_window(c, kind),
+            sees=layer_window(c, kind),
             **parts,
         )
         for kind in _third_kinds(c)

@@ -40,7 +40,7 @@ def _attentions(config: Any) -> list[Attention]:
             config,
             position=turned if rotates else None,
             temperature=None if rotates else tuned,
-            window=_sight(config, kind),
+            sees=_sight(config, kind),
             # After rotation in the reference, which does not change squares.
             qk_norm=norm if rotates else None,
             bias=config.attention_bias,

@@ -18,15 +18,19 @@ def _stack(config: Any) -> Stack:
     encoder = bert_stack(config, positions_after_padding(config, config.pad_token_id))
     chosen = _global_tokens(config)
     blocks = tuple(
-        replace(block, attention=replace(block.attention, window=window, global_tokens=chosen))
-        for block, window in zip(encoder.blocks, windows(config, len(encoder.blocks)), strict=True)
+        replace(block, attention=replace(block.attention, sees=_seen(chosen, reach)))
+        for block, reach in zip(encoder.blocks, reaches(config, len(encoder.blocks)), strict=True)
     )
     return replace(encoder, blocks=blocks)
 
 
-def windows(config: Any, layers: int) -> list[Window]:
-    """The window of each layer: half of `attention_window` on either side. Raises UnsupportedModelError if the setting
-    does not cover each layer."""
+def _seen(chosen: FirstToken | BeforeToken | None, reach: int) -> Window | GlobalTokens:
+    return Window(reach, reach) if chosen is None else GlobalTokens(chosen, reach)
+
+
+def reaches(config: Any, layers: int) -> list[int]:
+    """The tokens of each layer's window on either side: half of `attention_window`. Raises
+    UnsupportedModelError if the setting does not cover each layer."""
     sizes = config.attention_window
     sizes = [sizes] * layers if isinstance(sizes, int) else list(sizes)
     if len(sizes) != layers or any(size < 2 or size % 2 for size in sizes):
@@ -34,18 +38,18 @@ def windows(config: Any, layers: int) -> list[Window]:
             f"attention_window of the config must be an even number of tokens, or one for each of the {layers} layers, "
             f"got {config.attention_window}."
         )
-    return [Window(size // 2, size // 2) for size in sizes]
+    return [size // 2 for size in sizes]
 
 
-def _global_tokens(config: Any) -> GlobalTokens | None:
+def _global_tokens(config: Any) -> FirstToken | BeforeToken | None:
     """The tokens that transformers makes global by itself: the token that classifies a text, and the tokens of
     questions."""
     name = config.architectures[0]
     if name.endswith("ForSequenceClassification"):
-        return GlobalTokens(FirstToken())
+        return FirstToken()
     if not name.endswith("ForQuestionAnswering"):
         return None
-    return GlobalTokens(BeforeToken(question_end(config)))
+    return BeforeToken(question_end(config))
 
 
 def global_weights(block: Block, target: str, source: str) -> list[Entry]:
@@ -57,7 +61,7 @@ def global_weights(block: Block, target: str, source: str) -> list[Entry]:
 def _weights(model: ModelSpec) -> WeightTable:
     more: list[Entry] = []
     for i, block in enumerate(model.trunk.blocks):
-        if block.attention.global_tokens is not None:
+        if isinstance(block.attention.sees, GlobalTokens):
             more += global_weights(block, f"encoder.blocks.{i}", f"longformer.encoder.layer.{i}.attention.self")
     unread = () if more else (r"encoder\.layer\.\d+\.attention\.self\.(query|key|value)_global\..*",)
     names = EncoderNames(stem="longformer", heads=roberta_heads("longformer"), unread=unread)

@@ -28,14 +28,11 @@ def _windowed(config: Any, encoder: Stack) -> Stack:
             f"encoder_attention_type of the config must be {_LOCAL} or {_GLOBAL}, got {kind!r}."
         )
     reach = config.local_radius
-    sums = None
+    sees: Window | BlockSums = Window(reach, reach)
     if kind == _GLOBAL:
-        sums = BlockSums(config.global_block_size, Norm("rms", config.layer_norm_epsilon))
-    blocks = tuple(
-        replace(block, attention=replace(block.attention, window=Window(reach, reach), block_sums=sums))
-        for block in encoder.blocks
-    )
-    return replace(encoder, blocks=blocks, block_bias=None if sums is None else encoder.shared_bias)
+        sees = BlockSums(config.global_block_size, Norm("rms", config.layer_norm_epsilon), reach)
+    blocks = tuple(replace(block, attention=replace(block.attention, sees=sees)) for block in encoder.blocks)
+    return replace(encoder, blocks=blocks, block_bias=encoder.shared_bias if kind == _GLOBAL else None)
 
 
 def weights(model: ModelSpec) -> WeightTable:

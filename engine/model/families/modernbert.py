@@ -48,7 +48,7 @@ def stack(config: Any, layer_norm: Norm, windows: Sequence[Window | None], *, ca
                 config,
                 position=rotary(config, head_dim, layer_type, in_float32=True),
                 causal=causal,
-                window=window,
+                sees=window,
                 bias=config.attention_bias,
             ),
             ffn=Gated(config.intermediate_size, activation(config.hidden_activation), bias=config.mlp_bias),

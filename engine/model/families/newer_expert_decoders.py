@@ -92,7 +92,7 @@ def _afmoe(c: Any) -> list[Attention]:
         attention(
             c,
             position=rotary(c) if window else None,
-            window=window,
+            sees=window,
             qk_norm=PerHead(rms_in_float32(c)),
             gate=OutputGate(),
             bias=c.attention_bias,
@@ -116,7 +116,7 @@ def _laguna(c: Any) -> list[Attention]:
             c,
             heads=heads,
             position=rotary(c, layer_type=kind, partial=True),
-            window=window,
+            sees=window,
             qk_norm=PerHead(rms(c)),
             gate=gate,
             bias=c.attention_bias,
@@ -146,7 +146,7 @@ def _laguna_networks(c: Any) -> list[FeedForward]:
 def _flint(c: Any) -> list[Attention]:
     """The attention of each layer. Only layers with a window have positions; all have sinks."""
     parts: dict[str, Any] = {"qk_norm": PerHead(rms_in_float32(c)), "sinks": Sinks(), "bias": c.attention_bias}
-    return [attention(c, position=rotary(c) if window else None, window=window, **parts) for window in layer_windows(c)]
+    return [attention(c, position=rotary(c) if window else None, sees=window, **parts) for window in layer_windows(c)]
 
 
 def _flint_networks(c: Any) -> list[FeedForward]:
@@ -197,7 +197,7 @@ def _command(c: Any) -> list[Attention]:
         attention(
             c,
             position=rotary(c, interleaved=True, in_float32=True) if window or (forced and kind == "dense") else None,
-            window=window,
+            sees=window,
             bias=c.attention_bias,
         )
         for window, kind in zip(layer_windows(c), c.mlp_layer_types, strict=True)
@@ -231,7 +231,7 @@ def _mellum(c: Any) -> list[Attention]:
     windows: list[Window | None] = [layer_window(c, kind) for kind in c.layer_types]
     parts = {kind: rotary(c, layer_type=kind) for kind in set(c.layer_types)}
     return [
-        attention(c, position=parts[kind], window=window, qk_norm=PerHead(rms(c)), bias=c.attention_bias)
+        attention(c, position=parts[kind], sees=window, qk_norm=PerHead(rms(c)), bias=c.attention_bias)
         for kind, window in zip(c.layer_types, windows, strict=True)
     ]
 

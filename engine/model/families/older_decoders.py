@@ -86,7 +86,7 @@ def _gpt_neo(c: Any) -> list[Attention]:
             f"attention_types of the config must name num_layers {c.num_layers} layers, but names {len(kinds)}."
         )
     return [
-        multi_head(c, scale=1.0, window=sliding_window(c.window_size) if kind == "local" else None, qkv_bias=False)
+        multi_head(c, scale=1.0, sees=sliding_window(c.window_size) if kind == "local" else None, qkv_bias=False)
         for kind in kinds
     ]
 

@@ -130,7 +130,7 @@ def _griffin_attention(c: Any) -> list[Attention]:
     own = attention(
         c,
         position=rotary(c, partial=True),
-        window=sliding_window(c.attention_window_size),
+        sees=sliding_window(c.attention_window_size),
         qkv_bias=c.attention_bias,
         out_bias=True,
     )
@@ -226,7 +226,7 @@ def _refuse_minimax(c: Any) -> None:
 def _fading_weights(target: str, layer: str, part: StateLayer) -> list[Entry]:
     assert isinstance(part, FadingAttention)
     source, width = f"{layer}.self_attn", part.heads * part.head_dim
-    rows = tuple(HeadRows(part.heads, 3 * part.head_dim, i * part.head_dim) for i in range(3))
+    rows = tuple(HeadRows(part.heads, 3 * part.head_dim, i * part.head_dim) for i in (2, 1, 0))
     return [
         Entry(f"{target}.enter.weight", (f"{source}.qkv_proj.weight",) * 3, Joined((width,) * 3, rows)),
         *linear(f"{target}.opening", f"{source}.output_gate", False),
@@ -328,7 +328,7 @@ FAMILIES = (
         pairs("MiniMax"),
         "lightning attention with a state in most layers, norms before the residuals, MoE",
         attention=lambda c: _attended(
-            _carries(c), attention(c, position=rotary(c), window=sliding_window(c.sliding_window))
+            _carries(c), attention(c, position=rotary(c), sees=sliding_window(c.sliding_window))
         ),
         mixing=_minimax_fading,
         ffn=lambda c: routed(gated_network(c), count=c.num_local_experts, active=c.num_experts_per_tok),

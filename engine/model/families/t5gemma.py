@@ -45,7 +45,7 @@ def _stack(config: Any, *, crosses: bool) -> Stack:
                 config,
                 position=rotary(config),
                 causal=crosses,
-                window=_window(config, kind, causal=crosses),
+                sees=_window(config, kind, causal=crosses),
                 **parts,
             ),
             cross=attention(config, causal=False, **parts) if crosses else None,

@@ -54,7 +54,7 @@ def _stack(config: Any, end: int | None, *, merged: bool) -> Stack:
                 config,
                 position=rotary(config, layer_type=kind),
                 causal=merged,
-                window=_window(config, kind, causal=merged),
+                sees=_window(config, kind, causal=merged),
                 qk_norm=PerHead(own),
                 **parts,
             ),

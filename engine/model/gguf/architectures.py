@@ -599,6 +599,10 @@ def _falcon_h1(metadata: Metadata) -> Config:
     return hybrids.falcon_h1(metadata, _plain(metadata, "falcon_h1", "FalconH1ForCausalLM"))
 
 
+def _jamba(metadata: Metadata) -> Config:
+    return hybrids.jamba(metadata, _plain(metadata, "jamba", "JambaForCausalLM", apart=("attention.head_count_kv",)))
+
+
 def _nemotron_h(metadata: Metadata) -> Config:
     apart = ("attention.head_count_kv", "feed_forward_length")
     norm = "rms" if metadata.has("attention.layer_norm_rms_epsilon") else "layer"
@@ -784,8 +788,9 @@ _ARCHITECTURES: dict[str, Architecture] = {
         },
         outer=_OUTER_VECTORS,
     ),
-    "falcon-h1": Architecture(_falcon_h1, hybrids.FALCON, outer=hybrids.FALCON_OUTER, arranged=hybrids.SCANNED),
+    "falcon-h1": Architecture(_falcon_h1, hybrids.FALCON, outer=hybrids.PRE_FF_OUTER, arranged=hybrids.SCANNED),
     "granitehybrid": Architecture(_granite_hybrid, hybrids.GRANITE, arranged=_TURNED_NEIGHBOURS | hybrids.SCANNED),
+    "jamba": Architecture(_jamba, hybrids.JAMBA, outer=hybrids.PRE_FF_OUTER, arranged=hybrids.CHANNEL_SCANNED),
     "nemotron_h": _NEMOTRON,
     "nemotron_h_moe": _NEMOTRON,
     "qwen35": Architecture(_qwen3_5, hybrids.DELTA, arranged=hybrids.CORRECTED),

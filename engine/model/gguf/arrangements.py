@@ -110,6 +110,16 @@ class Decays(Flat):
 
 
 @dataclass(frozen=True)
+class ChannelDecays(AsStored):
+    """The same, for each feature a row."""
+
+    by_rows = keeps_rows = False
+
+    def arrange(self, stored: Tensor) -> Tensor:
+        return torch.log(-stored.float())
+
+
+@dataclass(frozen=True)
 class Frames(Arrangement):
     """The kernels of two frames, which are stored one after the other as [features, channels, height, width]. The axis
     of frames becomes the third."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.model.gguf.arrangements import AboveOne, Arrangement, Decays, Flat, Kernels
+from engine.model.gguf.arrangements import AboveOne, Arrangement, ChannelDecays, Decays, Flat, Kernels
 from engine.model.gguf.metadata import Metadata
 from engine.model.gguf.rope import axes_of
 
@@ -160,6 +160,48 @@ def nemotron_h(metadata: Metadata, config: Config) -> Config:
     }
 
 
+def jamba(metadata: Metadata, config: Config) -> Config:
+    """Jamba. Layers without heads of keys are scans; those with a router have experts."""
+    layers, hidden, tensors = config["num_hidden_layers"], config["hidden_size"], metadata.file.tensors
+    heads = [int(count) for count in metadata.each("attention.head_count_kv", layers)]
+    inner, experts = metadata.count("ssm.inner_size"), metadata.count("expert_count", 0)
+    if inner % hidden:
+        raise UnsupportedModelError(
+            f"{metadata.file.path}: ssm.inner_size {inner} must be a multiple of embedding_length {hidden}."
+        )
+    if len(others := sorted({count for count in heads if count})) > 1:
+        raise UnsupportedModelError(
+            f"{metadata.file.path}: layers of Jamba have one number of heads of keys or none, but one has {others[0]} "
+            f"and another {others[1]}."
+        )
+    attends = [layer for layer, count in enumerate(heads) if count]
+    chooses = [layer for layer in range(layers) if f"blk.{layer}.ffn_gate_inp.weight" in tensors]
+    config |= {"num_key_value_heads": max(heads), "num_experts": experts if chooses else 1}
+    config |= _every(metadata, "attn_layer", attends, layers) | _every(metadata, "expert_layer", chooses, layers)
+    first = heads.index(0) if 0 in heads else 0
+    return config | {
+        "num_experts_per_tok": metadata.count("expert_used_count", 0),
+        "mamba_expand": inner // hidden,
+        "mamba_d_state": metadata.count("ssm.state_size"),
+        "mamba_d_conv": metadata.count("ssm.conv_kernel"),
+        "mamba_dt_rank": metadata.count("ssm.time_step_rank"),
+        "mamba_conv_bias": f"blk.{first}.ssm_conv1d.bias" in tensors,
+        "mamba_proj_bias": f"blk.{first}.ssm_in.bias" in tensors,
+    }
+
+
+def _every(metadata: Metadata, name: str, found: list[int], layers: int) -> Config:
+    """The period and the offset of some layers. Raises UnsupportedModelError if there are none."""
+    offset = found[0] if found else layers
+    period = found[1] - offset if len(found) > 1 else layers + 1
+    if offset >= period or found != [layer for layer in range(layers) if layer % period == offset]:
+        raise UnsupportedModelError(
+            f"{metadata.file.path}: the layers {', '.join(map(str, found))} are not those of any {name}_period and "
+            f"{name}_offset, as Jamba's must be. Use the checkpoint in safetensors."
+        )
+    return {f"{name}_period": period, f"{name}_offset": offset}
+
+
 def delta_rule(metadata: Metadata, config: Config) -> Config:
     """Qwen3.5 and Qwen3-Next. The last layers of a file may guess later tokens; they are not read."""
     guesses = metadata.count("nextn_predict_layers", 0)
@@ -243,7 +285,28 @@ FALCON = (
         "ffn_down": "feed_forward.down_proj",
     }
 )
-FALCON_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.final_layernorm", "output": "lm_head"}
+JAMBA = ATTENTION | {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_x": "mamba.x_proj",
+    "ssm_dt": "mamba.dt_proj",
+    "ssm_dt_norm": "mamba.dt_layernorm",
+    "ssm_b_norm": "mamba.b_layernorm",
+    "ssm_c_norm": "mamba.c_layernorm",
+    "ssm_a": "mamba.A_log",
+    "ssm_d": "mamba.D",
+    "ssm_out": "mamba.out_proj",
+    "ffn_norm": "pre_ff_layernorm",
+    "ffn_gate": "feed_forward.gate_proj",
+    "ffn_up": "feed_forward.up_proj",
+    "ffn_down": "feed_forward.down_proj",
+    "ffn_gate_inp": "feed_forward.router",
+    "ffn_gate_exps": "feed_forward.experts.{}.gate_proj",
+    "ffn_up_exps": "feed_forward.experts.{}.up_proj",
+    "ffn_down_exps": "feed_forward.experts.{}.down_proj",
+}
+CHANNEL_SCANNED: Arranged = {"ssm_conv1d.weight": lambda config: Kernels(), "ssm_a": lambda config: ChannelDecays()}
+PRE_FF_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.final_layernorm", "output": "lm_head"}
 NEMOTRON = _names_of_scan("mixer") | {
     "attn_norm": "norm",
     "attn_q": "mixer.q_proj",

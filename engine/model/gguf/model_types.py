@@ -15,6 +15,7 @@ MODEL_TYPES: Mapping[str, tuple[str, ...]] = {
     "gemma4": ("gemma4", "gemma4_text"),
     "gpt2": ("gpt2",),
     "granitehybrid": ("granitemoehybrid",),
+    "jamba": ("jamba",),
     "lfm2": ("lfm2",),
     "lfm2moe": ("lfm2_moe",),
     "llama": ("llama", "mistral", "mistral3", "mixtral"),  # mistral3: of llama.cpp before its own architecture

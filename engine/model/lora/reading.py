@@ -30,6 +30,8 @@ WEIGHTS = "adapter_model.safetensors"
 _UNSAFE = ("adapter_model.bin", "adapter_model.pt")
 _STEM = "base_model.model."
 _MOST_NAME = 256
+# How names of models end that differ from another only in the numbers' format.
+_QUANTISED = re.compile(r"(?i)[-._](i?q\d\w*|b?f16|f32|fp(4|8|16|32)\w*|mxfp4\w*|(unsloth-)?bnb-4bit|gguf|awq|gptq)$")
 _PART = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
 _MULTIPLIED = ("falcon_h1",)  # model types whose matrices in GGUF files are multiplied by constants
 _FORMATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -39,7 +41,14 @@ logger = logging.getLogger("octavo.model")
 
 
 def read_adapter(
-    name: str, path: str | Path, model: Transformer, max_rank: int, model_type: str = "", *, of_gguf: bool = False
+    name: str,
+    path: str | Path,
+    model: Transformer,
+    max_rank: int,
+    model_type: str = "",
+    *,
+    of_gguf: bool = False,
+    model_name: str = "",
 ) -> Adapter:
     """An adapter for a model. Raises AdapterError if the file is not an adapter, is damaged, has shapes other than the
     model's, or contains an unsupported kind of adapter.
@@ -50,8 +59,9 @@ def read_adapter(
         max_rank: `max_lora_rank` of the engine.
         model_type: the type of the model in its config.
         of_gguf: whether the model was read from a GGUF file.
+        model_name: its hub id, folder or file; "" if it has none. A folder that names another base gets a warning.
     """
-    path, targets = Path(path), Targets(model)
+    path, targets, base = Path(path), Targets(model), ""
     if model_type in _MULTIPLIED and (path.suffix == SUFFIX) != of_gguf:
         raise AdapterError(
             f"{path} is {'a PEFT folder' if of_gguf else 'a GGUF file'}, but the model was read from "
@@ -65,8 +75,7 @@ def read_adapter(
         found: Iterator[Matrices | Whole] = gguf_parts(file, model.spec, model_type)
     else:
         settings, file = _folder(path)
-        if settings.base:
-            logger.info("The adapter %s was trained on %s.", name, settings.base)
+        base = settings.base
         found = _peft_parts(file, settings)
     parts: dict[str, dict[int, tuple[Target, Tensor, Tensor]]] = {}
     saved: dict[str, Tensor] = {}
@@ -90,6 +99,11 @@ def read_adapter(
         raise _damaged(file, error) from error
     if not parts and not saved:
         raise AdapterError(f"{file} holds no matrices of an adapter.")
+    if base and model_name and _plain_name(base) != _plain_name(model_name):
+        logger.warning(
+            "The adapter %s was trained on %s, but this model is %s. Their matrices have equal shapes, so it is "
+            "loaded. If the weights are not the same, its answers are wrong.", name, base, model_name,
+        )  # fmt: skip
     products = {product: joined(list(of_one.values())) for product, of_one in parts.items()}
     return Adapter(
         name=name,
@@ -98,6 +112,12 @@ def read_adapter(
         products=products,
         replaced=saved,
     )
+
+
+def _plain_name(model: str) -> str:
+    """A model's name without its owner, folder, spelling and the kind of its quantisation."""
+    name = _QUANTISED.sub("", re.split(r"[/\\\\]", model.rstrip("/\\"))[-1].removesuffix(SUFFIX))
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def largest_rank(paths: Iterable[str]) -> int:

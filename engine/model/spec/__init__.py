@@ -81,7 +81,15 @@ from engine.model.spec.networks import (
     SparseMixer,
     Xielu,
 )
-from engine.model.spec.sparse import BeforeToken, BlockSums, FirstToken, GlobalStream, GlobalTokens, SparseBlocks
+from engine.model.spec.sparse import (
+    BeforeToken,
+    BlockSums,
+    FirstToken,
+    GlobalStream,
+    GlobalTokens,
+    Sparse,
+    SparseBlocks,
+)
 from engine.model.spec.stack import LayerVectors, PredictingStream, Repeated, Stack, Versions
 from engine.model.spec.states import (
     ChannelScan,
@@ -107,7 +115,7 @@ __all__ = [
     "PredictingStream", "Probe", "Projector", "Pyramid", "PyramidStage",
     "QkNorm", "Repeated", "Rescaled", "ResidualNetwork", "Routing",
     "Sandwich", "ScaledInput", "SelectiveScan",
-    "Shared", "ShortConvolution", "Shuffled", "Sinks", "Spans", "SparseBlocks",
+    "Shared", "ShortConvolution", "Shuffled", "Sinks", "Spans", "Sparse", "SparseBlocks",
     "SparseMixer", "SparselyGated", "Spectrum", "Stack", "StateLayer", "Tokens", "Versions", "Vision",
     "WholeProjection", "Xielu",
 ]  # fmt: skip

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.backends.attention.base import Sight
+from engine.backends.attention.base import Sight, Window
 from engine.model.normalisation import Norm
 from engine.model.positions import AttentionPosition, Disentangled, QueryBuckets, Temperature
-from engine.model.spec.sparse import BlockSums, GlobalStream, GlobalTokens, SparseBlocks
+from engine.model.spec.sparse import BlockSums, GlobalTokens, Sparse
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,8 @@ class Attention:
         position: how positions enter the scores, in addition to the embedding.
         temperature: a factor of queries that grows with their position.
         causal: whether a query sees no later key.
-        window: the keys that a query sees: a sliding window or a chunk; None for all.
+        sees: the keys that a query sees: a sliding window, a chunk, or those of sparse attention in an encoder; None
+            for all.
         qk_norm: normalisation of queries and keys after their projection.
         value_norm: normalisation of values per head, without weights.
         one_for_both: whether one matrix makes keys and values; values are its result before norm and rotation.
@@ -121,11 +122,6 @@ class Attention:
         gate: the gate by which their results are multiplied.
         latent: the source of queries, keys and values; None: each has a separate projection of the hidden state. With
             latents there is one KV head, and head_dim is the width of a token's vector in pages.
-        global_tokens: tokens that the window does not limit; the window must then have equal size on both sides.
-        block_sums: sums of blocks that tokens see in addition to the window, which must then have equal size on both
-            sides.
-        blocks: the blocks that tokens see, in an encoder; None for all.
-        stream: how tokens of an encoder see vectors that pass through its layers beside them.
         in_parts: whether tokens of an encoder see only those of their own part of the input (`Inputs.parts`).
     """
 
@@ -136,7 +132,7 @@ class Attention:
     position: AttentionPosition | None = None
     temperature: Temperature | None = None
     causal: bool = True
-    window: Sight | None = None
+    sees: Sight | Sparse | None = None
     qk_norm: QkNorm | None = None
     value_norm: Norm | None = None
     one_for_both: bool = False
@@ -149,11 +145,14 @@ class Attention:
     spans: Spans | None = None
     gate: OutputGate | None = None
     latent: Latent | None = None
-    global_tokens: GlobalTokens | None = None
-    block_sums: BlockSums | None = None
-    blocks: SparseBlocks | None = None
-    stream: GlobalStream | None = None
     in_parts: bool = False
+
+    @property
+    def window(self) -> Sight | None:
+        """The window or chunk of keys that a query sees; None for none."""
+        if isinstance(self.sees, GlobalTokens | BlockSums):
+            return Window(self.sees.reach, self.sees.reach)
+        return self.sees if isinstance(self.sees, Sight) else None
 
     @property
     def turned(self) -> int:

@@ -21,20 +21,22 @@ class BeforeToken:
 
 @dataclass(frozen=True, slots=True)
 class GlobalTokens:
-    """Some tokens see all others and are seen by all, whatever the window. They use separate projections of queries,
+    """Tokens see a window. Some tokens see all others and are seen by all. They use separate projections of queries,
     keys and values (Longformer, arXiv:2004.05150, 3.1)."""
 
     which: FirstToken | BeforeToken
+    reach: int  # tokens of the window on either side
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSums:
-    """Further keys and values that every token of an input sees, whatever the window: each is made from the normalised
-    sum of a block of tokens (transient global attention, arXiv:2112.07916, 3.1.2). The remaining tokens at the end of
-    an input belong to its last whole block. An input without a whole block has no sums. `size`: tokens per block."""
+    """Tokens see a window, and further keys and values. Each of these is made from the normalised sum of a block of
+    tokens (transient global attention, arXiv:2112.07916, 3.1.2). The remaining tokens at the end of an input belong to
+    its last whole block. An input without a whole block has no sums."""
 
-    size: int
+    size: int  # tokens per block
     norm: Norm
+    reach: int  # tokens of the window on either side
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +68,6 @@ class GlobalStream:
     # of adjacent layers
     shift: int
     norm: Norm  # a norm of the vectors before attention
+
+
+Sparse = GlobalTokens | BlockSums | SparseBlocks | GlobalStream

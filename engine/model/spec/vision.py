@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.interface.vision import Enclosed, Framed, Leading, Lined, Surrounds, Tiling, TwoWay
+from engine.interface.vision import ImageTokens
 from engine.model.normalisation import Norm
 from engine.model.spec.networks import Activation, Gated
 from engine.model.spec.stack import Stack
@@ -67,21 +67,13 @@ class Pooled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Vision:
+class Vision(ImageTokens):
     """A tower over crops of images, and the projector from its hidden states to a decoder's vectors (arXiv:2304.08485).
 
     Attributes:
         tower: an encoder of images without a head.
-        token_id: stands in a prompt wherever a vector goes.
         skip: number of a crop's first hidden states that are left out.
         projector: makes the decoder's vectors.
-        newline: a learned vector ends rows (`Tiling`), and follows an image of one crop.
-        tiling: how an image becomes several crops.
-        surrounds: the texts around crops that are separate images among the tokens.
-        frame, enclosed, leading: the same, for other families.
-        lined: the texts among an image's vectors.
-        two_way: the tokens that see each other in both directions in the decoder: those of an image, or of a prompt
-            with images.
         squares: an image keeps its shape, and each square of this many patches a side becomes a vector
             (`engine.model.grids`); 0: the tower reads crops of one size.
         window: squares of a window's side, for attention `in_parts`; 0: an image is one window.
@@ -89,24 +81,13 @@ class Vision:
             the other, add them to the tokens' hidden states (arXiv:2406.04334).
         joined: the projector reads the tower's `kept` hidden states, in order, and the last ones, concatenated.
         scale: multiplies the decoder's vectors.
-        axes: positions of the decoder's tokens have three axes: in an image time, row and column.
     """
 
     tower: Stack
-    token_id: int
     skip: int
     projector: Projector | GatedProjector | Shuffled | Pooled
-    newline: bool = False
-    tiling: Tiling | None = None
-    surrounds: Surrounds | None = None
-    frame: Framed | None = None
-    enclosed: Enclosed | None = None
-    lined: Lined | None = None
-    leading: Leading | None = None
-    two_way: TwoWay | None = None
     squares: int = 0
     window: int = 0
     deep: Projector | None = None
     joined: bool = False
     scale: float = 1.0
-    axes: bool = False

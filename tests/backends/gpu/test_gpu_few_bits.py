@@ -32,9 +32,9 @@ from engine.execution import starting
 from engine.execution.recording import eager
 from engine.model import quantisation, quantised_loading, transformer
 from engine.model.experts import ExpertMatrices
-from engine.model.kernels import FUSED
 from engine.model.latent import LatentAttention
 from engine.model.quantisation import ON_GPUS, Quantization, device_product, quantise_by_torch
+from engine.model.row_form import FUSED
 
 pytestmark = pytest.mark.slow
 

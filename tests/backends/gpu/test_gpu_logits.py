@@ -14,9 +14,9 @@ if torch.cuda.is_available():
 from support.gpu import kernels
 from support.late_device import late_device
 
-from engine.model.kernels import FUSED, LIBRARY, RowForm
 from engine.model.layers import Linear
 from engine.model.place import Place
+from engine.model.row_form import FUSED, LIBRARY, RowForm
 
 pytestmark = pytest.mark.slow
 

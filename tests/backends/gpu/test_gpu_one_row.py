@@ -31,7 +31,7 @@ from engine.backends.triton import overlap as overlap_of_kernels
 from engine.execution import starting, warmup
 from engine.execution.recording import CudaRecorder, Recorder, eager
 from engine.execution.warmup import typical_row
-from engine.model.kernels import FUSED, LIBRARY, OVERLAPPING
+from engine.model.row_form import FUSED, LIBRARY, OVERLAPPING
 from engine.scheduling.plan import StepPlan
 
 pytestmark = pytest.mark.slow

@@ -21,7 +21,7 @@ from engine.backends.triton import activations, matvec, norms, rotary
 from engine.model.executors.triton import TritonExecutor
 from engine.model.executors.triton_operations import Join
 from engine.model.executors.triton_row import MultiplyRow
-from engine.model.kernels import FUSED, LIBRARY, RowForm
+from engine.model.row_form import FUSED, LIBRARY, RowForm
 from engine.model.transformer import Transformer
 
 pytestmark = pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Layers run as one call of the library: every family gives what its modules give, bit for bit, and is run so."""
+"""Layers run as one call of the library: every family gives what single kernels give, bit for bit, and is run so."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.checkpoints import make_checkpoint, random_prompt
 from support.driving import Job, make_engine, run
 from support.encoders import ENCODER_SHAPES, make_encoder_checkpoint
 from support.everyday import everyday
-from support.executors import by_torch, counted, stacks_of, use_torch
+from support.executors import by_single_kernels, by_torch, counted, stacks_of, use_torch
 from support.families import FAMILY_SHAPES, make_family_checkpoint
 from support.native import each_amx, each_isa, kernels_of, needs_native
 from support.pages import BLOCK, Pages, close, load, scattered_tables
@@ -32,9 +32,10 @@ from engine.backends.native import gemm
 from engine.backends.native import program as programs
 from engine.backends.native.attention import NativeAttention
 from engine.backends.torch.attention import TorchReference
-from engine.model import checkpoint, families, kernels, packing, spec
+from engine.model import checkpoint, families, packing, spec
 from engine.model.activations import ACTIVATIONS
 from engine.model.executors import native as native_executor
+from engine.model.executors import native_rows
 from engine.model.executors.native import NativeExecutor
 from engine.model.executors.reference import TorchExecutor
 from engine.model.experts import ExpertMatrices, ExpertsFeedForward
@@ -85,10 +86,9 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch has some activations to itself otherwise, and bfloat16 on CPUs with matrix tiles; only the library tells
     short inputs from long ones, which tiles multiply."""
-    everything = dict.fromkeys((torch.float32, torch.bfloat16), frozenset(ACTIVATIONS))
-    monkeypatch.setattr(kernels, "PLAIN", everything)
-    monkeypatch.setattr(kernels, "GATED", everything)
-    monkeypatch.setattr(packing, "_native_is_best", lambda dtype, amx: dtype in everything)
+    monkeypatch.setattr(native_rows, "PLAIN", frozenset(ACTIVATIONS))
+    monkeypatch.setattr(native_rows, "GATED", frozenset(ACTIVATIONS))
+    monkeypatch.setattr(packing, "_native_is_best", lambda dtype, amx: dtype in (torch.float32, torch.bfloat16))
     monkeypatch.setattr(gemm, "has_amx", lambda: False)
 
 
@@ -112,7 +112,7 @@ def both_ways(model: Transformer, padding: int = 0) -> Iterator[tuple[Tensor, Te
     with counted() as runs:
         ours = hidden_states(model, padding)
         assert runs.call_count == passes
-        with by_torch(model):
+        with by_single_kernels(model):
             theirs = hidden_states(model, padding)
         assert runs.call_count == passes
     return zip(ours, theirs, strict=True)
@@ -124,11 +124,18 @@ def equal(pairs: Iterator[tuple[Tensor, Tensor]]) -> None:
 
 
 def agree(model: Transformer, padding: int = 0) -> None:
-    """Both executors give the same bits, but for experts' weights, whose exponentials are summed otherwise, and for the
-    delta rule and scans, whose sums over keys are. Fading attention carries what experts change to later tokens."""
+    """Both executors give the same bits, but for experts' weights, whose exponentials are summed otherwise, for
+    recurrences, whose sums and functions are, and for the openings of heads."""
     blocks = model.spec.trunk.blocks
-    carrying = spec.DeltaRule | spec.SelectiveScan | spec.FadingAttention
-    delta = any(isinstance(block.mixing, carrying) for block in blocks)
+    carrying = (
+        spec.DeltaRule
+        | spec.SelectiveScan
+        | spec.ChannelScan
+        | spec.GatedRecurrence
+        | spec.FadingAttention
+        | spec.FeatureDelta
+    )
+    delta = any(isinstance(block.mixing, carrying) or block.attention.gate is not None for block in blocks)
     if not delta and not any(isinstance(block.ffn, spec.Experts | spec.Shared) for block in blocks):
         equal(both_ways(model, padding))
         return
@@ -143,7 +150,7 @@ def agree(model: Transformer, padding: int = 0) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_hidden_states_and_pages_are_those_of_the_modules(subject: Subject, dtype: torch.dtype) -> None:
+def test_hidden_states_and_pages_are_those_of_single_kernels(subject: Subject, dtype: torch.dtype) -> None:
     agree(subject.load(dtype))
 
 
@@ -394,7 +401,7 @@ def test_hidden_states_of_encoders(encoder: Path, dtype: torch.dtype, quantizati
     with counted() as runs:
         found = [read(model), read(model, padding=3)]
     assert runs.call_count == 2
-    with by_torch(model):
+    with by_single_kernels(model):
         equal(iter(zip(found, [read(model), read(model, padding=3)], strict=True)))
     assert found[0].isfinite().all()
 
@@ -415,7 +422,7 @@ def test_hidden_states_of_encoders_by_matrix_tiles(
             one.inputs % 32 == 0 for one in model.encoder.modules() if isinstance(one, Linear)
         )
         found = [read(model), read(model, padding=3)]
-        with by_torch(model):
+        with by_single_kernels(model):
             for ours, theirs in zip(found, [read(model), read(model, padding=3)], strict=True):
                 if dtype == torch.bfloat16:
                     assert torch.equal(ours, theirs)

@@ -10,15 +10,18 @@ import pytest
 import torch
 from support.checkpoints import Checkpoint, random_prompt
 from support.driving import Job, make_engine, run
-from support.executors import use_torch
+from support.executors import by_single_kernels, use_torch
 from support.native import each_isa, kernels_of, needs_native
 from support.pages import Pages, load, scattered_tables
 from torch import Tensor
 
 from engine import SamplingParams
 from engine.backends import native
-from engine.model import kernels
+from engine.backends.native import norms, rotary
 from engine.model.activations import ACTIVATIONS, activate, activate_by_name, gate_by_name
+from engine.model.executors import native_rows
+from engine.model.executors.choice import choose_kernels
+from engine.model.executors.native_rows import NativeRows
 from engine.model.normalisation import Norm
 from engine.model.norms import build_norm
 from engine.model.place import Place
@@ -40,13 +43,19 @@ def hidden_states(model: Any, prompts: list[list[int]]) -> Tensor:
 def test_hidden_states_are_those_of_torch(
     checkpoint: Callable[[str], Checkpoint], name: str, dtype: torch.dtype, isa: str
 ) -> None:
+    """A model whose weights are not laid out is torch's alone, and starts no kernel."""
     found = checkpoint(name)
     model = load(found.path, dtype, max_model_len=60)
     prompts = [random_prompt(found.vocab, seed, length) for seed, length in enumerate((11, 30, 4))]
-    with native.use(None):
+    with native.use(None):  # a kernel would raise an error
         by_torch = hidden_states(model, prompts)
-    store = kernels.rotary.rotate_and_store
-    with kernels_of(isa, 2), mock.patch.object(kernels.rotary, "rotate_and_store", side_effect=store) as stored:
+    store = rotary.rotate_and_store
+    choose_kernels(model, CPU)
+    with (
+        kernels_of(isa, 2),
+        by_single_kernels(model),
+        mock.patch.object(rotary, "rotate_and_store", side_effect=store) as stored,
+    ):
         ours = hidden_states(model, prompts)
     assert stored.call_count == 3 * len(model.spec.trunk.blocks), "in each layer of each step"
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
@@ -62,32 +71,40 @@ def test_tokens_are_those_of_torch(checkpoint: Callable[[str], Checkpoint], cach
         wanted = run(make_engine(found.path, kv_cache_dtype=cache_dtype), jobs)
     engine = make_engine(found.path, kv_cache_dtype=cache_dtype)
     assert run(engine, jobs) == wanted
-    use_torch(engine.runner.model)
-    with mock.patch.object(kernels.norms, "rms_norm", side_effect=kernels.norms.rms_norm) as normed:
+    with (
+        by_single_kernels(engine.runner.model),
+        mock.patch.object(norms, "rms_norm", side_effect=norms.rms_norm) as normed,
+    ):
         assert run(engine, jobs) == wanted
-    assert normed.called
+        assert normed.called
+        normed.reset_mock()
+        use_torch(engine.runner.model)
+        assert run(engine, jobs) == wanted
+        assert not normed.called
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_listed_is_what_kernels_compute(dtype: torch.dtype) -> None:
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
-    gate, up = x.chunk(2, dim=1)
+    (gate, up), rows = x.chunk(2, dim=1), NativeRows()
     tolerance = {"rtol": 2e-2, "atol": 1e-4} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
     for name, function in ACTIVATIONS.items():
-        torch.testing.assert_close(activate_by_name(name, x), activate(function, x), **tolerance)
-        torch.testing.assert_close(gate_by_name(name, x), activate(function, gate) * up, **tolerance)
-        assert (kernels.activate(name, x) is not None) == (name in kernels.PLAIN[dtype])
-        assert (kernels.gate(name, x) is not None) == (name in kernels.GATED[dtype])
+        torch.testing.assert_close(activate_by_name(name, x, rows), activate(function, x), **tolerance)
+        torch.testing.assert_close(gate_by_name(name, x, rows), activate(function, gate) * up, **tolerance)
+        assert (rows.activate(name, x) is not None) == (name in native_rows.PLAIN)
+        assert (rows.gate(name, x) is not None) == (name in native_rows.GATED)
 
 
 def test_other_formats_are_torchs() -> None:
-    x = torch.randn(3, 8).half()
-    assert not kernels.take(x)
-    assert kernels.activate("gelu_tanh", x) is None
-    assert kernels.gate("silu", x) is None
+    x, rows = torch.randn(3, 8).half(), NativeRows()
+    assert rows.activate("gelu_tanh", x) is None
+    assert rows.gate("silu", x) is None
     norm = build_norm(Norm("rms", 1e-5), 8, Place(CPU, torch.float16))
     assert norm is not None
     norm.weight.fill_(1)
+    choose_kernels(norm, CPU)
+    assert isinstance(norm.kernels, NativeRows)
     assert norm(x).dtype == torch.float16
     with native.use(None):
-        assert not kernels.take(x.float())
+        choose_kernels(norm, CPU)
+    assert norm.kernels is None

@@ -109,7 +109,7 @@ def test_parts_of_a_predicting_stream_out_of_place_are_named(read: Read) -> None
     assert named(blocks=(replace(block, placement=Pre(LAYER, LAYER, LAYER)),)) == [
         "QueryBuckets in layers other than Post with Dense"
     ]
-    for attention in (replace(block.attention, window=Window(4)), replace(block.attention, position=None)):
+    for attention in (replace(block.attention, sees=Window(4)), replace(block.attention, position=None)):
         assert named(blocks=(replace(block, attention=attention),)) == ["QueryBuckets with attention of another kind"]
     brought = replace(encoder.blocks[0].attention, position=QueryBuckets(32, 128))
     read_so = replace(encoder, blocks=(replace(encoder.blocks[0], attention=brought),))

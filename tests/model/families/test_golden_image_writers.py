@@ -148,6 +148,10 @@ def test_chats_over_http(subject: Subject) -> None:
     assert api.ask("/v1/responses", input=asked, max_output_tokens=1)["usage"]["input_tokens"] == count
     asked = [{"role": "user", "content": "a", "images": [data]}]
     assert api.ask("/api/chat", model="tiny", messages=asked, stream=False)["prompt_eval_count"] == count
+    found = api.ask("/api/generate", model="tiny", prompt="a", images=[data], stream=False)
+    assert (found["prompt_eval_count"], "context" in found) == (count, False)
+    assert api.ask("/api/generate", model="tiny", images=[data], stream=False)["prompt_eval_count"] < count
+    assert "one image" in api.post("/api/generate", model="tiny", prompt="a").json()["error"]
     assert api.ask("/tokenize", messages=[{"role": "user", "content": content}])["count"] == 2
     refused = api.post("/v1/chat/completions", messages=[{"role": "user", "content": content * 2}], **body)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")

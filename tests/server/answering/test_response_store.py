@@ -612,12 +612,3 @@ def test_a_service_that_is_killed_keeps_what_it_has_said(tmp_path: Path) -> None
         again.process.kill()
         again.process.wait(PATIENCE)
     assert "Traceback" not in again.log.read_text()
-
-
-@pytest.mark.slow
-def test_a_service_does_not_start_with_a_file_that_is_damaged(tmp_path: Path) -> None:
-    Path(file_in(tmp_path)).write_bytes(b"nothing that SQLite knows" * 300)
-    service = Service("--response-store", file_in(tmp_path), log=tmp_path / "service.log")
-    assert service.process.wait(PATIENCE) != 0
-    assert "move it away" in service.log.read_text()
-    assert "Traceback" not in service.log.read_text()

@@ -54,6 +54,16 @@ def test_each_tenant_in_turn_and_of_its_lanes_each() -> None:
     assert not turns._lanes
 
 
+def test_background_inputs_take_no_clients_room() -> None:
+    turns, log = Turns(step_inputs=1, step_tokens=100), []
+    turns.behind.join(Queue("line", [1] * 6, turns.behind, log))
+    turns.join(Queue("a", [1] * 3, turns, log))
+    assert log == ["line0", "line1", "a0", "a1"]
+    assert turns.num_waiting == 4 + 1
+    turns.behind.ended(1)
+    assert log[4:] == ["line2"]
+
+
 def test_a_lane_that_leaves_takes_its_tenant_along() -> None:
     turns, log = Turns(step_inputs=1, step_tokens=100), []
     lanes = [Queue(name, [1] * 9, turns, log) for name in "ab"]

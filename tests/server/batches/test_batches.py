@@ -264,6 +264,54 @@ def test_no_line_begins_while_a_client_waits(tmp_path: Path) -> None:
     Batching(tmp_path, held).run(scene)
 
 
+def test_lines_do_not_wait_behind_clients_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a while, one at a time is an ordinary request, even if all have begun in the background."""
+    monkeypatch.setattr(runners, "_PATIENCE", 0.05)
+    background, ordinary = Held(), Held()
+
+    def script(request_id: str, source: Any, params: Any) -> Any:
+        is_line = api.client.terms[request_id]["priority"] or "hi 0;" not in source.text
+        if not is_line:
+            return background(request_id, source, params)
+        return (background if api.client.terms[request_id]["priority"] else ordinary)(request_id, source, params)
+
+    async def scene(api: Conversing) -> None:
+        client = api.openai()
+        batch = await begun(client, jsonl(line(1)))
+        await background.wait(1)  # it has begun, and the engine computes nothing for it
+        asked = asyncio.create_task(api.ask("POST", CHAT, line(0)["body"]))
+        other = await begun(client, jsonl(line(2)))
+        await ordinary.wait(1)
+        await asyncio.sleep(0.2)
+        assert len(ordinary.begun) == 1, "one at a time"
+        ordinary.gate.set()
+        for id_ in (batch.id, other.id):
+            assert (await ended(client, id_)).request_counts.completed == 1
+        assert sorted(ordinary.begun) == ["user:hi 1;assistant:", "user:hi 2;assistant:"]
+        assert not asked.done()
+        background.gate.set()
+        assert (await asked).status_code == 200
+
+    api = Batching(tmp_path, script)
+    api.run(scene)
+
+
+def test_lines_take_no_clients_room(tmp_path: Path) -> None:
+    held = Held()
+
+    async def scene(api: Conversing) -> None:
+        client = api.openai()
+        batch = await begun(client, jsonl(*map(line, range(8))))
+        await held.wait(8)  # as many as fit
+        asked = [asyncio.create_task(api.ask("POST", CHAT, line(0)["body"])) for _ in range(9)]
+        await held.wait(17)
+        held.gate.set()
+        assert [(await each).status_code for each in asked] == [200] * 9
+        assert (await ended(client, batch.id)).request_counts.completed == 8
+
+    Batching(tmp_path, held, max_num_queued_reqs=1).run(scene)
+
+
 def test_no_more_lines_run_than_are_allowed(tmp_path: Path) -> None:
     held = Held()
 

@@ -39,6 +39,7 @@ ENGINE = {
     "enforce_eager": True, "flash_prefill": True, "gpu_memory_utilization": 0.5, "num_gpu_blocks_override": 77,
     "enable_prefix_caching": False, "generation_config": "none", "max_num_beams": 4, "seed": 5, "show_progress": False,
     "lora_modules": ("a=x", '{"name": "b", "path": "y, z"}'), "max_loras": 3, "max_lora_rank": 8,
+    "lora_dtype": "float32",
     "catalogue": ("a=one.jsonl", "b=two=2.jsonl"), "chat_template": "chatml",
     "speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}',
     "kv_events_config": '{"enable_kv_cache_events": true, "publisher": "null"}',
@@ -523,6 +524,17 @@ def test_a_reader_that_leaves_is_no_error() -> None:
         os.close(writer)
     assert run.returncode == -signal.SIGPIPE
     assert run.stderr == ""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+@pytest.mark.parametrize(
+    ("stdout", "status", "said"),
+    [("/dev/full", 1, "octavo config: the output cannot be written: No space left on device.\n"), ("&-", 0, "")],
+)
+def test_stdout_that_takes_nothing(stdout: str, status: int, said: str) -> None:
+    command = ["sh", "-c", f'"{sys.executable}" -m octavo config >{stdout}']
+    run = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=200)
+    assert (run.returncode, run.stderr) == (status, said)
 
 
 def test_settings_come_without_what_serving_needs() -> None:

@@ -640,6 +640,8 @@ def test_ollamas_clients_see_all_models(monkeypatch: pytest.MonkeyPatch) -> None
             async def names(path: str) -> list[str]:
                 return [one["name"] for one in (await found.http.get(path)).json()["models"]]
 
+            shown = await found.http.post("/api/show", json={"model": "b"})
+            assert shown.json()["capabilities"] == ["completion"], "it waits until this is known"
             assert (await found.http.get("/api/version")).status_code == 200
             assert (await names("/api/tags"), await names("/api/ps")) == (["a:latest", "b:latest"], [])
             assert found.loads == []
@@ -713,6 +715,10 @@ def test_models_come_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (chat.aliases, chat.pinned, chat.idle_time) == (("gpt-4o",), True, 5)
     assert (chat.engine.max_model_len, chat.settings.tool_call_parser) == (7, "hermes")
     assert chat.engine.adapters == {"sql": "y"}
+    assert (chat.engine.share_weights, embed.engine.share_weights) == (None, True), "pinned models are loaded once"
+    file.write_text("a: x\nb: {model: y, quantization-cache: off}\nc: {model: z, share-weights: false}")
+    assert [each.engine.share_weights for each in settings_of("--models", str(file))] == [True, None, False]
+    assert settings_of("--models", str(file), "--no-share-weights")[0].engine.share_weights is False
     assert (embed.engine.model, embed.engine.max_model_len, embed.settings.tool_call_parser) == ("z", 99, "auto")
 
 

@@ -119,21 +119,26 @@ OCTAVO_INLINE void walk(const ActivationRows<T>& a, int thread, int threads) {
   }
 }
 
-// The numbers are those of activations.py.
+// Calls work(function), whose `of` is the function of a number: those of activations.py.
+template <class Work>
+OCTAVO_INLINE void with_function(int64_t function, const Work& work) {
+  switch (function) {
+    case 0: return work(Relu{});
+    case 1: return work(SquaredRelu{});
+    case 2: return work(Gelu{});
+    case 3: return work(GeluTanh{});
+    case 4: return work(QuickGelu{});
+    case 5: return work(Silu{});
+    case 6: return work(Tanh{});
+    case 7: return work(Exponential{});
+    case 8: return work(Logistic{});
+    case 9: return work(Erf{});
+  }
+}
+
 template <class T>
 static void activate_part(const ActivationRows<T>& a, int64_t function, int thread, int threads) {
-  switch (function) {
-    case 0: return walk<Relu>(a, thread, threads);
-    case 1: return walk<SquaredRelu>(a, thread, threads);
-    case 2: return walk<Gelu>(a, thread, threads);
-    case 3: return walk<GeluTanh>(a, thread, threads);
-    case 4: return walk<QuickGelu>(a, thread, threads);
-    case 5: return walk<Silu>(a, thread, threads);
-    case 6: return walk<Tanh>(a, thread, threads);
-    case 7: return walk<Exponential>(a, thread, threads);
-    case 8: return walk<Logistic>(a, thread, threads);
-    case 9: return walk<Erf>(a, thread, threads);
-  }
+  with_function(function, [&](auto named) { walk<decltype(named)>(a, thread, threads); });
 }
 
 }  // namespace octavo

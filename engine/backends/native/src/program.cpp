@@ -246,12 +246,18 @@ struct Runner {
   }
 
   void run(const OpenWhat& o) const {
-    each_row([&](int64_t row) {
-      const T* opening = at(o.opening) + row * o.opening.stride;
-      Vector factor{};
-      each(1, [&](auto v) { factor = all(rounded(logistic(v.read(opening)), opening)[0]); });
-      T* x = at(o.x) + row * o.x.stride;
-      each(o.width, [&](auto v) { v.write(x, v.read(x) * factor); });
+    const int64_t size = o.width / o.pieces;
+    with_function(o.function, [&](auto function) {
+      each_row([&](int64_t row) {
+        const T* opening = at(o.opening) + row * o.opening.stride;
+        T* x = at(o.x) + row * o.x.stride;
+        const auto opened = [&](Vector v) { return rounded(decltype(function)::of(v, opening), opening); };
+        if (size == 1) return each(o.width, [&](auto v) { v.write(x, v.read(x) * opened(v.read(opening))); });
+        for (int64_t piece = 0; piece < o.pieces; ++piece, x += size) {
+          const Vector factor = all(opened(all(number(opening + piece)))[0]);
+          each(size, [&](auto v) { v.write(x, v.read(x) * factor); });
+        }
+      });
     });
   }
 
@@ -274,16 +280,37 @@ struct Runner {
   }
 
   void run(const ConvolveWhat& o) const {
-    const Convolved<T> a{at(o.x), at(o.out), o.weight, o.bias, o.x.stride, o.out.stride, o.width, o.taps, o.gated};
+    const Convolved<T> a{at(o.x), at(o.out), o.weight, o.bias, o.x.stride, o.out.stride, o.width, o.taps, o.form};
     convolve_part(a, *o.memory, state_rows(), thread, threads);
   }
 
   void run(const DeltaWhat& o) const {
-    const Delta<T> a{at(o.x),       at(o.rates),     at(o.opening),     at(o.out),      o.decay,
-                     o.offset,      o.norm,          o.x.stride,        o.rates.stride, o.opening.stride,
-                     o.out.stride,  o.begin,         o.key_heads,       o.value_heads,  o.key_dim,
-                     o.value_dim,   o.alternate,    static_cast<float>(o.eps), static_cast<float>(o.most)};
-    delta_part(a, *o.memory, state_rows(), thread, threads);
+    const Delta<T> a{at(o.x),
+                     at(o.rates),
+                     at(o.fading),
+                     at(o.opening),
+                     at(o.out),
+                     o.decay,
+                     o.offset,
+                     o.norm,
+                     o.x.stride,
+                     o.rates.stride,
+                     o.fading.stride,
+                     o.opening.stride,
+                     o.out.stride,
+                     o.begin,
+                     o.key_heads,
+                     o.value_heads,
+                     o.key_dim,
+                     o.value_dim,
+                     o.alternate,
+                     o.logistic,
+                     static_cast<float>(o.eps),
+                     static_cast<float>(o.most)};
+    if (a.fading)
+      delta_part<true>(a, *o.memory, state_rows(), thread, threads);
+    else
+      delta_part<false>(a, *o.memory, state_rows(), thread, threads);
     others.wait(threads);
     delta_norm_part(a, step.starts[step.rows], thread, threads);
   }
@@ -294,8 +321,23 @@ struct Runner {
                     o.out.stride, o.begin, o.heads,        o.head_dim,       o.groups,     o.size,
                     o.norm_first, static_cast<float>(o.eps)};
     scan_part(a, *o.memory, state_rows(), thread, threads);
+    if (!a.opening) return;
     others.wait(threads);
     scan_norm_part(a, step.starts[step.rows], thread, threads);
+  }
+
+  void run(const ChannelsWhat& o) const {
+    const ChannelScan<T> a{at(o.x),        at(o.before),    at(o.after),     at(o.steps),      at(o.opening),
+                           at(o.out),      o.decay,         o.skip,          o.x.stride,       o.before.stride,
+                           o.after.stride, o.steps.stride,  o.opening.stride, o.out.stride,    o.begin,
+                           o.width,        o.size};
+    channel_scan_part(a, *o.memory, state_rows(), thread, threads);
+  }
+
+  void run(const RecurrenceWhat& o) const {
+    const Recurrence<T> a{at(o.x),         at(o.inputs),    at(o.decays),    at(o.out),    o.speed, step.positions,
+                          o.x.stride, o.inputs.stride, o.decays.stride, o.out.stride, o.begin, o.width};
+    recurrence_part(a, *o.memory, state_rows(), thread, threads);
   }
 
   void run(const ClipWhat& o) const {
@@ -326,6 +368,8 @@ struct Runner {
       case SCAN: return run(*static_cast<const ScanWhat*>(o.what));
       case REDUCE: return run(*static_cast<const ReduceWhat*>(o.what));
       case DELTA: return run(*static_cast<const DeltaWhat*>(o.what));
+      case CHANNELS: return run(*static_cast<const ChannelsWhat*>(o.what));
+      case RECURRENCE: return run(*static_cast<const RecurrenceWhat*>(o.what));
       case CONVOLVE: return run(*static_cast<const ConvolveWhat*>(o.what));
     }
   }

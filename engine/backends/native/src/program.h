@@ -7,6 +7,7 @@
 
 #include "adapters.h"
 #include "attention.h"
+#include "channels.h"
 #include "ranks.h"
 #include "scan.h"
 #include "states.h"
@@ -18,7 +19,7 @@ struct Place {
   int64_t buffer, offset, stride;  // buffer < 0: nothing
 };
 
-enum Kind : int64_t { NORM = 0, PRODUCT = 1, ROTATE = 2, ATTEND = 3, ACTIVATE = 4, ADD = 5, CLIP = 6, EXPERTS = 7, GATHER = 8, OPEN = 9, SHRINK = 10, EXPAND = 11, CONVOLVE = 12, DELTA = 13, SCAN = 14, REDUCE = 15 };
+enum Kind : int64_t { NORM = 0, PRODUCT = 1, ROTATE = 2, ATTEND = 3, ACTIVATE = 4, ADD = 5, CLIP = 6, EXPERTS = 7, GATHER = 8, OPEN = 9, SHRINK = 10, EXPAND = 11, CONVOLVE = 12, DELTA = 13, SCAN = 14, REDUCE = 15, CHANNELS = 16, RECURRENCE = 17 };
 
 struct Operation {
   int64_t kind;
@@ -117,10 +118,10 @@ struct AddWhat {
   int64_t width;
 };
 
-// x = sigmoid(opening) * x; an opening is one number of each row.
+// x = function(opening) * x; an opening is a number of each of as many pieces of a row.
 struct OpenWhat {
   Place opening, x;
-  int64_t width;
+  int64_t width, pieces, function;  // function: as of activate_part
 };
 
 // thin = down * x of the tokens with an adapter, in float32.
@@ -136,20 +137,20 @@ struct ExpandWhat {
   const AdapterSlot* slots;
 };
 
-// out = b * convolution(a * values) of x = [a | b | values], or silu(convolution(x)).
+// See Convolved in states.h.
 struct ConvolveWhat {
   Place x, out;
   const float *weight, *bias;
   const StateMemory* memory;
-  int64_t width, taps, gated;
+  int64_t width, taps, form;
 };
 
 // The gated delta rule, see Delta in states.h.
 struct DeltaWhat {
-  Place x, rates, opening, out;
+  Place x, rates, fading, opening, out;
   const float *decay, *offset, *norm;
   const StateMemory* memory;
-  int64_t begin, key_heads, value_heads, key_dim, value_dim, alternate;
+  int64_t begin, key_heads, value_heads, key_dim, value_dim, alternate, logistic;
   double eps, most;
 };
 
@@ -160,6 +161,22 @@ struct ScanWhat {
   const StateMemory* memory;
   int64_t begin, heads, head_dim, groups, size, norm_first;
   double eps;
+};
+
+// Mamba's scan, see ChannelScan in channels.h.
+struct ChannelsWhat {
+  Place x, before, after, steps, opening, out;
+  const float *decay, *skip;
+  const StateMemory* memory;
+  int64_t begin, width, size;
+};
+
+// RG-LRU, see Recurrence in channels.h.
+struct RecurrenceWhat {
+  Place x, inputs, decays, out;
+  const float* speed;
+  const StateMemory* memory;
+  int64_t begin, width;
 };
 
 // x = the sum of all ranks' x, in the order of ranks.

@@ -12,8 +12,8 @@ namespace octavo {
 template <class T>
 struct Scan {
   const T* x;      // x of each head, B of each group, C of each group
-  const T* rates;  // of each head the number that t follows from
-  const T* opening;
+  const T* rates;  // of each head the number that t follows from; null: t is 1
+  const T* opening;  // null: neither gates nor a norm
   T* out;
   const float *decay, *offset, *skip, *norm;  // [heads] each; norm: [heads * head_dim], or null
   int64_t x_stride, rates_stride, opening_stride, out_stride, begin, heads, head_dim, groups, size, norm_first;
@@ -38,7 +38,8 @@ OCTAVO_INLINE void scan_tokens(const Scan<T>& s, int64_t head, int64_t column, c
       v.write(before[t], v.read(from));
       v.write(after[t], v.read(to));
     });
-    const Vector step = soft_plus(all(number(s.rates + (token + t) * s.rates_stride + head) + s.offset[head]));
+    Vector step = all(1.0f);
+    if (s.rates) step = soft_plus(all(number(s.rates + (token + t) * s.rates_stride + head) + s.offset[head]));
     decay[t] = exponential(-s.decay[head] * step);
     for (int64_t n = 0; n < SCAN_COLUMNS; ++n)
       added[t][n] = columns.read(x + head * s.head_dim + column, n) * all(step[0]);

@@ -23,15 +23,17 @@ struct StateRows {
   int64_t rows;
 };
 
+// What is made of a convolution: silu(convolution(x)), b * convolution(a * values) of x = [a | b | values], or itself.
+enum Form : int64_t { SILU = 0, GATED = 1, PLAIN = 2 };
+
 template <class T>
 struct Convolved {
-  const T* x;  // [a | b | values], or the values alone
+  const T* x;
   T* out;
   const float *weight, *bias;  // [taps, width]; [width], or null
-  int64_t x_stride, out_stride, width, taps, gated;
+  int64_t x_stride, out_stride, width, taps, form;
 };
 
-// out = b * convolution(a * values), or silu(convolution(values)).
 template <class T>
 OCTAVO_INLINE void convolve_part(const Convolved<T>& c, const StateMemory& memory, const StateRows& r, int thread,
                                  int threads) {
@@ -46,7 +48,7 @@ OCTAVO_INLINE void convolve_part(const Convolved<T>& c, const StateMemory& memor
     const auto input = [&](auto v, int64_t token) -> Vector {
       if (token < 0) return before ? v.read(before + (kept + token) * c.width + own.first) : Vector{};
       const T* x = c.x + (start + token) * c.x_stride + own.first;
-      if (!c.gated) return v.read(x);
+      if (c.form != GATED) return v.read(x);
       return rounded(v.read(x) * v.read(x + 2 * c.width), x);
     };
     for (int64_t token = 0; token < count; ++token) {
@@ -58,7 +60,8 @@ OCTAVO_INLINE void convolve_part(const Convolved<T>& c, const StateMemory& memor
           total = total + input(v, token - kept + tap) * v.read(c.weight + tap * c.width + own.first);
         if (c.bias) total = total + v.read(c.bias + own.first);
         total = rounded(total, out);
-        v.write(out, c.gated ? total * v.read(x + c.width) : total / (1.0f + exponential(-total)));
+        if (c.form == SILU) total = total / (1.0f + exponential(-total));
+        v.write(out, c.form == GATED ? total * v.read(x + c.width) : total);
       });
     }
     if (!r.sources) continue;
@@ -74,15 +77,18 @@ OCTAVO_INLINE void convolve_part(const Convolved<T>& c, const StateMemory& memor
 
 // The gated delta rule: of each value head a matrix S [key_dim, value_dim], and for each token
 //   S = d * S; S = S + k * (b * (v - k S)); out = q S
-// Columns do not depend on each other, so that threads share heads and pieces of their columns.
+// d is a number, or one for each row of S. Columns do not depend on each other, so that threads share heads and pieces of
+// their columns.
 template <class T>
 struct Delta {
   const T* x;      // queries and keys of each key head, values of each value head
   const T* rates;  // of each value head the number that b is `most` times the sigmoid of, then the one that d follows from
+  const T* fading;  // of each value head and feature of a key the number that d follows from; null: they are in `rates`
   const T* opening;
   T* out;
-  const float *decay, *offset, *norm;  // [value_heads]; [value_heads]; [value_dim]
-  int64_t x_stride, rates_stride, opening_stride, out_stride, begin, key_heads, value_heads, key_dim, value_dim, alternate;
+  const float *decay, *offset, *norm;  // [value_heads]; [value_heads], or [value_heads, key_dim]; [value_dim]
+  int64_t x_stride, rates_stride, fading_stride, opening_stride, out_stride, begin, key_heads, value_heads, key_dim,
+      value_dim, alternate, logistic;  // logistic: gates are the sigmoid of openings, and not silu
   float eps, most;
 };
 
@@ -133,14 +139,15 @@ struct Columns {
   }
 };
 
-template <class T>
+// FADING: rows of a matrix decay each at a rate of its own.
+template <bool FADING, class T>
 OCTAVO_INLINE void delta_part(const Delta<T>& d, const StateMemory& memory, const StateRows& r, int thread,
                               int threads) {
   const int64_t pieces = (d.value_dim + PIECE_COLUMNS - 1) / PIECE_COLUMNS;
   const Share own = share(d.value_heads * pieces, thread, threads);
   const int64_t widths = d.key_heads * d.key_dim, shared = d.value_heads / d.key_heads;
   const float length = 1.0f / __builtin_sqrtf(static_cast<float>(d.key_dim));
-  float query[LONGEST_KEY], key[LONGEST_KEY], last_key[LONGEST_KEY];
+  float query[LONGEST_KEY], key[LONGEST_KEY], last_key[LONGEST_KEY], decays[LONGEST_KEY], last_decays[LONGEST_KEY];
   Vector matrix[LONGEST_KEY][COLUMNS];
   for (int64_t piece = own.first; piece < own.last; ++piece) {
     const int64_t head = piece / pieces, column = piece % pieces * PIECE_COLUMNS;
@@ -154,22 +161,32 @@ OCTAVO_INLINE void delta_part(const Delta<T>& d, const StateMemory& memory, cons
           matrix[i][n] = before ? columns.read(before + i * d.value_dim, n) : Vector{};
       // The last token's change is made when the next one reads the matrix, so that each token passes over it once.
       Vector change[COLUMNS]{}, decay = all(1.0f);
-      for (int64_t i = 0; i < d.key_dim; ++i) last_key[i] = 0.0f;
+      const auto decay_of = [&](int64_t i) { return FADING ? all(last_decays[i]) : decay; };
+      for (int64_t i = 0; i < d.key_dim; ++i) last_key[i] = 0.0f, last_decays[i] = 1.0f;
       const auto keep = [&](int64_t slot) {
         float* after = memory.slots + slot * memory.size + place;
         for (int64_t i = 0; i < d.key_dim; ++i)
           for (int64_t n = 0; n < COLUMNS; ++n)
-            columns.write(after + i * d.value_dim, n, fma(all(last_key[i]), change[n], matrix[i][n] * decay));
+            columns.write(after + i * d.value_dim, n, fma(all(last_key[i]), change[n], matrix[i][n] * decay_of(i)));
       };
       for (int64_t token = r.starts[row]; token < r.starts[row + 1]; ++token) {
         const T* x = d.x + token * d.x_stride;
         unit(x + key_head * d.key_dim, query, d.key_dim, length);
         unit(x + widths + key_head * d.key_dim, key, d.key_dim, 1.0f);
+        if (FADING) {
+          const T* fading = d.fading + token * d.fading_stride + head * d.key_dim;
+          const float* offset = d.offset + head * d.key_dim;
+          each(d.key_dim, [&](auto v) {
+            v.write(decays, exponential(-d.decay[head] * soft_plus(v.read(fading) + v.read(offset))));
+          });
+        }
         Vector known[COLUMNS]{}, result[COLUMNS]{};
         for (int64_t i = 0; i < d.key_dim; ++i) {
-          const Vector was = all(last_key[i]), now = all(key[i]), asked = all(query[i]);
+          // What this token reads of a row has decayed at its rate; the row itself does so when the next one reads it.
+          const float left = FADING ? decays[i] : 1.0f;
+          const Vector was = all(last_key[i]), now = all(key[i] * left), asked = all(query[i] * left), kept = decay_of(i);
           for (int64_t n = 0; n < COLUMNS; ++n) {
-            const Vector value = fma(was, change[n], matrix[i][n] * decay);
+            const Vector value = fma(was, change[n], matrix[i][n] * kept);
             matrix[i][n] = value;
             known[n] = fma(value, now, known[n]);
             result[n] = fma(value, asked, result[n]);
@@ -177,7 +194,8 @@ OCTAVO_INLINE void delta_part(const Delta<T>& d, const StateMemory& memory, cons
         }
         const T* rates = d.rates + token * d.rates_stride + head;
         const Vector part = all(logistic(all(number(rates)))[0] * d.most);
-        decay = exponential(-d.decay[head] * soft_plus(all(number(rates + d.value_heads) + d.offset[head])));
+        if (!FADING)
+          decay = exponential(-d.decay[head] * soft_plus(all(number(rates + d.value_heads) + d.offset[head])));
         const Vector match = all(total(d.key_dim, [&](auto v, Vector sum) {
           return fma(v.read(query), v.read(key), sum);
         }));
@@ -187,7 +205,10 @@ OCTAVO_INLINE void delta_part(const Delta<T>& d, const StateMemory& memory, cons
           change[n] = (columns.read(values, n) - known[n] * decay) * part;
           columns.write(out, n, fma(match, change[n], result[n] * decay));
         }
-        for (int64_t i = 0; i < d.key_dim; ++i) last_key[i] = key[i];
+        for (int64_t i = 0; i < d.key_dim; ++i) {
+          last_key[i] = key[i];
+          if (FADING) last_decays[i] = decays[i];
+        }
         if (r.sources && r.snapshots[row] && token + 1 - r.starts[row] == r.afters[row]) keep(r.snapshots[row]);
       }
       if (r.sources) keep(r.targets[row]);
@@ -195,7 +216,7 @@ OCTAVO_INLINE void delta_part(const Delta<T>& d, const StateMemory& memory, cons
   }
 }
 
-// out = norm(out) of each head, times silu(opening).
+// out = norm(out) of each head, times silu(opening), or the sigmoid: then it is rounded once.
 template <class T>
 OCTAVO_INLINE void delta_norm_part(const Delta<T>& d, int64_t tokens, int thread, int threads) {
   const Share own = share(tokens * d.value_heads, thread, threads);
@@ -209,8 +230,10 @@ OCTAVO_INLINE void delta_norm_part(const Delta<T>& d, int64_t tokens, int thread
     });
     const Vector scale = all(1.0f / __builtin_sqrtf(squares / static_cast<float>(d.value_dim) + d.eps));
     each(d.value_dim, [&](auto v) {
-      const Vector gate = v.read(opening), normed = rounded(v.read(out) * scale, out);
-      v.write(out, rounded(normed * v.read(d.norm), out) * (gate / (1.0f + exponential(-gate))));
+      const Vector gate = v.read(opening), scaled = v.read(out) * scale;
+      if (d.logistic) return v.write(out, scaled * v.read(d.norm) * logistic(gate));
+      const Vector normed = rounded(rounded(scaled, out) * v.read(d.norm), out);
+      v.write(out, normed * (gate / (1.0f + exponential(-gate))));
     });
   }
 }
