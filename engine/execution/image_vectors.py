@@ -15,13 +15,13 @@ from engine.interface.vision import VisionInfo, normalised
 from engine.model.grids import blend_of, grid_of, patches_of
 from engine.model.inputs import Inputs
 from engine.model.layers import Linear
-from engine.model.spec import Patches
+from engine.model.spec import Patches, Projector
 from engine.model.transformer import Transformer
 from engine.scheduling.plan import ImageRows
 
 MOST_BYTES = 128 * 2**20
 """Bytes of all kept vectors. Those that were used least recently are given up; a larger image is kept alone."""
-_FREED = 48 * 2**20  # about the bytes of freed blocks that the C library keeps; it returns larger blocks at once
+_FREED = 64 * 2**20  # about the bytes of freed blocks that the C library keeps; it returns larger blocks at once
 
 
 def crop_work(model: Transformer) -> float:
@@ -71,12 +71,17 @@ def tower_bytes(model: Transformer, info: VisionInfo, max_tokens: int) -> int:
         positions, pixels = vectors * part.squares**2, vectors * info.fitted.unit**2
     image = info.channels * pixels * 4  # as float32
     patches = image * embedding.frames
-    program, width = tower.program, part.tower.hidden_size
+    program, width, kept = tower.program, part.tower.hidden_size, 1 + len(part.tower.kept)
     given = {program.stream.buffer, program.result.buffer}
     rows = sum(wide for buffer, wide in enumerate(program.widths) if buffer not in given)
-    rows += width * (len(given) + len(part.tower.kept))
     # Products lay their rows out anew before they read them.
     rows += max(one.inputs for one in tower.modules() if isinstance(one, Linear))
+    # Numbers of a position while the program runs, while its results are joined, and while they are projected.
+    running, joined = width * (len(given) + kept - 1), width * (2 * kept + 1) if part.squares else 0
+    projected = width * (kept + 2 * (kept > 1))  # several are copied apart, and normed
+    if isinstance(part.projector, Projector):
+        projected += 2 * model.vision.projector.second.inputs // part.projector.merge
+    rows += max(running, joined, projected)
     embedded = (0 if number == 4 else patches * number // 4) + positions * width * number * 2
     held = image + (patches if part.squares else 0)  # throughout
     first, then = image + embedded, positions * rows * number

@@ -14,7 +14,7 @@ from engine.model import families
 from engine.model.families.entities import FILE as ENTITIES
 from engine.model.families.entities import encoder_config
 from engine.model.families.language_part import language_part
-from engine.model.families.sight import SEEING
+from engine.model.families.sight import SEEING, UNSEEN
 from engine.model.folders import find_here, is_checkpoint
 from engine.model.gguf.files import NO_PROJECTOR
 from engine.model.gguf.folder import stand_in
@@ -121,6 +121,7 @@ def read_config(path: Path, given: PublishedConfig | None = None) -> Any:
     config = given or read(path, known=families.is_known(read_values(path / "config.json")))
     part = language_part(config)
     if part is not config and families.architecture(config) not in SEEING:
-        logger.info("%s is served as a text model; requests with images are refused.", families.architecture(config))
+        name = families.architecture(config)
+        logger.info("%s is served as a text model; requests with images are refused%s.", name, UNSEEN.get(name, ""))
     families.stored_scheme(part)
     return part

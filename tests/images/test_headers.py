@@ -7,6 +7,8 @@ import io
 from typing import Any
 
 import numpy as np
+import PIL.Image
+import PIL.ImageOps
 import pytest
 from support.seeing import picture
 
@@ -35,6 +37,22 @@ def test_formats(format: str) -> None:
     for kind in ({"progressive": True}, {"quality": 1}, {"exif": bytes(3000)}):
         assert header_size(encoded(21, 17, "JPEG", **kind)) == (17, 21)
     assert header_size(encoded(21, 17, "WEBP")) == (17, 21)
+
+
+@pytest.mark.parametrize("order", [b"II*\0", b"MM\0*"])
+def test_orientation(order: bytes) -> None:
+    """A JPEG that its EXIF data turn has the size that it has afterwards."""
+    for orientation in range(10):
+        exif = PIL.Image.Exif()
+        exif.endian = "<" if order[:1] == b"I" else ">"
+        exif[0x010F], exif[0x0112] = "maker", orientation
+        data = exif.tobytes()
+        assert order in data
+        text = encoded(21, 17, "JPEG", exif=data)
+        found = PIL.ImageOps.exif_transpose(PIL.Image.open(io.BytesIO(base64.b64decode(text))))
+        assert header_size(text) == (found.height, found.width)
+        for cut in range(12, len(data)):
+            assert header_size(encoded(21, 17, "JPEG", exif=data[:cut])) in ((17, 21), (21, 17))
 
 
 def test_damage() -> None:

@@ -262,10 +262,8 @@ def test_models_says_what_an_image_costs(
     monkeypatch.setattr(kv_cache, "available_memory", lambda: MOST_BYTES + 2**22)
     config = EngineConfig(model=path, device="cpu", dtype="float32", max_step_time=0, show_progress=False)
     facts, engine = inspect_model(config), Engine(config)
-    model = engine.runner.model
-    (widest,) = {block.ffn.inner.up.outputs for block in model.tower.encoder.blocks}
     making = facts.images - MOST_BYTES
-    assert 4 * widest * model.tower.spec.signal.positions < making < 2**19
+    assert 16 * 40 * 4 < making < 2**19  # at least the widest rows
     free, size = 2**22 - making, facts.pages // (facts.num_blocks + 1)
     share = kv_cache.DEFAULT_CPU_SHARE
     assert facts.num_blocks == int(share * (free - facts.weights)) // size - 1

@@ -213,6 +213,11 @@ _READERS: dict[str, Callable[[Any], Vision]] = {
 }
 SEEING = frozenset(_READERS)
 """Architectures whose images are served."""
+UNSEEN = {
+    "Llama4ForConditionalGeneration": ": its tower's class vector comes after the patches, and the patches of a crop "
+    "have positions of two axes, which is not implemented",
+}
+"""Why the images of other architectures are refused, after the refusal."""
 
 
 def with_sight(table: WeightTable, vision: Vision) -> WeightTable:

@@ -16,6 +16,7 @@ from support.driving import finish, make_engine
 from support.gguf_files import library
 from support.gguf_pairs import PAIRS, write_pair, write_projector
 from support.seeing import VOCAB, SeeingModel, make_seeing_model, picture
+from test_http_seeing import Api, shown
 
 from cli.main import main
 from engine import LLM, SamplingParams
@@ -109,6 +110,21 @@ def test_chat(pair: tuple[SeeingModel, Path, Path]) -> None:
         assert found[-1].count(-1) == vision.count(1, (45, 60))
         llm.close()
     assert found[0] == found[1]
+
+
+def test_chat_over_http(pair: tuple[SeeingModel, Path, Path], tmp_path: Path) -> None:
+    """The answer is that of the same files without a server."""
+    model, text, projector = pair
+    image = picture(60, 45)
+    service = Api(SeeingModel(model.shape, stand_in(text, str(projector)), model.model))
+    found = service.chat({"type": "text", "text": "see"}, shown(image))
+    service.workers.close()
+    llm = LLM(str(text), mmproj=str(projector), dtype="float32", device="cpu", show_progress=False, seed=1)
+    content = [{"type": "text", "text": "see"}, {"type": "image", "image": image}]
+    (expected,) = llm.chat([{"role": "user", "content": content}], SamplingParams(temperature=0.0, max_tokens=6))
+    llm.close()
+    assert found["choices"][0]["token_ids"] == expected.outputs[0].token_ids
+    assert found["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)
 
 
 def test_choosing_a_projector(pair: tuple[SeeingModel, Path, Path], tmp_path: Path) -> None:
