@@ -15,7 +15,8 @@ of medians in this run. Work:
     gguf-http    8 of the mixed requests at a time, to llama.cpp's server and Octavo's with the file of Q4_K_M
     sizes        models as people run them (--shape 0.5B 1.5B 3B 8B sparse, --formats) in llama.cpp and Octavo on the
                  same file: decoding, long prompts, long contexts, 8 requests at once (--measure), and the memory of
-                 both; the rows of each file are kept as they appear
+                 both; the rows of each file are kept as they appear. Hybrid models, in Q8_0: --shape lfm2-1.2B
+                 granite-h-1B qwen3.5-2B
     awq, gptq    decode, mixed and prefill on the same checkpoint of 4 bits in vLLM and Octavo (--quantization stored,
                  and widened); the same shape
     beams        4 beams, 64 tokens: one request to each model, and 32 of mixed lengths to T5-small
@@ -49,7 +50,7 @@ from peers import cases, engines, goals, page_cache, process, servers
 from peers.cases import Answers, Measure, Sizes
 from peers.checkpoints import RANDOM, SHAPES, make_decoder, make_encoder_decoder
 from peers.engines import Files
-from peers.goals import FORMATS, MEASURES, SIZES
+from peers.goals import FORMATS, HYBRIDS, MEASURES, SIZES
 from peers.memory import memory_of
 from peers.process import Install
 from peers.turns import Series, choose, take_turns
@@ -114,8 +115,17 @@ class Run:
         weights = not random or "bf16" in self.options.formats
         return self._files(shape, lambda folder: make_decoder(folder, SHAPES[shape], weights), weights, random)
 
+    def hybrid(self, shape: str) -> Files:
+        """A GGUF file of a hybrid model."""
+        self.shapes.add(shape)
+        folder = self.folder / shape
+        folder.mkdir(parents=True, exist_ok=True)
+        return Files(folder, self.installs, self.options.threads, hybrid=shape)
+
     def vocab_size(self, shape: str = "S") -> int:
         """The vocabulary's size in that checkpoint."""
+        if shape in HYBRIDS:
+            return HYBRIDS[shape]
         return int(SHAPES["tiny" if self.options.tiny else shape]["vocab_size"])
 
     @property
@@ -166,8 +176,8 @@ class Run:
             return
         sizes = self.amount if self.options.tiny else replace(self.amount, decode=32, prefill=512, repeats=1)
         for shape in self.options.shape:
-            files = self.llama(shape)
-            for format in self.options.formats:
+            files = self.hybrid(shape) if shape in HYBRIDS else self.llama(shape)
+            for format in ("q8_0",) if shape in HYBRIDS else self.options.formats:
                 ours = "bfloat16" if format == "bf16" else format
                 names, case = (f"octavo {ours}", f"llama.cpp {format}"), f"sizes-{shape}-{format}"
                 if alone := [work for work in self.options.measure if not work.startswith("mixed")]:
@@ -430,7 +440,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", nargs="+", choices=WORK, default=list(DEFAULT_WORK))
-    parser.add_argument("--shape", nargs="+", choices=list(SIZES), default=list(SIZES), help="models of --work sizes")
+    parser.add_argument(
+        "--shape", nargs="+", choices=[*SIZES, *HYBRIDS], default=list(SIZES), help="models of --work sizes"
+    )
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="their weights")
     parser.add_argument("--measure", nargs="+", choices=list(MEASURES), default=["decode", "prefill"], help="with them")
     parser.add_argument("--peers", nargs="*", choices=list(process.MODULES), default=list(process.MODULES))

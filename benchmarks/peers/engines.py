@@ -111,6 +111,7 @@ class Files:
         checkpoint: the `transformers` checkpoint; None: it lies in the folder, under hf/.
         plain: the format that llama.cpp's quantiser reads, bf16 or f32.
         random: quantised GGUF files are made of random blocks, instead of from the checkpoint.
+        hybrid: the shape of a hybrid model, of which there is a GGUF file alone.
     """
 
     def __init__(
@@ -121,8 +122,10 @@ class Files:
         checkpoint: Path | None = None,
         plain: str = "bf16",
         random: bool = False,
+        hybrid: str = "",
     ):
         self.folder = folder
+        self._hybrid = hybrid
         self.checkpoint = checkpoint or folder / "hf"
         self._installs = installs
         self._threads = threads
@@ -141,7 +144,9 @@ class Files:
         file = self.folder / f"{weights}.gguf"
         if not file.exists():
             order = {"model": str(self.checkpoint), "file": str(file), "weights": weights}
-            if self._random and weights != self._plain:
+            if self._hybrid:
+                self._convert("llama.cpp", "convert_hybrid", shape=self._hybrid, file=str(file))
+            elif self._random and weights != self._plain:
                 self._convert("llama.cpp", "convert_random", **order)
             else:
                 self._convert("llama.cpp", **order, plain=self._plain)
@@ -168,7 +173,7 @@ class Files:
             worker.ask(op=op, **order)
         finally:
             worker.close()
-        print(f"{peer} {order['weights']}: converted in {time.perf_counter() - started:.0f} s", flush=True)
+        print(f"{peer} {order.get('weights', '')}: converted in {time.perf_counter() - started:.0f} s", flush=True)
 
 
 def make(

@@ -21,6 +21,8 @@ UNITS = {
 
 SIZES = ("0.5B", "1.5B", "3B", "8B", "sparse")
 """Models as people run them."""
+HYBRIDS = {"lfm2-1.2B": 65536, "granite-h-1B": 100352, "qwen3.5-2B": 49664}
+"""Models some of whose layers have a state, in Q8_0 (`hybrid_files.py`), and the sizes of their vocabularies."""
 FORMATS = ("bf16", "q8_0", "q6_k", "q4_k_m", "q4_0")
 """Weight formats of their GGUF files."""
 MEASURES = {
@@ -103,6 +105,9 @@ def goals() -> list[Goal]:
         label = f"{shape} {format.upper()}"
         for work, (what, goal) in MEASURES.items():
             made.append(Goal(f"sizes-{shape}-{format}-{work}", f"{label}, {what}", speed, *names, goal))
+    for shape, (work, (what, _)) in itertools.product(HYBRIDS, MEASURES.items()):
+        names = ("octavo q8_0",), ("llama.cpp q8_0",)
+        made.append(Goal(f"sizes-{shape}-q8_0-{work}", f"{shape} Q8_0, {what}", speed, *names, 1.0))
     ours, theirs = ("octavo q4_k_m",), ("llama.cpp q4_k_m",)
     made.append(Goal("gguf-http-8", "GGUF Q4_K_M, HTTP, 8 at a time", speed, ours, theirs, 1.5))
     for method in ("awq", "gptq"):

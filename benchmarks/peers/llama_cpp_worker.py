@@ -4,7 +4,8 @@
 
 Orders as in `octavo_worker.py`; settings are those of `llama_context_params`. {"op": "convert", "model": folder,
 "file": where to, "weights": "bf16", "f32", "q8_0", "q4_0" or "q4_k_m", "plain": "bf16" or "f32"} writes a GGUF file,
-and llama.cpp's own quantiser the smaller ones from the plain one; "convert_random" writes one of random blocks.
+and llama.cpp's own quantiser the smaller ones from the plain one; "convert_random" writes one of random blocks,
+"convert_hybrid" one with the shape of a hybrid model.
 {"op": "logits", "texts": token ids, "file": where to} writes logits [tokens of all texts but each one's last,
 vocabulary] as float32, by numpy.
 """
@@ -21,6 +22,7 @@ from typing import Any
 import gguf
 import llama_cpp as api
 import numpy as np
+from hybrid_files import write as write_hybrid
 from protocol import serve
 
 FLASH_ATTENTION = {"off": 0, "on": 1}
@@ -82,6 +84,12 @@ def convert_random(model: str, file: str, weights: str) -> dict[str, Any]:
         stored = made[inputs, kind][:rows].reshape(*shape[:-1], -1)
         writer.add_tensor(name, stored, raw_dtype=kind)
     _finish(writer)
+    return {"bytes": Path(file).stat().st_size}
+
+
+def convert_hybrid(shape: str, file: str) -> dict[str, Any]:
+    """Write a file of random blocks with the shape of a hybrid model."""
+    write_hybrid(shape, Path(file))
     return {"bytes": Path(file).stat().st_size}
 
 
@@ -429,6 +437,7 @@ if __name__ == "__main__":
         {
             "convert": convert,
             "convert_random": convert_random,
+            "convert_hybrid": convert_hybrid,
             "load": load,
             "unload": unload,
             "generate": generate,

@@ -626,13 +626,21 @@ class Builder:
         convolved, out = self.rows("convolved", part.width), self.rows("scanned", part.width)
         self.add(Convolve(module.convolution, entered.part(0, part.width), convolved, "silu", self.states))
         made = self.product(module.made, convolved, "made of features")
-        places = (made.part(0, part.rank), *(made.part(part.rank + i * part.size, part.size) for i in range(2)))
-        for norm, rows in zip((module.step_norm, module.before_norm, module.after_norm), places, strict=True):
-            if norm is not None:
-                self.add(Normalize(norm, rows, rows))
-        steps, opening = self.product(module.steps, places[0], "steps"), entered.part(part.width, part.width)
-        self.add(Advance(module, (convolved, *places[1:], steps, opening), out, self.states))
+        low, before, after = made.part(0, part.rank), *(made.part(part.rank + i * part.size, part.size) for i in (0, 1))
+        low = self._normed_copy(module.step_norm, low, "normed vector of steps")
+        before = self._normed_copy(module.before_norm, before, "normed B")
+        after = self._normed_copy(module.after_norm, after, "normed C")
+        steps, opening = self.product(module.steps, low, "steps"), entered.part(part.width, part.width)
+        self.add(Advance(module, (convolved, before, after, steps, opening), out, self.states))
         return self._reduced(module.out, out, name)
+
+    def _normed_copy(self, norm: nn.Module | None, x: Rows, name: str) -> Rows:
+        """The norm of x in rows of its own; without a norm, x. On a GPU, a norm in place waits for the stream."""
+        if norm is None:
+            return x
+        out = self.rows(name, x.width)
+        self.add(Normalize(norm, x, out))
+        return out
 
     def _fading_attention(self, module: FadingAttentionLayer, x: Rows, name: str) -> Rows:
         entered, opening = (
@@ -642,10 +650,9 @@ class Builder:
         heads, out = self.rows("activated", entered.width), self.rows("attended", opening.width)
         self.add(Activate(module.part.activation, entered, heads, False))
         self.add(Advance(module, (heads,), out, self.states))
-        if module.norm is not None:
-            self.add(Normalize(module.norm, out, out))
-        self.add(Open(opening, out))
-        return self._reduced(module.out, out, name)
+        normed = self._normed_copy(module.norm, out, "normed heads")
+        self.add(Open(opening, normed))
+        return self._reduced(module.out, normed, name)
 
     def _feature_delta(self, module: FeatureDeltaLayer, x: Rows, name: str) -> Rows:
         size, entered = module.part.head_dim, self.product(module.enter, x, "entered")

@@ -82,8 +82,19 @@ def test_layers_of_a_gguf_file_that_guess_later_tokens_are_not_read() -> None:
         ("falcon-h1", {"ssm.time_step_rank": 3}, "ssm.inner_size 128 must be a multiple of ssm.time_step_rank 3"),
         ("nemotron_h", {"feed_forward_length": [96, 48]}, "feed_forward_length is 48 in one layer and 96 in another"),
         ("nemotron_h_moe", {"expert_count": 4, "expert_shared_count": 2}, "expert_shared_count must be 1, got 2"),
+        ("jamba", {"ssm.inner_size": 100}, "ssm.inner_size 100 must be a multiple of embedding_length 64"),
+        (
+            "jamba",
+            {"attention.head_count_kv": [1, 2]},
+            "of keys or none, but one has 1 and another 2",
+        ),
+        (
+            "jamba",
+            {"block_count": 4, "attention.head_count_kv": [2, 2, 0, 2]},
+            "the layers 0, 1, 3 are not those of any attn_layer_period",
+        ),
     ],
 )
 def test_other_settings_of_gguf_files_are_refused(architecture: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
-        architectures.describe(header(architecture, {f"blk.{i}.attn_norm.weight": (64,) for i in range(2)}, **settings))
+        architectures.describe(header(architecture, {f"blk.{i}.attn_norm.weight": (64,) for i in range(4)}, **settings))
