@@ -340,6 +340,7 @@ class _Candidates:
         result = sample_rows(rows, own)
         columns = np.clip(result.tokens, 0, self.tokens.shape[1] - 1)
         tokens, logprobs = np.take_along_axis(self.tokens, columns, axis=1), result.logprobs.copy()
+        logprobs[np.take_along_axis(self._void, columns, axis=1)] = np.nan  # every token is banned
         at = np.flatnonzero(drawn)
         if len(at):
             found = self._drawn[at]
