@@ -399,7 +399,8 @@ class _Weights:
     def relative(self, rows: NDArray[np.int64], values: Float32) -> Float64:
         """What values [M, C] of some rows weigh."""
         temperature = self._temperature.numpy()[rows].astype(np.float64)
-        relative: Float64 = np.exp(values / temperature - self._most[rows, None])
+        with np.errstate(over="ignore"):  # a rank with NaN does not count, but what it reports is here
+            relative: Float64 = np.exp(values / temperature - self._most[rows, None])
         return relative
 
     def total(self, rows: NDArray[np.int64]) -> Float64:

@@ -166,3 +166,12 @@ def test_rows_without_a_possible_token_fail(ranks: list[Ranks]) -> None:
     batch = batch_of([*rows, {"top_p": 0.9, "ban": everything}], VOCABULARY)
     found, _ = divided(ranks, random_logits(4, VOCABULARY, 1), batch)
     assert np.isnan(found.logprobs).all()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_rank_with_nan_fails_the_row_without_a_warning(ranks: list[Ranks]) -> None:
+    logits = random_logits(1, VOCABULARY, 1)
+    logits[0, 3], logits[0, 4] = torch.nan, 50.0
+    batch = batch_of([{"top_p": 0.9, "temperature": 0.01, "watch": [4]}], VOCABULARY)
+    found, _ = divided(ranks, logits, batch)
+    assert np.isnan(found.logprobs).all()
