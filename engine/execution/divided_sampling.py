@@ -340,6 +340,7 @@ class _Candidates:
         result = sample_rows(rows, own)
         columns = np.clip(result.tokens, 0, self.tokens.shape[1] - 1)
         tokens, logprobs = np.take_along_axis(self.tokens, columns, axis=1), result.logprobs.copy()
+        logprobs[np.take_along_axis(self._void, columns, axis=1)] = np.nan  # every token is banned
         at = np.flatnonzero(drawn)
         if len(at):
             found = self._drawn[at]
@@ -398,7 +399,8 @@ class _Weights:
     def relative(self, rows: NDArray[np.int64], values: Float32) -> Float64:
         """What values [M, C] of some rows weigh."""
         temperature = self._temperature.numpy()[rows].astype(np.float64)
-        relative: Float64 = np.exp(values / temperature - self._most[rows, None])
+        with np.errstate(over="ignore"):  # a rank with NaN does not count, but what it reports is here
+            relative: Float64 = np.exp(values / temperature - self._most[rows, None])
         return relative
 
     def total(self, rows: NDArray[np.int64]) -> Float64:

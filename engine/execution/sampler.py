@@ -127,7 +127,8 @@ def _choose(rows: LogitRows, batch: SamplingBatch, tokens: Int32, scores: Float3
     them are impossible [S, C], None if none is."""
     table, edits = batch.table, batch.edits
     edited = len(edits) or len(batch.masked)
-    if max(table["temperature"].tolist()) < GREEDY_TEMPERATURE and not _most(table["beam_width"]) and not edited:
+    drawing = max(table["temperature"].tolist()) >= np.float32(GREEDY_TEMPERATURE)
+    if not drawing and not _most(table["beam_width"]) and not edited:
         return None
     searching = table["beam_width"] > 0
     sampling = ~searching & (table["temperature"] >= GREEDY_TEMPERATURE)

@@ -157,3 +157,21 @@ def test_equal_logits_give_the_lowest_token(ranks: list[Ranks]) -> None:
     logits[:, : VOCABULARY // 2] = -torch.inf  # one rank has nothing else
     found, _ = divided(ranks, logits, replace(batch))
     assert_equal(found, sample(logits.clone(), batch), batch)
+
+
+def test_rows_without_a_possible_token_fail(ranks: list[Ranks]) -> None:
+    """Also if no row of the batch has an edit of a candidate."""
+    everything = range(VOCABULARY)
+    rows = [{"temperature": 0.0, "ban": everything}, {"top_k": 5, "ban": everything}, {"ban": everything}]
+    batch = batch_of([*rows, {"top_p": 0.9, "ban": everything}], VOCABULARY)
+    found, _ = divided(ranks, random_logits(4, VOCABULARY, 1), batch)
+    assert np.isnan(found.logprobs).all()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_rank_with_nan_fails_the_row_without_a_warning(ranks: list[Ranks]) -> None:
+    logits = random_logits(1, VOCABULARY, 1)
+    logits[0, 3], logits[0, 4] = torch.nan, 50.0
+    batch = batch_of([{"top_p": 0.9, "temperature": 0.01, "watch": [4]}], VOCABULARY)
+    found, _ = divided(ranks, logits, batch)
+    assert np.isnan(found.logprobs).all()

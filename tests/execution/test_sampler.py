@@ -24,7 +24,7 @@ from transformers import (
 from engine.backends import native
 from engine.execution.sampler import sample, score_prompt
 from engine.interface.constraints import allow
-from engine.interface.sampling_table import COLUMNS, EDIT, Kind, mask_words, neutral_rows
+from engine.interface.sampling_table import COLUMNS, EDIT, GREEDY_TEMPERATURE, Kind, mask_words, neutral_rows
 from engine.scheduling.philox import uniforms
 from engine.scheduling.plan import PromptLogprobRows, SamplingBatch, StepResult
 
@@ -732,3 +732,11 @@ def test_a_row_without_any_possible_token_fails_alone() -> None:
         result = sample(logits, batch_of([{"temperature": temperature, "ban": range(4)}, {}]))
         assert np.isnan(result.logprobs[0, 0])
         assert result.logprobs[1, 0] == pytest.approx(np.log(0.25))
+
+
+def test_the_least_temperature_that_samples_does_so_in_any_batch() -> None:
+    """It is less in float32 than in Python."""
+    row: dict[str, Any] = {"temperature": GREEDY_TEMPERATURE, "draws": [0.9]}
+    alone = sample(torch.zeros(1, VOCAB), batch_of([row]))
+    together = sample(torch.zeros(2, VOCAB), batch_of([row, {"temperature": 1.0, "draws": [0.1]}]))
+    assert alone.tokens[0, 0] == together.tokens[0, 0] > 0
