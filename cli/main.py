@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards what Python flushes at exit
         if isinstance(problem, BrokenPipeError):
             return 128 + signal.SIGPIPE
-        say(f"octavo {command}", f"the output cannot be written: {problem.strerror}.")
+        failed = f"{problem.filename} failed" if problem.filename else "the output cannot be written"
+        say(f"octavo {command}".strip(), f"{failed}: {problem.strerror}.")
         return 1
     return status
 

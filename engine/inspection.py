@@ -108,6 +108,7 @@ class ModelFacts:
         stored: bytes in each format, largest first (`Checkpoint.stored_bytes`), for GGUF files and checkpoints with
             quantised weights.
         hears: whether it is a speech model.
+        writes_of_images: whether it is an encoder-decoder model whose encoder reads an image.
         images: maximum bytes of the cached vectors of images and of the tower's pass over the largest image; 0 if the
             model reads no images among its tokens.
         image_tokens: maximum tokens of an image in a chat, without the texts around its crops; 0 if it reads none.
@@ -142,6 +143,7 @@ class ModelFacts:
     weights_as_stored: int = 0
     stored: dict[str, int] = field(default_factory=dict)
     hears: bool = False
+    writes_of_images: bool = False
     no_tokenizer: str = ""
     num_states: int = 0
     states: int = 0
@@ -325,6 +327,9 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         stored=stored,
         no_tokenizer=lacks_tokenizer(path),
         hears=_hears(config, path, hf_config),
+        writes_of_images=(
+            model.max_encoder_len is not None and spec.signal is not None and spec.signal.kind == "image"
+        ),
         images=images,
         image_tokens=0 if vision is None or cropping is None else most_tokens(vision, cropping),
         projector=next((file.resolve().name for file in files if file.name == PROJECTOR_LINK), ""),

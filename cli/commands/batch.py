@@ -116,6 +116,8 @@ def read_done(target: Path) -> tuple[set[str], int]:
     failed = end = 0
     if not target.exists():
         return done, failed
+    if not target.is_file():  # a device or a pipe: what was written cannot be read again
+        raise TalkError(f"{target} is not a file. Name a file for the answers")
     with target.open("r+b") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):

@@ -36,7 +36,7 @@ class MemoryPrediction:
     path: str = ""  # the folder with its config.json
     dtype: str = ""
     quantization: str | None = None  # as in `EngineInfo`
-    sees: bool = False  # whether it reads images among its tokens
+    sees: bool = False  # whether it writes texts about images
     problem: str = ""  # why it cannot be loaded; "" if it can
     unknown: bool = False  # whether it is not on this machine yet
 
@@ -99,7 +99,7 @@ def look(config: EngineConfig, *, download: bool = False) -> MemoryPrediction:
         path=str(facts.path),
         dtype=facts.dtype,
         quantization=facts.quantization,
-        sees=facts.image_tokens > 0,
+        sees=facts.image_tokens > 0 or facts.writes_of_images,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,14 @@ def test_a_wrong_line_is_named(tmp_path: Path, lines: list[Any], message: str) -
     with pytest.raises(TalkError) as caught:
         read_requests(write(tmp_path / "in", *lines))
     assert str(caught.value).endswith(message)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")
+def test_answers_go_to_files_only(tmp_path: Path) -> None:
+    """Reading a device such as /dev/full would never end."""
+    os.mkfifo(tmp_path / "out")
+    with pytest.raises(TalkError, match="out is not a file"):
+        read_done(tmp_path / "out")
 
 
 def test_another_file_is_not_overwritten(tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from support.image_writers import make_writer
 
 from engine import EngineConfig, inspect_model
 from engine.process.predict import look
@@ -30,3 +32,10 @@ def test_all_memory_that_an_engine_may_take_is_counted(monkeypatch: pytest.Monke
 def test_a_model_that_writes_nothing_prepares_no_grammars() -> None:
     facts = inspect_model(EngineConfig(model=str(DEMOS["chat"]), device="cpu", skip_tokenizer_init=True))
     assert (facts.grammars, facts.early_grammars) == (0, False)
+
+
+def test_a_model_that_writes_of_images_sees(tmp_path: Path) -> None:
+    """Ollama's clients send images only to models that say so, also before the first load."""
+    make_writer("trocr", tmp_path)
+    assert look(EngineConfig(model=str(tmp_path), device="cpu")).sees
+    assert not look(EngineConfig(model=str(DEMOS["chat"]), device="cpu")).sees

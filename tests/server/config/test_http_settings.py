@@ -537,6 +537,24 @@ def test_stdout_that_takes_nothing(stdout: str, status: int, said: str) -> None:
     assert (run.returncode, run.stderr) == (status, said)
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_stdout_that_takes_no_overview() -> None:
+    run = subprocess.run(
+        ["sh", "-c", f'"{sys.executable}" -m octavo >/dev/full'], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (run.returncode, run.stderr) == (1, "octavo: the output cannot be written: No space left on device.\n")
+
+
+def test_a_file_that_fails_is_not_the_output() -> None:
+    code = (
+        "import errno, sys\nfrom cli import main\n"
+        "def fail(*_): raise OSError(errno.EIO, 'Input/output error', '/m/model.gguf')\n"
+        "main._run, sys.argv[1:] = fail, ['models']\nsys.exit(main.main())"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert (run.returncode, run.stderr) == (1, "octavo models: /m/model.gguf failed: Input/output error.\n")
+
+
 def test_settings_come_without_what_serving_needs() -> None:
     """`octavo config` and a wrong flag answer at once."""
     code = "import sys, cli.settings; print([n for n in ('torch', 'fastapi', 'uvicorn') if n in sys.modules])"
