@@ -49,7 +49,7 @@ from engine.model.operations import (
     Operation,
     Take,
 )
-from engine.model.positions import Rotary
+from engine.model.positions import DynamicScaling, LongScaling, Rotary
 from engine.model.program import Program
 from engine.model.recurrences import (
     ChannelScanLayer,
@@ -146,6 +146,14 @@ def _longest_state(operation: Advance) -> int:
             return 1
 
 
+def _misplaced(operation: Operation, tables: Tables) -> str | None:
+    """The reason why the library would take a token's row of angles for its position; None if it may."""
+    moved = any(part.pairs or isinstance(part.scaling, DynamicScaling | LongScaling) for part in tables.rotary)
+    if moved and isinstance(operation, Advance) and isinstance(operation.module, GatedRecurrenceLayer):
+        return "a gated recurrence beside angles that are not at a token's position has no kernel"
+    return None
+
+
 def refusal(program: Program, dtype: torch.dtype) -> str | None:
     """The reason why the library runs a program badly or not at all; None if it runs it well.
 
@@ -212,7 +220,7 @@ class NativeExecutor:
         self._stages: list[tuple[int, int] | Operation] = []
         self.missing: dict[str, None] = {}
         for operation in operations:
-            reason = unsupported(operation, dtype)
+            reason = unsupported(operation, dtype) or _misplaced(operation, tables)
             if reason is not None:
                 self.missing[reason] = None
                 self._stages.append(operation)

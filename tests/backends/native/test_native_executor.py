@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -157,6 +158,17 @@ def test_hidden_states_and_pages_are_those_of_single_kernels(subject: Subject, d
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_quantised_weights_and_padding(subject: Subject, quantization: Quantization) -> None:
     agree(subject.load(torch.bfloat16, quantization), padding=3)
+
+
+def test_a_sequence_begins_at_its_first_token_wherever_its_angles_are(tmp_path: Path) -> None:
+    """Angles of short sequences are in other rows of the table, and a gated recurrence begins at position 0."""
+    make_family_checkpoint(FAMILY_SHAPES["recurrent-gemma"], tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_parameters"] |= {"rope_type": "dynamic", "factor": 2.0}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 20}))
+    model = Subject("recurrent-gemma", tmp_path).load(torch.float32)
+    assert model.rotary_shifts == ((20, 40),)
+    agree(model)
 
 
 @pytest.fixture(scope="module")
