@@ -52,8 +52,11 @@ def trial(runner: ModelRunner) -> None:
 
 def can_record(model: Transformer) -> bool:
     """Whether the model decodes: others have no steps of single tokens. The slots of layers with a state are chosen on
-    the host."""
-    return model.decoder is not None and isinstance(model.spec.head, Lm) and not model.spec.state_sizes
+    the host, and so is the work of heads' experts."""
+    stack = model.spec.decoder
+    if stack is None or not isinstance(model.spec.head, Lm) or model.spec.state_sizes:
+        return False
+    return all(part.routed is None for part in stack.attentions)
 
 
 def record(runner: ModelRunner, backend: AttentionBackend, max_rows: int, max_tokens: int) -> None:

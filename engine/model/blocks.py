@@ -33,6 +33,7 @@ from engine.model.positions import Disentangled, QueryBuckets
 from engine.model.query_buckets import BucketedAttention
 from engine.model.reading import ReadingAttention
 from engine.model.recurrences import build_state_layer
+from engine.model.routed_attention import RoutedAttention
 from engine.model.state_layers import AttentionBesideState
 from engine.model.versions import LayerVersions
 
@@ -176,6 +177,8 @@ def build_attention(block: spec.Block, hidden_size: int, backend: AttentionBacke
     part = block.attention
     if part.latent is not None:
         return LatentAttention(part, part.latent, hidden_size, backend, place)
+    if part.routed is not None:
+        return RoutedAttention(part, part.routed, hidden_size, backend, place)
     if part.reads is not None:
         return ReadingAttention(part, hidden_size, backend, place)
     kind = _MODULES.get(type(part.sees)) or _MODULES.get(type(part.position)) or SelfAttention

@@ -42,6 +42,8 @@ def unsupported(model: spec.ModelSpec) -> list[str]:
             for attention in stack.attentions:
                 if attention.latent is not None:
                     missing.extend(_unsupported_latent(attention, paged=stack is model.decoder))
+                if attention.routed is not None:
+                    missing.extend(_unsupported_routed(attention, attention.routed, paged=stack is model.decoder))
                 if isinstance(attention.position, Disentangled) and stack.distances is None:
                     missing.append("Disentangled attention without vectors of distances")
                 if isinstance(attention.sees, spec.BlockSums) and (
@@ -188,6 +190,17 @@ def _unsupported_latent(part: spec.Attention, *, paged: bool) -> list[str]:
     return [f"latent attention {name}" for name, present in found.items() if present]
 
 
+def _unsupported_routed(part: spec.Attention, routed: spec.RoutedHeads, *, paged: bool) -> list[str]:
+    beside = (part.temperature, part.qk_norm, part.value_norm, part.reads, part.sinks, part.spans, part.gate)
+    found = {
+        "outside a decoder": not paged,
+        "of another number than that of KV heads": part.heads != routed.active * part.kv_heads,
+        "with other parts of attention": beside != (None,) * len(beside) or part.latent is not None,
+        "with biases of projections": part.qkv_bias or part.out_bias,
+    }
+    return [f"heads that each token chooses {name}" for name, present in found.items() if present]
+
+
 def _unsupported_block(block: spec.Block) -> list[str]:
     attention, ffn = block.attention, block.ffn
     routed = experts_of(ffn)
@@ -239,7 +252,7 @@ def _unsupported_attention(part: spec.Attention) -> dict[str, bool]:
 
 def _is_plain(part: spec.Attention) -> bool:
     """Whether attention has nothing that needs another module."""
-    beside, sparse = (part.reads, part.latent, part.spans), isinstance(part.sees, spec.Sparse)
+    beside, sparse = (part.reads, part.latent, part.routed, part.spans), isinstance(part.sees, spec.Sparse)
     return beside == (None,) * len(beside) and not sparse and not part.content_bias and not part.query_bias
 
 

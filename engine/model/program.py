@@ -60,7 +60,8 @@ from engine.model.positions import Temperature
 from engine.model.query_buckets import BucketedAttention
 from engine.model.reading import ReadingAttention
 from engine.model.recurrences import ChannelScanLayer, FadingAttentionLayer, FeatureDeltaLayer, GatedRecurrenceLayer
-from engine.model.row_functions import concatenate, keep, multiply_all, scale, temper
+from engine.model.routed_attention import RoutedAttention
+from engine.model.row_functions import add_vector, concatenate, keep, multiply_all, scale, temper
 from engine.model.state_layers import (
     AttentionBesideState,
     DeltaRuleAttention,
@@ -443,6 +444,8 @@ class Builder:
                 return out
             case ReadingAttention():
                 return self._reading_attention(module, x, name)
+            case RoutedAttention():
+                return self._routed_attention(module, x, name, layer)
             case LatentAttention():
                 return self._latent_attention(module, x, name, layer)
             case CrossAttention():
@@ -460,7 +463,10 @@ class Builder:
             case ExpertsFeedForward():
                 out = self.rows(name, self.stream.width)
                 self.add(MixExperts(module, x, out))
-                return self._summed(out)
+                self._summed(out)
+                if module.bias is not None:
+                    self.apply("a bias of experts", partial(add_vector, module.bias), (out,), out)
+                return out
             case SparseFeedForward():
                 wide = self.product(module.gate_up, x, "wide")
                 hidden = self.rows("hidden", module.down.inputs)
@@ -572,6 +578,18 @@ class Builder:
         attended = self.rows("attended", queries.width)
         self.add(Attend(module, queries, None, attended, module.part.reads))
         return self._reduced(module.out, attended, name)
+
+    def _routed_attention(self, module: RoutedAttention, x: Rows, name: str, layer: int) -> Rows:
+        """Attention whose queries, and what becomes of their results, are made by experts that each token chooses."""
+        part, kv = module.part, self.product(module.kv, x, "keys and values")
+        heads = self.rows("heads", (part.heads + 2 * part.kv_heads) * part.head_dim)
+        self.add(Apply("queries of experts", module.make_heads, (x, kv), (heads,)))
+        prepared = PrepareHeads(part, None, heads, layer)
+        self.add(prepared)
+        attended, out = self.rows("attended", prepared.queries.width), self.rows(name, self.stream.width)
+        self.add(Attend(module, prepared.queries, None, attended, layer))
+        self.add(Apply("results of experts", module.reduce, (x, attended), (out,)))
+        return out
 
     def _latent_attention(self, module: LatentAttention, x: Rows, name: str, layer: int) -> Rows:
         part, source = module.part, x

@@ -34,6 +34,7 @@ from engine.model.packing import LookUp, keeps_once, on_gpu
 from engine.model.place import Place
 from engine.model.quantisation import Held, Wanted
 from engine.model.recurrences import FeatureDeltaLayer, GatedRecurrenceLayer
+from engine.model.routed_attention import RoutedAttention
 from engine.model.row_form import LIBRARY, RowForm
 from engine.model.sharding import Share, splits_vocabulary
 from engine.model.stack import TransformerStack
@@ -272,6 +273,7 @@ class Transformer(nn.Module):
         kept += [
             module.rates for module in self.modules() if isinstance(module, DeltaRuleAttention | FeatureDeltaLayer)
         ]
+        kept += [module.router for module in self.modules() if isinstance(module, RoutedAttention)]
         kept += [module.opening for module in self.modules() if isinstance(module, OpenedFeedForward)]
         if on_gpu(self.device):  # one product for all heads there, with plain matrices, which are small
             latents = [module for module in self.modules() if isinstance(module, LatentAttention)]

@@ -184,7 +184,6 @@ _REASONS = {
     "GlmMoeDsa": "a sparse index chooses the tokens that attention sees",
     "Granite4Vision": "a second transformer, with queries of its own, reads its image tower",
     "GraniteDocling": "a router chooses one of two paths from its image tower to the decoder",
-    "JetMoe": "heads of attention are experts that each token chooses",
     "LongcatFlash": "layers have two attentions, and some experts return their input",
     "Mamba": _NO_ATTENTION,
     "MiMoV2Flash": "values have a different size from keys",
