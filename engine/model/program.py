@@ -70,6 +70,7 @@ from engine.model.state_layers import (
     StateModule,
 )
 from engine.model.state_operations import Advance, ApplyDelta, ApplyScan, Convolve
+from engine.model.value_scores import ValueScoringAttention
 from engine.model.versions import LayerVersions, VersionEnds
 
 RowFunction = Callable[..., Tensor | Sequence[Tensor]]
@@ -267,14 +268,16 @@ class Builder:
                 raise TypeError(f"{type(block).__name__} is not a block")
 
     def sublayer(self, part: Sublayer, layer: int, beside: Embedding | None = None) -> None:
-        """Add outer(y + after(f(before(y)))) of y = first(x), where each norm may be absent. f reads the vectors of
-        tokens before its input, if there is an embedding beside it."""
+        """Add outer(carry * y + after(f(before(y)))) of y = first(x); each norm and carry may be absent. f reads the
+        vectors of tokens before its input, if there is an embedding beside it."""
         if part.first is not None:
             self.add(Normalize(part.first, self.stream, self.stream, self._take_pending()))
         x = self.normed(part.before)
         y = self._inner(part.inner, x if beside is None else self._joined(beside, x), "sublayer", layer)
         if part.after is not None:
             self.add(Normalize(part.after, y, y))
+        if part.carry is not None:
+            self._multiply(part.carry, self.stream)
         self._pending = y
         if part.outer is not None:
             self.add(Normalize(part.outer, self.stream, self.stream, self._take_pending()))
@@ -446,6 +449,8 @@ class Builder:
                 return self._reading_attention(module, x, name)
             case RoutedAttention():
                 return self._routed_attention(module, x, name, layer)
+            case ValueScoringAttention():
+                return self._value_scoring_attention(module, x, name, layer)
             case LatentAttention():
                 return self._latent_attention(module, x, name, layer)
             case CrossAttention():
@@ -590,6 +595,22 @@ class Builder:
         self.add(Attend(module, prepared.queries, None, attended, layer))
         self.add(Apply("results of experts", module.reduce, (x, attended), (out,)))
         return out
+
+    def _value_scoring_attention(self, module: ValueScoringAttention, x: Rows, name: str, layer: int) -> Rows:
+        """Attention in which values add to the scores of their keys."""
+        heads = self.product(module.qkv, x, "heads")
+        prepared, wide = PrepareHeads(module.own, module.qk_norm, heads, None), module.part.head_dim
+        steps = self.product(module.steps, prepared.values, "steps of values")
+        self.add(prepared)
+        given = (prepared.queries, prepared.keys, prepared.values, steps)
+        widened = self.rows("wide heads", (module.part.heads + 2 * module.part.kv_heads) * wide)
+        self.apply("scores of values", module.widen, given, widened)
+        stored = PrepareHeads(module.part, None, widened, layer)
+        self.add(stored)
+        attended, narrow = self.rows("attended", stored.queries.width), self.rows("narrow heads", module.out.inputs)
+        self.add(Attend(module, stored.queries, None, attended, layer))
+        self.apply("features of heads", module.narrow, (attended,), narrow)
+        return self._reduced(module.out, narrow, name)
 
     def _latent_attention(self, module: LatentAttention, x: Rows, name: str, layer: int) -> Rows:
         part, source = module.part, x

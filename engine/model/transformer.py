@@ -40,6 +40,7 @@ from engine.model.sharding import Share, splits_vocabulary
 from engine.model.stack import TransformerStack
 from engine.model.state_layers import DeltaRuleAttention
 from engine.model.table import WeightTable
+from engine.model.value_scores import ValueScoringAttention
 from engine.model.vision import ImageEmbedding
 
 
@@ -274,6 +275,7 @@ class Transformer(nn.Module):
             module.rates for module in self.modules() if isinstance(module, DeltaRuleAttention | FeatureDeltaLayer)
         ]
         kept += [module.router for module in self.modules() if isinstance(module, RoutedAttention)]
+        kept += [module.steps for module in self.modules() if isinstance(module, ValueScoringAttention)]
         kept += [module.opening for module in self.modules() if isinstance(module, OpenedFeedForward)]
         if on_gpu(self.device):  # one product for all heads there, with plain matrices, which are small
             latents = [module for module in self.modules() if isinstance(module, LatentAttention)]

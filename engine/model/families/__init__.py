@@ -178,7 +178,6 @@ _REASONS = {
     "DeepseekV32": "a sparse index chooses the tokens that attention sees",
     "DeepseekV4": "a sparse index chooses the tokens that attention sees, of which some are compressed",
     "DiffLlama": "attention is the difference of two softmaxes",
-    "Doge": "each value adds a learned number to the scores of its token",
     "FalconMamba": _NO_ATTENTION,
     "Florence2": "its encoder reads an image's vectors (DaViT's) before those of a text",
     "GlmMoeDsa": "a sparse index chooses the tokens that attention sees",

@@ -18,6 +18,7 @@ from engine.model.spec.attention import (
     RoutedHeads,
     Sinks,
     Spans,
+    ValueScores,
     WholeProjection,
 )
 from engine.model.spec.blocks import (
@@ -117,6 +118,6 @@ __all__ = [
     "QkNorm", "Repeated", "Rescaled", "ResidualNetwork", "RoutedHeads", "Routing",
     "Sandwich", "ScaledInput", "SelectiveScan",
     "Shared", "ShortConvolution", "Shuffled", "Sinks", "Spans", "Sparse", "SparseBlocks",
-    "SparseMixer", "SparselyGated", "Spectrum", "Stack", "StateLayer", "Tokens", "Versions", "Vision",
+    "SparseMixer", "SparselyGated", "Spectrum", "Stack", "StateLayer", "Tokens", "ValueScores", "Versions", "Vision",
     "WholeProjection", "Xielu",
 ]  # fmt: skip
