@@ -66,6 +66,8 @@ def record(runner: ModelRunner, backend: AttentionBackend, max_rows: int, max_to
     if device.type != "cuda" or not can_record(runner.model) or not max_rows:
         if runner.model.spec.state_sizes:
             logger.info("Steps run without CUDA graphs: layers with a state cannot be recorded")
+        elif runner.model.spec.decoder and any(part.routed for part in runner.model.spec.decoder.attentions):
+            logger.info("Steps run without CUDA graphs: heads that each token chooses cannot be recorded")
         return
     if not backend.recordable:
         logger.info("Steps run without CUDA graphs: %s attention cannot be recorded", backend.name)
