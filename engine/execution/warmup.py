@@ -52,8 +52,11 @@ def trial(runner: ModelRunner) -> None:
 
 def can_record(model: Transformer) -> bool:
     """Whether the model decodes: others have no steps of single tokens. The slots of layers with a state are chosen on
-    the host."""
-    return model.decoder is not None and isinstance(model.spec.head, Lm) and not model.spec.state_sizes
+    the host, and so is the work of heads' experts."""
+    stack = model.spec.decoder
+    if stack is None or not isinstance(model.spec.head, Lm) or model.spec.state_sizes:
+        return False
+    return all(part.routed is None for part in stack.attentions)
 
 
 def record(runner: ModelRunner, backend: AttentionBackend, max_rows: int, max_tokens: int) -> None:
@@ -63,6 +66,8 @@ def record(runner: ModelRunner, backend: AttentionBackend, max_rows: int, max_to
     if device.type != "cuda" or not can_record(runner.model) or not max_rows:
         if runner.model.spec.state_sizes:
             logger.info("Steps run without CUDA graphs: layers with a state cannot be recorded")
+        elif runner.model.spec.decoder and any(part.routed for part in runner.model.spec.decoder.attentions):
+            logger.info("Steps run without CUDA graphs: heads that each token chooses cannot be recorded")
         return
     if not backend.recordable:
         logger.info("Steps run without CUDA graphs: %s attention cannot be recorded", backend.name)

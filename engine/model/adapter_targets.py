@@ -15,6 +15,7 @@ from engine.model.layers import EncodedKeys, GatedFeedForward, Linear, SelfAtten
 from engine.model.operations import AddAdapters
 from engine.model.recurrences import FeatureDeltaLayer, GatedRecurrenceLayer
 from engine.model.state_layers import DeltaRuleAttention
+from engine.model.value_scores import ValueScoringAttention
 
 if TYPE_CHECKING:
     from engine.model.stack import TransformerStack
@@ -51,6 +52,8 @@ def _linears(module: nn.Module) -> Iterator[Linear]:
 
 def _joined(module: nn.Module) -> Iterator[tuple[Linear, int]]:
     match module:
+        case ValueScoringAttention():
+            yield module.qkv, 3
         case SelfAttention():
             yield module.qkv, 3
             if isinstance(module, GlobalAttention):

@@ -7,10 +7,10 @@ from torch import Tensor
 from engine.backends.attention.base import AttentionBackend, Sight
 from engine.backends.rows import Rows
 from engine.model import spec
+from engine.model.attention_modules import AttentionModule
 from engine.model.latent import LatentAttention
 from engine.model.layers import CrossAttention, QkNorm, SelfAttention
 from engine.model.operations import Operation, operation
-from engine.model.reading import ReadingAttention
 
 
 @operation(reads="heads", writes="heads")
@@ -69,7 +69,7 @@ class Attend(Operation):
     """out = attention of the queries to the keys and values of their own rows: those in pages, those beside them (in an
     encoder), or those in the encoder's pages."""
 
-    module: SelfAttention | CrossAttention | LatentAttention | ReadingAttention
+    module: AttentionModule
     queries: Rows
     kv: tuple[Rows, Rows] | None  # keys and values beside the queries; None if they are in pages
     out: Rows

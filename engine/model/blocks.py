@@ -33,12 +33,14 @@ from engine.model.positions import Disentangled, QueryBuckets
 from engine.model.query_buckets import BucketedAttention
 from engine.model.reading import ReadingAttention
 from engine.model.recurrences import build_state_layer
+from engine.model.routed_attention import RoutedAttention
 from engine.model.state_layers import AttentionBesideState
+from engine.model.value_scores import ValueScoringAttention
 from engine.model.versions import LayerVersions
 
 
 class Sublayer(nn.Module):
-    """The weights of outer(y + after(f(before(y)))) of y = first(x), where each norm may be absent."""
+    """The weights of outer(carry * y + after(f(before(y)))) of y = first(x); each norm and carry may be absent."""
 
     def __init__(
         self,
@@ -54,6 +56,7 @@ class Sublayer(nn.Module):
         self.inner = inner
         self.after = after
         self.outer = outer
+        self.carry: nn.Parameter | None = None
 
 
 class SequentialBlock(nn.Module):
@@ -109,6 +112,9 @@ class SequentialBlock(nn.Module):
         self.ffn = None
         if block.ffn != spec.NO_NETWORK:
             self.ffn = Sublayer(build_feed_forward(block.ffn, hidden_size, place), **ffn_norms)
+        for sublayer in (self.attention, self.ffn) if block.carried else ():
+            if sublayer is not None:
+                sublayer.carry = place.parameter(hidden_size)
         self.versions = None if versions is None else LayerVersions(versions, hidden_size, place)
         self.input = None if block.input is None else LayerInputs(block.input, hidden_size, place)
         self.factor = place.parameter(1) if block.factor else None
@@ -176,6 +182,10 @@ def build_attention(block: spec.Block, hidden_size: int, backend: AttentionBacke
     part = block.attention
     if part.latent is not None:
         return LatentAttention(part, part.latent, hidden_size, backend, place)
+    if part.routed is not None:
+        return RoutedAttention(part, part.routed, hidden_size, backend, place)
+    if part.value_scores is not None:
+        return ValueScoringAttention(part, part.value_scores, hidden_size, backend, place)
     if part.reads is not None:
         return ReadingAttention(part, hidden_size, backend, place)
     kind = _MODULES.get(type(part.sees)) or _MODULES.get(type(part.position)) or SelfAttention

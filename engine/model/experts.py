@@ -88,7 +88,8 @@ def stacked(matrices: Iterable[Quantised], count: int) -> Quantised:
 
 
 class ExpertsFeedForward(RowModule):
-    """Each token's `active` likeliest experts, weighted by their probabilities.
+    """Each token's `active` likeliest experts, weighted by their probabilities. The program adds the bias of their sum,
+    if there is one.
 
     A token's result does not depend on the others: every product has at least `min_rows` rows, and each token adds its
     experts' results in the order of their numbers.
@@ -102,6 +103,7 @@ class ExpertsFeedForward(RowModule):
         self.router = Linear(hidden_size, part.count, part.router_bias, place)
         self.up = ExpertMatrices(part.count, hidden_size, 2 * width if self.gated else width, bias, place)
         self.down = ExpertMatrices(part.count, width, hidden_size, bias, place)
+        self.bias = place.parameter(hidden_size) if part.sum_bias else None
         self.activation = "clamped" if isinstance(part.expert, spec.Clamped) else part.expert.activation
         if isinstance(part.routing, spec.Corrected):
             self.correction = replace(place, dtype=torch.float32).parameter(part.count)
@@ -126,7 +128,8 @@ class ExpertsFeedForward(RowModule):
         weights, chosen = self._admitted(judged, tokens, starts)
         chosen, places = chosen.sort(dim=-1)
         weights = weights.gather(-1, places)
-        rows, sizes, slots = self.group(chosen, min_rows)
+        rows, sizes, slots = group(chosen, self.part.count, min_rows)
+        rows = rows // self.part.active
         # Groups are gathered one by one, so that their rows are separate tensors with the alignment that kernels
         # prefer.
         answers = x.new_empty(rows.shape[0], x.shape[1])
@@ -194,25 +197,25 @@ class ExpertsFeedForward(RowModule):
         """Weights (float32) and experts of each token, [Tp, active] both; of equal experts the first are chosen."""
         match self.part.routing:
             case spec.Likeliest():
-                weights, chosen = _best(self.router(x).float().softmax(dim=-1), self.part.active)
+                weights, chosen = best(self.router(x).float().softmax(dim=-1), self.part.active)
                 if self.part.normalize:
                     weights = weights / weights.sum(dim=-1, keepdim=True)
                 return weights, chosen
             case spec.Rescaled():
-                weights, chosen = _best(self.router(x).float().softmax(dim=-1), self.part.active)
+                weights, chosen = best(self.router(x).float().softmax(dim=-1), self.part.active)
                 return weights / weights.sum(dim=-1, keepdim=True) * self.factors[chosen], chosen
             case spec.Corrected() as routing:
                 return self._corrected(x, routing)
             case spec.GroupLimited() as routing:
                 scores = self._logits(x).softmax(dim=-1)
-                weights, chosen = _best(
+                weights, chosen = best(
                     _open(scores, routing.groups, routing.open_groups, routing.leaders), self.part.active
                 )
                 if self.part.normalize:
                     weights = weights / weights.sum(dim=-1, keepdim=True)
                 return weights * routing.scale, chosen
             case spec.ScaledInput():
-                numbers, chosen = _best(self.router(x), self.part.active)
+                numbers, chosen = best(self.router(x), self.part.active)
                 return activate(torch.sigmoid, numbers.float()), chosen
             case spec.SparseMixer(tolerance):
                 return _mixed_sparsely(self.router(x).float(), self.part.active, tolerance)
@@ -242,38 +245,11 @@ class ExpertsFeedForward(RowModule):
         scores = activate(torch.sigmoid, logits) if routing.score == "sigmoid" else logits.softmax(dim=-1)
         judged = logits if routing.of_logits else scores
         favoured = _open(judged + self.correction, routing.groups, routing.open_groups, 2)
-        chosen = _best(favoured, self.part.active)[1]
+        chosen = best(favoured, self.part.active)[1]
         weights = scores.gather(-1, chosen)
         if self.part.normalize:
             weights = weights / (weights.sum(dim=-1, keepdim=True).clamp(min=routing.least) + routing.added)
         return weights * routing.scale, chosen
-
-    def group(self, chosen: Tensor, min_rows: int) -> tuple[Tensor, list[int], Tensor]:
-        """Sort the tokens by expert.
-
-        Args:
-            chosen: [T, active] the experts of each token.
-            min_rows: a non-empty group is padded to this many rows with copies of token 0.
-
-        Returns:
-            rows: [N] the token of each row.
-            sizes: rows of each expert's group, in the order of the experts.
-            slots: [T, active] the row of each token's copy for each of its experts.
-        """
-        experts = chosen.flatten()
-        # A stable sort, so that an expert's tokens keep their order.
-        order = experts.argsort(stable=True)
-        counts = experts.bincount(minlength=self.part.count)
-        sizes = torch.where(counts > 0, counts.clamp(min=min_rows), counts)
-        # The shift of an expert's first row by padding.
-        moved = (sizes - counts).cumsum(0) - (sizes - counts)
-        places = torch.arange(order.shape[0], device=order.device) + moved[experts[order]]
-        group_sizes: list[int] = sizes.tolist()
-        rows = order.new_zeros(sum(group_sizes))
-        rows[places] = order // self.part.active
-        slots = torch.empty_like(order)
-        slots[order] = places
-        return rows, group_sizes, slots.view_as(chosen)
 
     def compute(self, x: Tensor, expert: int) -> Tensor:
         """One expert's results for its tokens, [rows, hidden]."""
@@ -289,6 +265,34 @@ class ExpertsFeedForward(RowModule):
         return out
 
 
+def group(chosen: Tensor, count: int, min_rows: int) -> tuple[Tensor, list[int], Tensor]:
+    """Sort tokens by expert.
+
+    Args:
+        chosen: [T, active] the experts of each token, of `count`.
+        min_rows: a non-empty group is padded to this many rows with copies of the first choice of token 0.
+
+    Returns:
+        rows: [N] the index in `chosen`, flattened, of each row.
+        sizes: rows of each expert's group, in the order of the experts.
+        slots: [T, active] the row of each token's copy for each of its experts.
+    """
+    experts = chosen.flatten()
+    # A stable sort, so that an expert's tokens keep their order.
+    order = experts.argsort(stable=True)
+    counts = experts.bincount(minlength=count)
+    sizes = torch.where(counts > 0, counts.clamp(min=min_rows), counts)
+    # The shift of an expert's first row by padding.
+    moved = (sizes - counts).cumsum(0) - (sizes - counts)
+    places = torch.arange(order.shape[0], device=order.device) + moved[experts[order]]
+    group_sizes: list[int] = sizes.tolist()
+    rows = order.new_zeros(sum(group_sizes))
+    rows[places] = order
+    slots = torch.empty_like(order)
+    slots[order] = places
+    return rows, group_sizes, slots.view_as(chosen)
+
+
 def _clamped(x: Tensor, part: spec.Clamped) -> Tensor:
     """The result of `Clamped` for rows [gate | up], [T, 2 * width] to [T, width]."""
     gate, up = x.chunk(2, dim=-1)
@@ -296,7 +300,7 @@ def _clamped(x: Tensor, part: spec.Clamped) -> Tensor:
     return (up.clamp(-part.limit, part.limit) + 1) * opened
 
 
-def _best(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def best(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest values of each row [T, n] and their indices; of equal ones the first."""
     values, places = x.sort(dim=-1, descending=True, stable=True)
     return values[:, :count], places[:, :count]
@@ -307,9 +311,9 @@ def _open(scores: Tensor, groups: int, count: int, leaders: int) -> Tensor:
     if count == groups:
         return scores
     grouped = scores.view(len(scores), groups, -1)
-    sums = _best(grouped.flatten(0, 1), leaders)[0].view(*grouped.shape[:-1], leaders).sum(dim=-1)
+    sums = best(grouped.flatten(0, 1), leaders)[0].view(*grouped.shape[:-1], leaders).sum(dim=-1)
     closed = torch.ones_like(sums, dtype=torch.bool)
-    closed.scatter_(-1, _best(sums, count)[1], False)
+    closed.scatter_(-1, best(sums, count)[1], False)
     return grouped.masked_fill(closed[..., None], -math.inf).view_as(scores)
 
 
@@ -317,8 +321,8 @@ def _mixed_sparsely(logits: Tensor, active: int, tolerance: float) -> tuple[Tens
     """Weights and experts according to `SparseMixer`; logits [T, count] float32."""
     weights, chosen, left = [], [], logits
     for _ in range(active):
-        best, place = _best(left, 1)
-        far = (best - left) / logits.abs().maximum(best) > tolerance
+        most, place = best(left, 1)
+        far = (most - left) / logits.abs().maximum(most) > tolerance
         weights.append(left.masked_fill(far, -math.inf).softmax(dim=-1).gather(-1, place))
         chosen.append(place)
         left = left.scatter(-1, place, -math.inf)

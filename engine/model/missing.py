@@ -42,6 +42,10 @@ def unsupported(model: spec.ModelSpec) -> list[str]:
             for attention in stack.attentions:
                 if attention.latent is not None:
                     missing.extend(_unsupported_latent(attention, paged=stack is model.decoder))
+                if attention.routed is not None:
+                    missing.extend(_unsupported_routed(attention, attention.routed, paged=stack is model.decoder))
+                if attention.value_scores is not None:
+                    missing.extend(_unsupported_value_scores(attention, paged=stack is model.decoder))
                 if isinstance(attention.position, Disentangled) and stack.distances is None:
                     missing.append("Disentangled attention without vectors of distances")
                 if isinstance(attention.sees, spec.BlockSums) and (
@@ -123,6 +127,11 @@ def _unsupported_layers(stack: spec.Stack, *, paged: bool) -> list[str]:
         "vectors of layers beside parallel sublayers": bool(widths) and not sequential,
         "factors of layers beside parallel sublayers": any(block.factor for block in stack.blocks) and not sequential,
         "several versions of an encoder's stream": stack.versions is not None and not paged,
+        "carried streams without norms before sublayers": any(
+            block.carried
+            and not (isinstance(block.placement, spec.Pre) and block.placement.attention and block.placement.ffn)
+            for block in stack.blocks
+        ),
         "low-rank paths beside one version of the stream": stack.versions is None
         and any(block.low_rank is not None for block in stack.blocks),
         "factors of layers beside several versions of the stream": stack.versions is not None
@@ -188,6 +197,37 @@ def _unsupported_latent(part: spec.Attention, *, paged: bool) -> list[str]:
     return [f"latent attention {name}" for name, present in found.items() if present]
 
 
+def _unsupported_routed(part: spec.Attention, routed: spec.RoutedHeads, *, paged: bool) -> list[str]:
+    beside = (part.temperature, part.qk_norm, part.value_norm, part.reads, part.sinks, part.spans, part.gate)
+    found = {
+        "outside a decoder": not paged,
+        "of another number than that of KV heads": part.heads != routed.active * part.kv_heads,
+        "with other parts of attention": beside != (None,) * len(beside) or part.latent is not None,
+        "with biases of projections": part.qkv_bias or part.out_bias,
+    }
+    return [f"heads that each token chooses {name}" for name, present in found.items() if present]
+
+
+def _unsupported_value_scores(part: spec.Attention, *, paged: bool) -> list[str]:
+    beside = (
+        part.temperature,
+        part.value_norm,
+        part.reads,
+        part.sinks,
+        part.spans,
+        part.gate,
+        part.latent,
+        part.routed,
+    )
+    found = {
+        "outside a decoder": not paged,
+        "with other parts of attention": beside != (None,) * len(beside) or part.clip is not None,
+        f"with positions other than {Rotary.__name__}": part.position is not None
+        and not isinstance(part.position, Rotary),
+    }
+    return [f"values that add to scores {name}" for name, present in found.items() if present]
+
+
 def _unsupported_block(block: spec.Block) -> list[str]:
     attention, ffn = block.attention, block.ffn
     routed = experts_of(ffn)
@@ -239,7 +279,8 @@ def _unsupported_attention(part: spec.Attention) -> dict[str, bool]:
 
 def _is_plain(part: spec.Attention) -> bool:
     """Whether attention has nothing that needs another module."""
-    beside, sparse = (part.reads, part.latent, part.spans), isinstance(part.sees, spec.Sparse)
+    beside = (part.reads, part.latent, part.routed, part.value_scores, part.spans)
+    sparse = isinstance(part.sees, spec.Sparse)
     return beside == (None,) * len(beside) and not sparse and not part.content_bias and not part.query_bias
 
 

@@ -68,7 +68,11 @@ def _of_attention(part: Attention, features: int) -> int:
         made = features * queries if query is None else query * (features + queries)
         expanded = part.heads * width * (part.latent.content + part.latent.values)
         return made + features * part.head_dim + expanded + part.heads * part.latent.values * features
+    if part.value_scores is not None:
+        return features * part.value_scores.features * 2 * (part.heads + part.kv_heads)
     scores = features * part.position.buckets * part.heads if isinstance(part.position, QueryBuckets) else 0
+    if part.routed is not None:
+        return 2 * features * part.head_dim * part.kv_heads * (part.routed.count + 1)
     if part.reads is not None:
         return features * part.head_dim * 2 * part.heads
     keys = part.kv_heads if part.one_for_both else 2 * part.kv_heads

@@ -60,7 +60,8 @@ from engine.model.positions import Temperature
 from engine.model.query_buckets import BucketedAttention
 from engine.model.reading import ReadingAttention
 from engine.model.recurrences import ChannelScanLayer, FadingAttentionLayer, FeatureDeltaLayer, GatedRecurrenceLayer
-from engine.model.row_functions import concatenate, keep, multiply_all, scale, temper
+from engine.model.routed_attention import RoutedAttention
+from engine.model.row_functions import add_vector, concatenate, keep, multiply_all, scale, temper
 from engine.model.state_layers import (
     AttentionBesideState,
     DeltaRuleAttention,
@@ -69,6 +70,7 @@ from engine.model.state_layers import (
     StateModule,
 )
 from engine.model.state_operations import Advance, ApplyDelta, ApplyScan, Convolve
+from engine.model.value_scores import ValueScoringAttention
 from engine.model.versions import LayerVersions, VersionEnds
 
 RowFunction = Callable[..., Tensor | Sequence[Tensor]]
@@ -266,14 +268,16 @@ class Builder:
                 raise TypeError(f"{type(block).__name__} is not a block")
 
     def sublayer(self, part: Sublayer, layer: int, beside: Embedding | None = None) -> None:
-        """Add outer(y + after(f(before(y)))) of y = first(x), where each norm may be absent. f reads the vectors of
-        tokens before its input, if there is an embedding beside it."""
+        """Add outer(carry * y + after(f(before(y)))) of y = first(x); each norm and carry may be absent. f reads the
+        vectors of tokens before its input, if there is an embedding beside it."""
         if part.first is not None:
             self.add(Normalize(part.first, self.stream, self.stream, self._take_pending()))
         x = self.normed(part.before)
         y = self._inner(part.inner, x if beside is None else self._joined(beside, x), "sublayer", layer)
         if part.after is not None:
             self.add(Normalize(part.after, y, y))
+        if part.carry is not None:
+            self._multiply(part.carry, self.stream)
         self._pending = y
         if part.outer is not None:
             self.add(Normalize(part.outer, self.stream, self.stream, self._take_pending()))
@@ -443,6 +447,10 @@ class Builder:
                 return out
             case ReadingAttention():
                 return self._reading_attention(module, x, name)
+            case RoutedAttention():
+                return self._routed_attention(module, x, name, layer)
+            case ValueScoringAttention():
+                return self._value_scoring_attention(module, x, name, layer)
             case LatentAttention():
                 return self._latent_attention(module, x, name, layer)
             case CrossAttention():
@@ -460,7 +468,10 @@ class Builder:
             case ExpertsFeedForward():
                 out = self.rows(name, self.stream.width)
                 self.add(MixExperts(module, x, out))
-                return self._summed(out)
+                self._summed(out)
+                if module.bias is not None:
+                    self.apply("a bias of experts", partial(add_vector, module.bias), (out,), out)
+                return out
             case SparseFeedForward():
                 wide = self.product(module.gate_up, x, "wide")
                 hidden = self.rows("hidden", module.down.inputs)
@@ -572,6 +583,34 @@ class Builder:
         attended = self.rows("attended", queries.width)
         self.add(Attend(module, queries, None, attended, module.part.reads))
         return self._reduced(module.out, attended, name)
+
+    def _routed_attention(self, module: RoutedAttention, x: Rows, name: str, layer: int) -> Rows:
+        """Attention whose queries, and what becomes of their results, are made by experts that each token chooses."""
+        part, kv = module.part, self.product(module.kv, x, "keys and values")
+        heads = self.rows("heads", (part.heads + 2 * part.kv_heads) * part.head_dim)
+        self.add(Apply("queries of experts", module.make_heads, (x, kv), (heads,)))
+        prepared = PrepareHeads(part, None, heads, layer)
+        self.add(prepared)
+        attended, out = self.rows("attended", prepared.queries.width), self.rows(name, self.stream.width)
+        self.add(Attend(module, prepared.queries, None, attended, layer))
+        self.add(Apply("results of experts", module.reduce, (x, attended), (out,)))
+        return out
+
+    def _value_scoring_attention(self, module: ValueScoringAttention, x: Rows, name: str, layer: int) -> Rows:
+        """Attention in which values add to the scores of their keys."""
+        heads = self.product(module.qkv, x, "heads")
+        prepared, wide = PrepareHeads(module.own, module.qk_norm, heads, None), module.part.head_dim
+        steps = self.product(module.steps, prepared.values, "steps of values")
+        self.add(prepared)
+        given = (prepared.queries, prepared.keys, prepared.values, steps)
+        widened = self.rows("wide heads", (module.part.heads + 2 * module.part.kv_heads) * wide)
+        self.apply("scores of values", module.widen, given, widened)
+        stored = PrepareHeads(module.part, None, widened, layer)
+        self.add(stored)
+        attended, narrow = self.rows("attended", stored.queries.width), self.rows("narrow heads", module.out.inputs)
+        self.add(Attend(module, stored.queries, None, attended, layer))
+        self.apply("features of heads", module.narrow, (attended,), narrow)
+        return self._reduced(module.out, narrow, name)
 
     def _latent_attention(self, module: LatentAttention, x: Rows, name: str, layer: int) -> Rows:
         part, source = module.part, x

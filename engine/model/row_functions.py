@@ -19,6 +19,11 @@ def scale(x: Tensor, y: Tensor) -> Tensor:
     return x * y.reshape(x.shape)
 
 
+def add_vector(vector: nn.Parameter, x: Tensor) -> Tensor:
+    """x + vector, in each row."""
+    return x + vector
+
+
 def multiply_all(factor: nn.Parameter | float, x: Tensor) -> Tensor:
     """x * factor, a learned number or a constant."""
     return x * factor

@@ -160,6 +160,8 @@ def _refused_attention(part: Attention, count: int) -> list[str]:
         "one matrix for keys and values": part.one_for_both,
         "layers that read keys of others": part.reads is not None,
         "norms over all heads at once": isinstance(part.qk_norm, WholeProjection),
+        "heads that each token chooses": part.routed is not None,
+        "values that add to scores": part.value_scores is not None,
         "convolutions beside heads": part.spans is not None,
         "sparse attention": isinstance(part.sees, Sparse),
         "attention to distances": isinstance(part.position, Disentangled | QueryBuckets),

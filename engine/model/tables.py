@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from engine.backends.attention.base import Bias
+from engine.model.attention_modules import AttentionModule
 from engine.model.bias import BiasTable, BucketTable
 from engine.model.disentangled import DisentangledAttention
 from engine.model.distances import DistanceTable
-from engine.model.latent import LatentAttention
 from engine.model.layers import CrossAttention, SelfAttention
 from engine.model.positions import AttentionPosition, Rotary
-from engine.model.reading import ReadingAttention
 from engine.model.rotary import RotaryTable
 
 
@@ -33,7 +32,7 @@ class Tables:
         """(cos [T, 1, head_dim], sin [T, 1, dim / 2]) in these rows [T], for heads of a format."""
         return self.rotary[part](rows, dtype)  # type: ignore[no-any-return]
 
-    def bias(self, module: SelfAttention | CrossAttention | LatentAttention | ReadingAttention) -> Bias | None:
+    def bias(self, module: AttentionModule) -> Bias | None:
         """The bias of an attention's scores."""
         if isinstance(module, CrossAttention):
             return None

@@ -34,11 +34,13 @@ from engine.model.packing import LookUp, keeps_once, on_gpu
 from engine.model.place import Place
 from engine.model.quantisation import Held, Wanted
 from engine.model.recurrences import FeatureDeltaLayer, GatedRecurrenceLayer
+from engine.model.routed_attention import RoutedAttention
 from engine.model.row_form import LIBRARY, RowForm
 from engine.model.sharding import Share, splits_vocabulary
 from engine.model.stack import TransformerStack
 from engine.model.state_layers import DeltaRuleAttention
 from engine.model.table import WeightTable
+from engine.model.value_scores import ValueScoringAttention
 from engine.model.vision import ImageEmbedding
 
 
@@ -272,6 +274,8 @@ class Transformer(nn.Module):
         kept += [
             module.rates for module in self.modules() if isinstance(module, DeltaRuleAttention | FeatureDeltaLayer)
         ]
+        kept += [module.router for module in self.modules() if isinstance(module, RoutedAttention)]
+        kept += [module.steps for module in self.modules() if isinstance(module, ValueScoringAttention)]
         kept += [module.opening for module in self.modules() if isinstance(module, OpenedFeedForward)]
         if on_gpu(self.device):  # one product for all heads there, with plain matrices, which are small
             latents = [module for module in self.modules() if isinstance(module, LatentAttention)]

@@ -45,6 +45,7 @@ SHAPES = {
         FAMILY_SHAPES["qwen3-moe"], vocab=VOCAB, settings={**FAMILY_SHAPES["qwen3-moe"].settings, "num_experts": 7}
     ),
     "sinks": replace(FAMILY_SHAPES["gpt-oss"], vocab=VOCAB),
+    "heads that are experts": replace(FAMILY_SHAPES["jetmoe-odd-untied"], vocab=VOCAB),
     "latents": replace(FAMILY_SHAPES["deepseek-v3"], vocab=VOCAB),
     "states": replace(FAMILY_SHAPES["lfm2"], vocab=VOCAB),
     "matrices as states": replace(FAMILY_SHAPES["qwen3.5-moe"], vocab=VOCAB),

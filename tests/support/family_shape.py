@@ -203,7 +203,7 @@ def fill_randomly(model: Any, seed: int) -> None:
 
 def is_router(module: nn.Module) -> bool:
     """Chooses experts."""
-    return type(module).__name__.endswith(("Router", "V1Gate"))
+    return type(module).__name__.endswith(("Router", "V1Gate", "JetMoeTopKGating"))
 
 
 def linears(module: nn.Module) -> list[nn.Linear]:

@@ -14,11 +14,12 @@ from engine.backends.attention.base import Bias, DistanceBias, Paged, Ragged
 from engine.backends.rows import Rows
 from engine.backends.torch.states import apply_delta, apply_scan, convolve, each_row
 from engine.model.activations import activate, activate_by_name, gate_by_name
+from engine.model.attention_modules import AttentionModule
 from engine.model.attention_operations import Attend, PrepareHeads, PrepareLatent, StoreEncoded
 from engine.model.convolution import gather_neighbours
 from engine.model.inputs import Inputs
-from engine.model.latent import LatentAttention, by_head
-from engine.model.layers import CrossAttention, SelfAttention, split_heads
+from engine.model.latent import by_head
+from engine.model.layers import SelfAttention, split_heads
 from engine.model.operations import (
     Activate,
     Add,
@@ -37,7 +38,6 @@ from engine.model.operations import (
 )
 from engine.model.positions import AttentionPosition, Disentangled, RelativeBuckets, Rotary
 from engine.model.program import Program, last_uses
-from engine.model.reading import ReadingAttention
 from engine.model.rotary import rotate
 from engine.model.row_kernels import NewHeads, RowKernels
 from engine.model.slots import find_slots
@@ -64,7 +64,8 @@ class Buffers(dict[Rows, Tensor]):
 
 
 Biases = dict[
-    AttentionPosition | SelfAttention | CrossAttention | LatentAttention | ReadingAttention | None, Bias | None
+    AttentionPosition | AttentionModule | None,
+    Bias | None,
 ]
 
 

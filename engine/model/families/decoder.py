@@ -41,6 +41,7 @@ def decoder(
     final_norm: Callable[[Any], Norm | None] | None = None,
     crosses: Callable[[Any], bool] | None = None,
     head: Callable[[Any], Lm] = lm,
+    carried: bool = False,
     residual_scale: Callable[[Any], float] | None = None,
     factors: Callable[[Any], Factors | list[Factors]] | None = None,
     projection: Callable[[Any], int | None] | None = None,
@@ -59,8 +60,8 @@ def decoder(
         norm: the norm of the layers, and of the end unless `final_norm` is set.
         placement: the placement of a layer's norms, from the config and the norm: one for all layers, or a list.
         crosses: whether layers also attend to an encoder, by attention of the same form.
-        residual_scale, factors, projection, context_length: see `Block`, `Stack` and `ModelSpec`; factors may be a list
-            with those of each layer.
+        carried, residual_scale, factors, projection, context_length: see `Block`, `Stack` and `ModelSpec`; factors may
+            be a list with those of each layer.
         refuse: raises UnsupportedModelError for settings that no part expresses.
         names: names of the weights; None for LLaMA's.
         weights: the table of weights, if names are not sufficient.
@@ -86,6 +87,7 @@ def decoder(
                 cross=part if crossing else None,
                 ffn=network,
                 residual_scale=factor,
+                carried=carried,
                 factors=own_factors,
             )
             for place, part, state, network, own_factors in zip(

@@ -88,6 +88,7 @@ class LayerNames:
         qk_norm: norms of queries and keys, with `{}` for q or k, or `{word}` for query or key, and with `{head}` if the
             norm of each head is a separate vector. Empty if `attention` gives them.
         norms: one name for each norm of the placement, in the order of application; a function if placements differ.
+        carried: the vectors by which the stream is multiplied before attention and the network are added.
         ffn: gate, up and down of a gated network, or its fused gate and up, and down; up and down of a plain one. For
             other forms, a function of our name, the layer's name and the part.
         experts: names for layers with experts.
@@ -104,6 +105,7 @@ class LayerNames:
     mixing: Callable[[str, str, StateLayer], list[Entry]] | None = None
     qk_norm: str = "self_attn.{}_norm"
     norms: tuple[str, ...] | Callable[[Placement], tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
+    carried: tuple[str, ...] = ()
     ffn: tuple[str, ...] | Callable[[str, str, FeedForward], list[Entry]] = (
         "mlp.gate_proj",
         "mlp.up_proj",
@@ -202,6 +204,9 @@ def layer_weights(target: str, source: str, block: Block, names: LayerNames) -> 
         for (place, own), name in zip(norm_places(block.placement), norms, strict=False)
         for entry in norm_weights(f"{target}.{place}", f"{source}.{name}", own, names.norm_weight)
     ]
+    if block.carried:
+        places = ("attention.carry", "ffn.carry")
+        entries += [Entry(f"{target}.{o}", (f"{source}.{t}",)) for o, t in zip(places, names.carried, strict=True)]
     if isinstance(block.mixing, StateLayer):
         assert names.mixing is not None
         both = part.heads > 0

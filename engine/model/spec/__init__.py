@@ -15,8 +15,10 @@ from engine.model.spec.attention import (
     OutputGate,
     PerHead,
     QkNorm,
+    RoutedHeads,
     Sinks,
     Spans,
+    ValueScores,
     WholeProjection,
 )
 from engine.model.spec.blocks import (
@@ -113,9 +115,9 @@ __all__ = [
     "LayerVectors", "Likeliest", "Lm", "LowRank", "MaskedLm", "MaskedOut", "ModelSpec", "Neighbours", "NormedResidual",
     "NormedSum", "Opened", "OutputGate", "Parallel", "Patches", "PerHead", "Placement", "Pool", "Pooled", "Post", "Pre",
     "PredictingStream", "Probe", "Projector", "Pyramid", "PyramidStage",
-    "QkNorm", "Repeated", "Rescaled", "ResidualNetwork", "Routing",
+    "QkNorm", "Repeated", "Rescaled", "ResidualNetwork", "RoutedHeads", "Routing",
     "Sandwich", "ScaledInput", "SelectiveScan",
     "Shared", "ShortConvolution", "Shuffled", "Sinks", "Spans", "Sparse", "SparseBlocks",
-    "SparseMixer", "SparselyGated", "Spectrum", "Stack", "StateLayer", "Tokens", "Versions", "Vision",
+    "SparseMixer", "SparselyGated", "Spectrum", "Stack", "StateLayer", "Tokens", "ValueScores", "Versions", "Vision",
     "WholeProjection", "Xielu",
 ]  # fmt: skip

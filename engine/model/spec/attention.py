@@ -73,6 +73,30 @@ class Spans:
     kernel: int
 
 
+@dataclass(frozen=True, slots=True)
+class RoutedHeads:
+    """A router sends each token to `active` of `count` experts (arXiv:2306.04640). An expert makes a query for each KV
+    head, and maps the results of these. Its result is weighted by the softmax of the chosen experts' logits. A bias is
+    added to the sum."""
+
+    count: int
+    active: int
+
+
+@dataclass(frozen=True, slots=True)
+class ValueScores:
+    """Each key adds exp(decay * softplus(step)) to its scores. The values of all KV heads make the step; each KV head
+    has a decay (dynamic mask attention, arXiv:2508.02124).
+
+    Attributes:
+        features: of a head. head_dim counts further ones, in which pages contain what keys add.
+        longest: maximum tokens of a sequence. In longer ones, queries would see only the keys that add the most.
+    """
+
+    features: int
+    longest: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:
     """Keys and values of all heads are made from one short vector per token, its latent; the heads also share one
@@ -122,6 +146,9 @@ class Attention:
         gate: the gate by which their results are multiplied.
         latent: the source of queries, keys and values; None: each has a separate projection of the hidden state. With
             latents there is one KV head, and head_dim is the width of a token's vector in pages.
+        routed: the experts that make queries and map results, `active` heads for each KV head; None: all tokens have
+            the same matrices.
+        value_scores: what keys add to their scores; head_dim is then the width of a key in pages.
         in_parts: whether tokens of an encoder see only those of their own part of the input (`Inputs.parts`).
     """
 
@@ -145,6 +172,8 @@ class Attention:
     spans: Spans | None = None
     gate: OutputGate | None = None
     latent: Latent | None = None
+    routed: RoutedHeads | None = None
+    value_scores: ValueScores | None = None
     in_parts: bool = False
 
     @property
@@ -157,6 +186,8 @@ class Attention:
     @property
     def turned(self) -> int:
         """Features of a head that take part in the rotation."""
+        if self.value_scores is not None:
+            return self.value_scores.features
         return self.head_dim if self.latent is None else self.latent.rotary
 
     @property

@@ -146,6 +146,8 @@ class Block:
         input: what the layer reads for each token beside the stream.
         low_rank: what runs beside attention.
         factor: whether the stream is multiplied by a learned number at the end.
+        carried: whether the stream is multiplied by a learned vector before a sublayer's result is added; the sublayer
+            reads the stream before that.
         reads_tokens: whether attention reads [norm(the token's vector), norm(x)] (EAGLE-3, arXiv:2503.01840).
         residual_scale: factor of the additions by attention and feed-forward network; their last matrices are
             multiplied by it at load time.
@@ -162,6 +164,7 @@ class Block:
     input: LayerInput | None = None
     low_rank: LowRank | None = None
     factor: bool = False
+    carried: bool = False
     reads_tokens: bool = False
     residual_scale: float = 1.0
     factors: tuple[tuple[str, tuple[float, ...], tuple[int, ...]], ...] = ()

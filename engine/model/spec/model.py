@@ -79,7 +79,8 @@ class ModelSpec:
 
     @property
     def max_positions(self) -> int | None:
-        """Maximum tokens of a sequence because a position table ends there; None without a table."""
+        """Maximum tokens of a sequence, because a position table ends there or attention would leave out some keys;
+        None without a limit."""
         sizes = [
             _positions(stack)
             for stack in (self.encoder, self.decoder)
@@ -99,8 +100,11 @@ class ModelSpec:
 
 
 def _positions(stack: Stack | None) -> int | None:
-    """The number of positions in a stack's table; None without a table."""
-    table = None if stack is None else stack.embedding.positions
-    if stack is None or table is None:
+    """The number of positions in a stack's table, or of tokens that its attention sees; None without a limit."""
+    if stack is None:
         return None
+    table = stack.embedding.positions
+    if table is None:
+        parts = (part.value_scores for part in stack.attentions)
+        return min((part.longest for part in parts if part is not None), default=None)
     return table.size - table.offset - (stack.predicting is not None)  # the token after the last needs one

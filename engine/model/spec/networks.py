@@ -132,6 +132,7 @@ class Experts:
     normalize: bool = True  # whether the weights of a token's experts are scaled to sum to 1
     routing: Routing = Likeliest()  # how experts are chosen and weighted
     router_bias: bool = False
+    sum_bias: bool = False  # whether a bias is added to the sum of a token's experts
     # an expert processes at most this many tokens of an input, the first ones; it adds nothing to later ones
     # (arXiv:2101.03961, 2.2). None: no limit.
     capacity: int | None = None

@@ -273,8 +273,6 @@ def test_a_refusal_names_the_nearest_and_what_would_show_that_it_does() -> None:
 @pytest.mark.parametrize(
     ("model_type", "name", "why"),
     [
-        ("doge", "DogeForCausalLM", "each value adds a learned number to the scores of its token"),
-        ("jetmoe", "JetMoeForCausalLM", "heads of attention are experts that each token chooses"),
         (
             "zamba2",
             "Zamba2ForCausalLM",

@@ -15,11 +15,13 @@ from support.family_shape import run
 from support.pages import Pages, close, load, scattered_tables
 from torch import Tensor
 
-from engine.errors import UnsupportedModelError
+from engine.backends.torch.attention import TorchReference
+from engine.errors import ConfigError, UnsupportedModelError
 from engine.model import families
 from engine.model.place import Place
 from engine.model.spec import ModelSpec, Xielu
 from engine.model.table import Flattened, Interleaved, Joined, Same, Swapped, Turned
+from engine.model.transformer import Transformer
 
 
 def described(model_type: str, architecture: str, **settings: Any) -> ModelSpec:
@@ -79,12 +81,21 @@ def described(model_type: str, architecture: str, **settings: Any) -> ModelSpec:
             },
             "attn_config.rope_theta is 500.0, and rope_parameters has 600.0",
         ),
+        ("doge", "DogeForCausalLM", {"is_moe": True}, "is_moe of the config is true: the experts of a token"),
+        ("doge", "DogeForCausalLM", {"keep_window_size": 0}, "keep_window_size .* at least 1, got 0"),
         ("apertus", "ApertusForCausalLM", {"hidden_act": "mish"}, "activation 'mish'"),
     ],
 )
 def test_refusals(model_type: str, architecture: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         described(model_type, architecture, **settings)
+
+
+def test_doge_takes_no_sequence_of_which_it_would_leave_out_keys() -> None:
+    spec = described("doge", "DogeForCausalLM", keep_window_size=50)
+    assert (spec.context_length, spec.max_positions) == (50, 50)
+    with pytest.raises(ConfigError, match="max_model_len is 51, but the checkpoint has positions for 50 tokens only"):
+        Transformer(spec, TorchReference(), 51, device="meta")
 
 
 # ---------------------------------------------------------------- forms of weights
