@@ -298,6 +298,9 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         sizes_of_pages = (page_bytes(rank.kv_shapes(), config.block_size, cache_dtype) for rank in ranks)
         pages = (num_blocks + 1) * sum(sizes_of_pages)
         full_requests = limits.fitting(max_model_len, num_blocks, model.max_encoder_len or 0)
+    image_tokens = 0 if vision is None or cropping is None else most_tokens(vision, cropping)
+    if spec.signal is not None and spec.signal.texts:
+        image_tokens = spec.signal.positions
     writes = "generate" in abilities.tasks and not config.skip_tokenizer_init
     return ModelFacts(
         path=path,
@@ -331,7 +334,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
             model.max_encoder_len is not None and spec.signal is not None and spec.signal.kind == "image"
         ),
         images=images,
-        image_tokens=0 if vision is None or cropping is None else most_tokens(vision, cropping),
+        image_tokens=image_tokens,
         projector=next((file.resolve().name for file in files if file.name == PROJECTOR_LINK), ""),
         ranks=tuple(_rank(rank, quantization, device) for rank in ranks) if count > 1 else (),
         divisible=tuple(number for number in range(2, 9) if device.type == "cpu" and not refusals(spec, number)),

@@ -13,6 +13,7 @@ from fastapi import Depends, Request
 
 from engine import EngineDeadError, RequestFailedError, decoder_tokens
 from engine.process.client import EngineClient
+from engine.text.image_tasks import encode_task
 from engine.text.pictures import Pictures, only_image
 from engine.text.processor import Tokenizer
 from server.answering.chat_images import ChatImages
@@ -301,7 +302,8 @@ class Service:
         pictures: Pictures,
         rendering: Rendering | None,
     ) -> Prompt:
-        """The prompt of an encoder-decoder model that reads one image. It is the decoder's first tokens."""
+        """The prompt of an encoder-decoder model that reads one image: the decoder's first tokens. The text of the
+        message is among them, unless the encoder reads it after the image."""
         info = self.client.info
         for name in ("tools", "documents"):
             if rendering is not None and getattr(rendering, name) is not None:
@@ -311,9 +313,16 @@ class Service:
         assert info.signal is not None
         image, text = only_image(messages, pictures)
         (pixels,) = await self.images.read([image], "messages")
-        begin = await asyncio.to_thread(tokenizer.encode_answer, text) if text else []
-        ids = list(decoder_tokens(begin, info.decoder_start_token_id))
-        return Prompt(ids, text, pixels=replace(pixels, decoder_token_ids=begin), positions=info.signal.positions)
+        positions, begin = info.signal.positions, list[int]()
+        if info.signal.texts:
+            read = await asyncio.to_thread(encode_task, tokenizer, text)
+            pixels, positions = replace(pixels, encoder_token_ids=read), positions + len(read)
+        elif text:
+            begin = await asyncio.to_thread(tokenizer.encode_answer, text)
+            pixels = replace(pixels, decoder_token_ids=begin)
+        return Prompt(
+            list(decoder_tokens(begin, info.decoder_start_token_id)), text, pixels=pixels, positions=positions
+        )
 
 
 def key_of(request: Request) -> ApiKey | None:

@@ -152,6 +152,7 @@ def _examine(model: str, settings: dict[str, Any]) -> _Verdict:
     if facts.image_tokens:
         by = f", read by {facts.projector}" if facts.projector else ""
         shown.append(("images", f"at most {facts.image_tokens} tokens for each in a chat{by}", facts.image_tokens))
+    if facts.images:
         taken = f"{_mebi(facts.images)} for kept vectors and to read the largest image"
         shown.append(("image memory", taken, facts.images))
     if facts.stored:

@@ -169,7 +169,9 @@ def _excused(name: str, value: Any, holder: Mapping[str, Any]) -> bool:
             return value is None and holder.get("layer_norm_eps") is not None
         case "moe_intermediate_size":
             return value is None and holder.get("enable_moe_block") is False
-        case "num_heads" if "depths" in holder and isinstance(value, list):  # one for each stage of an encoder
+        case "num_heads" | "num_groups" if "depths" in holder and isinstance(
+            value, list
+        ):  # one for each stage of an encoder
             low, high = COUNTS[name]
             return all(type(each) is int and low <= each <= high for each in value)
         case "intermediate_size" if holder.get("model_type") == "gemma3n_text" and isinstance(value, list):

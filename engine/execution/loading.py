@@ -217,5 +217,10 @@ def find_max_encoder_len(config: EngineConfig, spec: ModelSpec, max_model_len: i
     """
     own = spec.max_encoder_positions
     if own is None:
+        if spec.signal is not None and spec.signal.texts and spec.signal.positions > max_model_len:
+            raise ConfigError(
+                f"max_model_len is {max_model_len}, but an image has {spec.signal.positions} positions, which the "
+                "encoder reads before the text. Raise --max-model-len."
+            )
         return max_model_len
     return own if config.max_model_len is None else min(own, config.max_model_len)

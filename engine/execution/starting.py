@@ -24,6 +24,7 @@ from engine.execution.calibration import mean_keys
 from engine.execution.division import RankExecutor, check_divisible, failing
 from engine.execution.executor import LocalExecutor, ModelFacts
 from engine.execution.gpu_choice import look_at
+from engine.execution.image_size import with_image_size
 from engine.execution.image_vectors import image_bytes, reserved_for_images
 from engine.execution.invariance import min_invariant_rows
 from engine.execution.kv_cache import KVCache, choose_cache_dtype
@@ -190,7 +191,7 @@ def find_vision(
     """The model, and how it reads images among its tokens. If its folder does not define how images are prepared, or
     has a setting that is not implemented, or an image projector does not fit, the model loses its vision part, and the
     log says why. Raises UnsupportedModelError instead if the configuration names an image projector."""
-    spec = build_spec(hf_config)
+    spec = with_image_size(build_spec(hf_config), path)
     named = config.mmproj not in (None, NO_PROJECTOR)
     if spec.vision is None:
         if named:

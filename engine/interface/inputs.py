@@ -49,7 +49,8 @@ def read_input(input: EngineInput, info: EngineInfo, *, start: int | None) -> Re
         return ReadInput(tokens, sides=read_sides(input.given, len(tokens), info.sides), images=images)
     if isinstance(input, PixelInput | AudioInput):
         signal, positions = _read_signal(input, info, "prompt")
-        return ReadInput(_decoder_begin(input.decoder_token_ids or (), info, start), (0,) * positions, signal=signal)
+        encoder_input = (*(0,) * positions, *_text_after(input, positions, info))
+        return ReadInput(_decoder_begin(input.decoder_token_ids or (), info, start), encoder_input, signal=signal)
     if info.signal is not None:
         raise _wrong_kind(input, info, "prompt")
     begin: Sequence[int] = ()
@@ -61,14 +62,7 @@ def read_input(input: EngineInput, info: EngineInfo, *, start: int | None) -> Re
         read_sides(input.given, len(ids), {})  # defaults alone
         read_images(input.images, (), None)
     encoder_input = _checked("prompt", ids, info.encoder_vocab_size or info.vocab_size)
-    if len(encoder_input) > info.max_encoder_len:
-        raise InvalidRequestError(
-            f"the prompt is too long: it has {len(encoder_input)} tokens, and the maximum context length of this "
-            f"model's encoder is {info.max_encoder_len} tokens (max_model_len). Shorten the prompt or raise "
-            "--max-model-len.",
-            param="prompt",
-            code="context_length_exceeded",
-        )
+    _check_encoder_room(len(encoder_input), info)
     return ReadInput(_decoder_begin(begin, info, start), encoder_input)
 
 
@@ -145,6 +139,34 @@ def _read_signal(
     if not math.isfinite(float(np.sum(signal, dtype=np.float64))):  # NaN and infinity propagate through a sum
         raise InvalidRequestError("a signal must hold finite numbers.", param=param, code="invalid_value")
     return signal, wanted.positions
+
+
+def _text_after(input: PixelInput | AudioInput, positions: int, info: EngineInfo) -> tuple[int, ...]:
+    """The tokens that an encoder reads after a signal of this many positions."""
+    given = input.encoder_token_ids if isinstance(input, PixelInput) else None
+    if not given:
+        return ()
+    if info.signal is None or not info.signal.texts:
+        raise InvalidRequestError(
+            "this model's encoder reads no text beside an image: leave encoder_token_ids out.",
+            param="prompt",
+            code="unsupported_parameter",
+        )
+    tokens = _checked("prompt", given, info.encoder_vocab_size or info.vocab_size)
+    _check_encoder_room(positions + len(tokens), info)
+    return tokens
+
+
+def _check_encoder_room(length: int, info: EngineInfo) -> None:
+    """Refuse an encoder's input that is too long."""
+    assert info.max_encoder_len is not None
+    if length > info.max_encoder_len:
+        raise InvalidRequestError(
+            f"the prompt is too long: it has {length} tokens, and the maximum context length of this model's encoder "
+            f"is {info.max_encoder_len} tokens (max_model_len). Shorten the prompt or raise --max-model-len.",
+            param="prompt",
+            code="context_length_exceeded",
+        )
 
 
 def repeated(tokens: tuple[int, ...], repeats: RepeatedInput) -> tuple[int, ...]:

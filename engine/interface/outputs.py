@@ -321,6 +321,7 @@ class SignalInfo:
     kind: SignalKind
     shape: tuple[int, ...]  # shape of the array: channels, height and width; or mel bins and frames
     positions: int  # number of encoder positions that it becomes, which count as its tokens
+    texts: bool = False  # whether the encoder reads a text's tokens after it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

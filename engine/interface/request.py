@@ -145,10 +145,11 @@ class Seq2SeqInput:
 @dataclass(frozen=True, slots=True, eq=False)
 class PixelInput:
     """An image as its preprocessor returns it: numbers [channels, height, width] (vision encoders), and optionally the
-    start of the decoder's answer."""
+    start of the decoder's answer. `encoder_token_ids`: the text after the image, if the encoder reads one."""
 
     pixel_values: Any
     decoder_token_ids: Sequence[int] | None = None
+    encoder_token_ids: Sequence[int] | None = None
 
     @property
     def signal(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from engine.backends.attention.base import AttentionMetadata
 from engine.model import spec
 from engine.model.convolution import gather_neighbours
+from engine.model.dual_pyramid import DualPyramidEmbedding
 from engine.model.inputs import RunningPass
 from engine.model.joining import Joining
 from engine.model.layers import Linear
@@ -54,6 +56,7 @@ class TokenEmbedding(nn.Module):
         self.token_norm = build_norm(part.token_norm, hidden, place)
         self.norm = build_norm(part.norm, hidden, place)
         self.expansion = None if part.expansion is None else Linear(hidden, part.expansion, True, place)
+        self.image = None if part.image is None else DualPyramidEmbedding(part.image, place)
         self.joining = None if part.joined is None else Joining(part.joined, hidden, place)
         # Rounded to the weights' format, as in the checkpoint's training.
         self.scale = torch.tensor(part.scale, dtype=place.dtype, device="cpu").item()
@@ -65,12 +68,14 @@ class TokenEmbedding(nn.Module):
         metadata: AttentionMetadata,
         tokens: int,
         sides: Mapping[str, Tensor],
+        images: Sequence[Tensor] = (),
     ) -> Tensor:
         """The vectors.
 
         Args:
             metadata: the division of the first `tokens` tokens into inputs; the others are padding.
             sides: see `Inputs`.
+            images: those that the inputs begin with, one for each.
         """
         x = self.vectors(token_ids)
         if self.masked_out is not None:
@@ -85,6 +90,11 @@ class TokenEmbedding(nn.Module):
             x = self.projection(x)
         if self.token_norm is not None:
             x = self.token_norm(x)
+        if self.image is not None:
+            starts = accumulate(metadata.query_lens, initial=0)
+            for start, length, image in zip(starts, metadata.query_lens, images, strict=False):
+                vectors = self.image(image)[:length]  # only a trial step may have fewer tokens than an image
+                x[start : start + len(vectors)] = vectors
         if self.unplaced is not None:
             positions = positions.masked_fill(token_ids == self.unplaced, -1)
         if self.positions is not None:

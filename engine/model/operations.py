@@ -70,7 +70,9 @@ class Embed(Operation):
     def vectors(self, inputs: Inputs) -> Tensor:
         """The vectors [Tp, features] of a pass's inputs."""
         if isinstance(self.module, TokenEmbedding):
-            x: Tensor = self.module(inputs.token_ids, inputs.positions, inputs.metadata, inputs.tokens, inputs.sides)
+            x: Tensor = self.module(
+                inputs.token_ids, inputs.positions, inputs.metadata, inputs.tokens, inputs.sides, inputs.signals
+            )
             if self.module.joining is not None:
                 return self.module.joining(x, inputs.given)  # type: ignore[no-any-return]
             return with_images(x, inputs.images, inputs.sides)

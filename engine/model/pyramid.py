@@ -17,7 +17,7 @@ from engine.model.norms import build_norm
 from engine.model.place import Place
 from engine.model.row_kernels import RowModule
 
-_MOST_ROWS = 1 << 14  # maximum positions whose inner features are in memory at a time
+MOST_ROWS = 1 << 14  # maximum positions whose inner features are in memory at a time
 _ELSEWHERE = -100.0  # added to scores of keys that only the shift has brought into a window
 
 
@@ -45,7 +45,7 @@ class PyramidEmbedding(nn.Module):
         (height, width), (rows, columns) = self.part.patch, self.part.grids[0]
         split = image.reshape(len(image), rows, height, columns, width).permute(1, 3, 0, 2, 4)
         pixels = split.reshape(rows * columns, -1).to(self.patches.weight.dtype)
-        x: Tensor = _by_parts(self.patches, pixels)
+        x: Tensor = by_parts(self.patches, pixels)
         x = x if self.norm is None else self.norm(x)
         for stage in self.stages:
             x = stage(x)
@@ -72,7 +72,7 @@ class _Stage(nn.Module):
         rows, columns = self._grid
         grid = F.pad(x.view(rows, columns, -1), (0, 0, 0, columns % 2, 0, rows % 2))
         squares = torch.cat([grid[row::2, column::2] for column in range(2) for row in range(2)], dim=-1)
-        reduced: Tensor = _by_parts(self.reduction, self.norm(squares.flatten(0, 1)))
+        reduced: Tensor = by_parts(self.reduction, self.norm(squares.flatten(0, 1)))
         return reduced
 
 
@@ -98,7 +98,7 @@ class _Layer(RowModule):
         assert self.before is not None
         assert self.after is not None
         x = x + self._attended(self.before(x))
-        return x + _by_parts(self._network, self.after(x))
+        return x + by_parts(self._network, self.after(x))
 
     def _network(self, x: Tensor) -> Tensor:
         found: Tensor = self.down(activate_by_name(self._activation, self.up(x), self.kernels))
@@ -109,10 +109,10 @@ class _Layer(RowModule):
         grid = F.pad(x.view(rows, columns, -1), (0, 0, 0, -columns % size, 0, -rows % size))
         height, width = grid.shape[:2]
         grid = grid.roll((-shift, -shift), (0, 1)) if shift else grid
-        windows = _windows(grid, size)
+        windows = windows_of(grid, size)
         bias = self._bias()
         places = self._places(height, width, x.device) if shift else None
-        made, step = [], max(_MOST_ROWS // size**2, 1)
+        made, step = [], max(MOST_ROWS // size**2, 1)
         for first in range(0, len(windows), step):
             seen = bias
             if places is not None:
@@ -120,8 +120,7 @@ class _Layer(RowModule):
                 apart = own[:, None, :] != own[:, :, None]
                 seen = bias + torch.where(apart, _ELSEWHERE, 0.0).to(bias.dtype)[:, None]
             made.append(self._among(windows[first : first + step], seen))
-        found = torch.cat(made).view(height // size, width // size, size, size, -1)
-        whole = found.transpose(1, 2).reshape(height, width, -1)
+        whole = joined_windows(torch.cat(made), height, width, size)
         whole = whole.roll((shift, shift), (0, 1)) if shift else whole
         return whole[:rows, :columns].reshape(rows * columns, -1)
 
@@ -151,16 +150,22 @@ class _Layer(RowModule):
             places = torch.arange(length, device=device)
             parts.append((places >= length - self._size).long() + (places >= length - self._shift).long())
         numbers = parts[0][:, None] * 3 + parts[1]
-        return _windows(numbers[..., None], self._size)[..., 0]
+        return windows_of(numbers[..., None], self._size)[..., 0]
 
 
-def _windows(grid: Tensor, size: int) -> Tensor:
+def windows_of(grid: Tensor, size: int) -> Tensor:
     """The windows [windows, positions, features] of a grid [height, width, features]."""
     height, width, features = grid.shape
     split = grid.reshape(height // size, size, width // size, size, features)
     return split.transpose(1, 2).reshape(-1, size**2, features)
 
 
-def _by_parts(how: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The result of a function of rows, computed for at most `_MOST_ROWS` of them at a time."""
-    return how(x) if len(x) <= _MOST_ROWS else torch.cat([how(part) for part in torch.split(x, _MOST_ROWS)])
+def joined_windows(windows: Tensor, height: int, width: int, size: int) -> Tensor:
+    """The grid [height, width, features] of its windows [windows, positions, features]."""
+    split = windows.view(height // size, width // size, size, size, -1)
+    return split.transpose(1, 2).reshape(height, width, -1)
+
+
+def by_parts(how: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The result of a function of rows, computed for at most `MOST_ROWS` of them at a time."""
+    return how(x) if len(x) <= MOST_ROWS else torch.cat([how(part) for part in torch.split(x, MOST_ROWS)])

@@ -109,7 +109,8 @@ def refusals(model: ModelSpec, count: int) -> list[str]:
         "images": model.vision is not None,
         "speech, whose word times need all heads": model.encoder is not None
         and isinstance(model.encoder.embedding, Spectrum),
-        "an encoder of images in stages": model.encoder is not None and isinstance(model.encoder.embedding, Pyramid),
+        "an encoder of images in stages": model.encoder is not None
+        and (isinstance(model.encoder.embedding, Pyramid) or getattr(model.encoder.embedding, "image", None)),
         "a head that chooses among some tokens": isinstance(model.head, Lm) and model.head.choices is not None,
         f"a vocabulary of {model.vocab_size} tokens": splits_vocabulary(model) and model.vocab_size < count,
     }

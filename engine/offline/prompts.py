@@ -14,6 +14,7 @@ from engine.interface.generation import DEFAULT_MAX_TOKENS, tokens_to_keep_free
 from engine.interface.outputs import EngineInfo
 from engine.interface.request import AudioInput, PixelInput, SamplingParams, Seq2SeqInput, TokenInput
 from engine.interface.values import brief
+from engine.text.image_tasks import encode_task
 from engine.text.tokenizer import Tokenizer
 
 AnyInput = TokenInput | Seq2SeqInput | AudioInput | PixelInput
@@ -161,18 +162,22 @@ class PromptReader:
 
     def _read_whole(self, images: Sequence[Any], given: dict[str, Any]) -> PixelInput:
         """The input of an encoder-decoder model that reads an image. The prompt, if there is one, is the beginning of
-        the answer."""
+        the answer, or the text that the encoder reads after the image."""
         if len(images) != 1:
             _fail(f"{self.info.model} reads one image at a time, got {len(images)}.")
         if not set(given) <= {*_PLAIN, "decoder_prompt"} or len(given) > 1:
             _fail(
                 f"beside an image, a prompt may have one of prompt, prompt_token_ids and decoder_prompt, got {given}."
             )
-        begin = next(iter(given.values()), None) or None
-        if isinstance(begin, str):
-            begin = self._need_tokenizer().encode_answer(begin)
         image = images[0] if is_image(images[0]) else read_image(images[0])
-        return replace(ImageReader(self.info).read(image), decoder_token_ids=None if begin is None else _ids(begin))
+        pixels, begin = ImageReader(self.info).read(image), next(iter(given.values()), None)
+        if self.info.signal is not None and self.info.signal.texts and "decoder_prompt" not in given:
+            text = begin or ""
+            ids = encode_task(self._need_tokenizer(), text) if isinstance(text, str) else _ids(text)
+            return replace(pixels, encoder_token_ids=ids)
+        if isinstance(begin, str) and begin:
+            begin = self._need_tokenizer().encode_answer(begin)
+        return replace(pixels, decoder_token_ids=_ids(begin) if begin else None)
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

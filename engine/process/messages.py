@@ -105,12 +105,14 @@ class Failed(msgspec.Struct, tag=True):
 
 
 class Signal(msgspec.Struct, omit_defaults=True):
-    """A `PixelInput` or an `AudioInput` as float32 values in C order. `decoder_token_ids`: as there."""
+    """A `PixelInput` or an `AudioInput` as float32 values in C order. `decoder_token_ids`, `encoder_token_ids`: as
+    there."""
 
     kind: SignalKind
     shape: tuple[int, ...]
     data: bytes
     decoder_token_ids: list[int] | None = None
+    encoder_token_ids: list[int] | None = None
 
     @classmethod
     def of(cls, input: PixelInput | AudioInput) -> Signal:
@@ -118,7 +120,9 @@ class Signal(msgspec.Struct, omit_defaults=True):
         than `MOST_SIGNAL_BYTES`."""
         values, begin = as_signal(input.signal), input.decoder_token_ids
         kind: SignalKind = "image" if isinstance(input, PixelInput) else "audio"
-        return cls(kind, values.shape, values.tobytes(), None if begin is None else list(begin))
+        text = input.encoder_token_ids if isinstance(input, PixelInput) else None
+        lists = (None if ids is None else list(ids) for ids in (begin, text))
+        return cls(kind, values.shape, values.tobytes(), *lists)
 
     @property
     def input(self) -> PixelInput | AudioInput:
@@ -130,7 +134,9 @@ class Signal(msgspec.Struct, omit_defaults=True):
                 code="invalid_value",
             )
         values = np.frombuffer(self.data, np.float32).reshape(self.shape)
-        return (PixelInput if self.kind == "image" else AudioInput)(values, self.decoder_token_ids)
+        if self.kind == "image":
+            return PixelInput(values, self.decoder_token_ids, self.encoder_token_ids)
+        return AudioInput(values, self.decoder_token_ids)
 
 
 class ImageMessage(msgspec.Struct, array_like=True):

@@ -41,11 +41,11 @@ class Pictures:
 
 
 def only_image(messages: Sequence[Mapping[str, Any]], pictures: Pictures) -> tuple[Any, str]:
-    """The image of a conversation with a model that reads one image, and the beginning of the answer. Raises
+    """The image of a conversation with a model that reads one image, and the text beside it. Raises
     InvalidRequestError if there are several messages, or more or fewer images."""
     if len(messages) != 1 or len(pictures.images) != 1:
         raise InvalidRequestError(
-            "this model reads one image. The text of the message, if it has one, begins the answer. Send a single "
+            "this model reads one image, and perhaps a text beside it. Send a single "
             f"message with one image, got {len(messages)} messages with {len(pictures.images)} images.",
             param="messages",
             code="invalid_messages",

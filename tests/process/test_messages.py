@@ -156,10 +156,11 @@ def test_other_inputs() -> None:
     assert added(Seq2SeqInput([1, 2], [3]), SamplingParams()).input == Seq2SeqInput([1, 2], [3])
     assert added(Seq2SeqInput([1, 2]), SamplingParams()).input == Seq2SeqInput([1, 2])
     pixels = np.arange(24, dtype=np.float64).reshape(2, 3, 4)
-    input = added(PixelInput(pixels), PoolingParams()).input
+    input = added(PixelInput(pixels, encoder_token_ids=(5, 6)), PoolingParams()).input
     assert isinstance(input, PixelInput)
     assert input.pixel_values.dtype == np.float32
     assert np.array_equal(input.pixel_values, pixels)
+    assert (input.decoder_token_ids, input.encoder_token_ids) == (None, [5, 6])
     sound = added(AudioInput(pixels[0].T, decoder_token_ids=(7, 8)), SamplingParams()).input
     assert isinstance(sound, AudioInput)
     assert np.array_equal(sound.input_features, pixels[0].T)  # which does not lie in C order

@@ -109,6 +109,7 @@ MODELS: dict[str, Callable[[Path], object]] = {
     "openai/clip-vit-base-patch32": _images("clip"),
     "llava-hf/llava-1.5-7b-hf": lambda folder: make_seeing_model("llava", folder),
     "microsoft/trocr-base-printed": lambda folder: make_writer("trocr", folder),
+    "florence-community/Florence-2-base": lambda folder: make_writer("florence2", folder),
     "allenai/led-large-16384-arxiv": led,
     "deepset/roberta-base-squad2": answers,
     "facebook/nllb-200-distilled-600M": lambda folder: make_text_checkpoint("nllb", folder),

@@ -189,6 +189,7 @@ def test_server_and_command_line_use_some_doors_of_the_engine(path: Path) -> Non
         "engine.text.fitting",
         "engine.text.grammar_tokens",
         "engine.text.grammars",
+        "engine.text.image_tasks",
         "engine.text.pictures",
         "engine.text.processor",
         "engine.text.writing",

@@ -36,6 +36,8 @@ from engine.model.spec.blocks import (
     Sandwich,
 )
 from engine.model.spec.embedding import (
+    DualPyramid,
+    DualStage,
     Embedding,
     Joined,
     MaskedOut,
@@ -109,7 +111,8 @@ __all__ = [
     "NO_ATTENTION", "NO_NETWORK",
     "Activation", "AfterRotation", "AfterSublayer", "AnswerSpan", "AtToken", "Attention", "BeforeToken",
     "Block", "BlockSums", "Bottleneck", "ChannelScan", "Clamped", "Classifier", "Convolution", "Corrected", "DeltaRule",
-    "Dense", "EachHead", "Embedder", "Embedding", "Experts", "FadingAttention", "FeatureDelta", "FeedForward",
+    "Dense", "DualPyramid", "DualStage", "EachHead", "Embedder", "Embedding", "Experts", "FadingAttention",
+    "FeatureDelta", "FeedForward",
     "FirstStates", "FirstToken", "Fourier", "Gated", "GatedProjector", "GatedRecurrence", "GlobalStream",
     "GlobalTokens", "GroupLimited", "Head", "HeadLayer", "Joined", "LabelledSpans", "Latent", "LayerInput",
     "LayerVectors", "Likeliest", "Lm", "LowRank", "MaskedLm", "MaskedOut", "ModelSpec", "Neighbours", "NormedResidual",

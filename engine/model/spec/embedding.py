@@ -65,6 +65,7 @@ class Tokens:
         expansion: features to which a matrix with a bias maps the normalised sum at the end (arXiv:2003.10555).
         projects_sum: whether the matrix comes after positions and segments, which then have `width` features.
         joined: how another model's hidden states are joined with the vectors.
+        image: makes the vectors of an image, which replace the first ones of each input before positions are added.
     """
 
     vocab_size: int
@@ -84,7 +85,13 @@ class Tokens:
     expansion: int | None = None
     projects_sum: bool = False
     joined: Joined | None = None
+    image: DualPyramid | None = None
     rows: tuple[int, int] | None = None
+
+    @property
+    def signal(self) -> SignalInfo | None:
+        """The image at an input's beginning, if there is one."""
+        return None if self.image is None else self.image.signal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +202,73 @@ class Pyramid:
         """Its input signal, and the number of vectors that the signal becomes."""
         rows, columns = self.grids[-1]
         return SignalInfo("image", (self.channels, *self.image), rows * columns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DualStage:
+    """`layers` pairs of layers over vectors of `width` features, which a convolution makes from those of the stage
+    before.
+
+    Attributes:
+        heads: of attention within windows.
+        groups: of features that attend to each other.
+        inner: features of the networks.
+        kernel, stride, padding: of the convolution.
+        norm_first: the norm is of the convolution's input, otherwise of its result.
+    """
+
+    width: int
+    layers: int
+    heads: int
+    groups: int
+    inner: int
+    kernel: int
+    stride: int
+    padding: int
+    norm_first: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DualPyramid:
+    """Vectors of an image for an encoder of texts. In each pair of layers, positions attend within windows, then
+    features within groups (DaViT, arXiv:2204.03645). The last stage's vectors and their mean, which comes first, are
+    projected and normalised (arXiv:2311.06242).
+
+    Attributes:
+        image: height and width, in pixels.
+        channels: channels of the image.
+        window: positions of a window's side.
+        norm: of convolutions, of each sublayer's input, and of the result.
+        places: rows of the tables of positions in a row and in a column.
+        times: rows of the table of positions in time, of which an image has the first.
+        projection: features of the result.
+    """
+
+    image: tuple[int, int]
+    channels: int
+    window: int
+    stages: tuple[DualStage, ...]
+    norm: Norm
+    activation: Activation
+    places: int
+    times: int
+    projection: int
+    qkv_bias: bool = True
+
+    @property
+    def grids(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of the positions of each stage."""
+        (rows, columns), found = self.image, []
+        for stage in self.stages:
+            rows, columns = ((size + 2 * stage.padding - stage.kernel) // stage.stride + 1 for size in (rows, columns))
+            found.append((rows, columns))
+        return tuple(found)
+
+    @property
+    def signal(self) -> SignalInfo:
+        """Its input signal, and the number of vectors that the signal becomes."""
+        rows, columns = self.grids[-1]
+        return SignalInfo("image", (self.channels, *self.image), 1 + rows * columns, texts=True)
 
 
 Embedding = Tokens | Patches | Spectrum | Pyramid

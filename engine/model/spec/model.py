@@ -63,7 +63,7 @@ class ModelSpec:
     def signal(self) -> SignalInfo | None:
         """The signal that its encoder, or its twin's, reads instead of token ids; None: it reads only token ids."""
         encoder = self.encoder if self.twin is None else self.twin.encoder
-        return None if encoder is None or isinstance(encoder.embedding, Tokens) else encoder.embedding.signal
+        return None if encoder is None else encoder.embedding.signal
 
     @property
     def encoder_vocab_size(self) -> int:

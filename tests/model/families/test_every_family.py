@@ -100,7 +100,7 @@ ENCODERS = of_each_family(ENCODER_SHAPES, ("Model", "ForSequenceClassification")
 def test_what_has_no_shape_reads_images_or_sound() -> None:
     known = {shape.architecture for shape in (*GENERATING.values(), *ENCODER_SHAPES.values())}
     others = [family.name for family in families.FAMILIES if not known & set(family.architectures)]
-    assert others == ["CLIP", "SigLIP", "TrOCR, Donut", "ViT, DeiT", "Whisper"]
+    assert others == ["CLIP", "Florence-2", "SigLIP", "TrOCR, Donut", "ViT, DeiT", "Whisper"]
 
 
 @dataclass(frozen=True)

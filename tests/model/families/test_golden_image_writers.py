@@ -14,10 +14,12 @@ from support import reference
 from support.image_writers import SHAPES, WriterModel, make_writer
 from support.pooling_api import LocalApi
 from support.reference import MIN_MARGIN
-from support.seeing import EOS, make_tokenizer, picture
+from support.seeing import EOS, IMAGE, make_tokenizer, picture
+from transformers import Florence2Processor
 
 from engine import LLM, InvalidRequestError, PixelInput, SamplingParams
 from engine.images import ImageReader
+from engine.text.image_tasks import encode_task
 from engine.text.processor import load_tokenizer
 from server.workers.pool import WorkerPool
 
@@ -33,6 +35,13 @@ class Subject:
     model: WriterModel
     llm: LLM
 
+    @property
+    def positions(self) -> int:
+        """Those of an image."""
+        signal = self.llm.engine.info.signal
+        assert signal is not None
+        return signal.positions
+
 
 @pytest.fixture(scope="module", params=SHAPES)
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
@@ -43,15 +52,16 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def test_greedy_answers_equal_the_reference(subject: Subject) -> None:
-    """Images alone and with the beginning of an answer, all in one batch; and their pixels."""
+    """Images alone and with a text, all in one batch."""
     images = [picture(*size, number) for number, size in enumerate(SIZES)]
     texts = ["" if number % 3 else "ab"[: 1 + number % 2] for number in range(len(images))]
     found = subject.llm.generate(texts, GREEDY, images=images)
     clear, pixels = 0, subject.model.pixels(images)
     for number, (text, answer) in enumerate(zip(texts, found, strict=True)):
-        begin = [EOS, *make_tokenizer().encode(text)]
+        begin = subject.model.begin(text)
         assert answer.prompt_token_ids == begin
-        expected = reference.greedy(subject.model.model, pixels[number][None], [EOS], TOKENS, begin=begin)
+        given, more = subject.model.asked(pixels[number], text, subject.positions)
+        expected = reference.greedy(subject.model.model, given, [EOS], TOKENS, begin=begin, **more)
         if expected.margin > MIN_MARGIN:
             clear += 1
             assert answer.outputs[0].token_ids == expected.answers[0].tokens
@@ -64,9 +74,9 @@ def test_beams_equal_the_reference(subject: Subject) -> None:
     params = SamplingParams(num_beams=4, n=2, max_tokens=TOKENS, temperature=0.0)
     found = subject.llm.generate(["", "a"], params, images=images)
     for pixels, text, answer in zip(subject.model.pixels(images), ("", "a"), found, strict=True):
-        begin = [EOS, *make_tokenizer().encode(text)]
-        model = subject.model.model
-        expected = reference.beams(model, pixels[None], [EOS], TOKENS, num_beams=4, n=2, begin=begin)
+        begin, model = subject.model.begin(text), subject.model.model
+        given, more = subject.model.asked(pixels, text, subject.positions)
+        expected = reference.beams(model, given, [EOS], TOKENS, num_beams=4, n=2, begin=begin, **more)
         if expected.margin > MIN_MARGIN:
             clear += 1
             assert [one.token_ids for one in answer.outputs] == [one.tokens for one in expected.answers]
@@ -80,7 +90,7 @@ def test_pixels_are_those_of_the_processor(subject: Subject) -> None:
     for image, pixels in zip(images, expected, strict=True):
         assert np.abs(np.asarray(reader.read(image).pixel_values) - pixels).max() < 1e-5
     (ours,) = subject.llm.generate({"prompt": "", "multi_modal_data": {"image": images[0]}}, GREEDY)
-    (theirs,) = subject.llm.generate(PixelInput(expected[0]), GREEDY)
+    (theirs,) = subject.llm.generate(PixelInput(expected[0], encoder_token_ids=subject.model.beside("")), GREEDY)
     assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
 
 
@@ -100,7 +110,7 @@ def test_int8_answers(subject: Subject) -> None:
 
 
 def test_chats(subject: Subject) -> None:
-    """The image of a single message; its text begins the answer."""
+    """The image of a single message, and its text."""
     image = picture(40, 30, 4)
     parts = [{"type": "image", "image": image}, {"type": "text", "text": "ab"}]
     (found,) = subject.llm.chat([{"role": "user", "content": parts}], GREEDY)
@@ -110,6 +120,33 @@ def test_chats(subject: Subject) -> None:
         subject.llm.chat([{"role": "user", "content": "ab"}], GREEDY)
     with pytest.raises(InvalidRequestError, match="accepts images"):
         subject.llm.generate("ab", GREEDY)
+
+
+@pytest.mark.parametrize("subject", ["florence2"], indirect=True)
+def test_texts_beside_images_are_those_of_the_processor(subject: Subject) -> None:
+    """Each task's name, with further text where the task takes one, and other texts."""
+    model, tokenizer = subject.model, make_tokenizer()
+    image_processor = model.processor
+    image_processor.image_seq_length = subject.positions
+    processor = Florence2Processor(image_processor, tokenizer)
+    tasks = [*processor.task_prompts_without_inputs, *(f" {name} a <b>" for name in processor.task_prompts_with_input)]
+    assert len(tasks) == 15
+    ours, image = load_tokenizer(model.path), picture(9, 9)
+    assert ours is not None
+    for text in [*tasks, "", "What is <s>this?", "<CAPTION_TO_PHRASE_GROUNDING><OD_>"]:
+        (expected,) = processor(text=text, images=image)["input_ids"]
+        assert [IMAGE] * subject.positions + encode_task(ours, text) == list(expected)
+    with pytest.raises(InvalidRequestError, match="<OD> must be the whole text"):
+        subject.llm.generate(["<OD> cats"], GREEDY, images=[image])
+    with pytest.raises(InvalidRequestError, match=r"it has 15\d tokens.*encoder is 120 tokens"):
+        subject.llm.generate(["a" * 130], GREEDY, images=[image])
+
+
+def test_text_beside_an_image_that_is_not_read(subject: Subject) -> None:
+    if not subject.model.shape.reads_texts:
+        pixels = subject.model.pixels([picture(9, 9)])[0].numpy()
+        with pytest.raises(InvalidRequestError, match="reads no text beside an image"):
+            subject.llm.generate(PixelInput(pixels, encoder_token_ids=[4]), GREEDY)
 
 
 def test_chats_over_http(subject: Subject) -> None:
@@ -133,9 +170,8 @@ def test_chats_over_http(subject: Subject) -> None:
             "/v1/chat/completions", messages=[{"role": "user", "content": content}], num_beams=beams, **body
         )
         assert found["choices"][0]["token_ids"] == expected.outputs[0].token_ids
-        signal = subject.llm.engine.info.signal
-        assert signal is not None
-        assert found["usage"]["prompt_tokens"] == 2 + signal.positions
+        texts = len(subject.model.begin("a")) + len(subject.model.beside("a"))
+        assert found["usage"]["prompt_tokens"] == texts + subject.positions
     count, data = found["usage"]["prompt_tokens"], url_of(image).partition(",")[2]
     image_of = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
     asked = [{"role": "user", "content": [image_of, content[1]]}]
@@ -152,7 +188,9 @@ def test_chats_over_http(subject: Subject) -> None:
     assert (found["prompt_eval_count"], "context" in found) == (count, False)
     assert api.ask("/api/generate", model="tiny", images=[data], stream=False)["prompt_eval_count"] < count
     assert "one image" in api.post("/api/generate", model="tiny", prompt="a").json()["error"]
-    assert api.ask("/tokenize", messages=[{"role": "user", "content": content}])["count"] == 2
+    assert api.ask("/tokenize", messages=[{"role": "user", "content": content}])["count"] == len(
+        subject.model.begin("a")
+    )
     refused = api.post("/v1/chat/completions", messages=[{"role": "user", "content": content * 2}], **body)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
     refused = api.post("/v1/completions", prompt="a")
