@@ -20,7 +20,7 @@ def with_image_size(model: ModelSpec, folder: Path) -> ModelSpec:
     if steps is not None and steps.output is not None:
         part = replace(part, image=steps.output)
     rows, columns = part.grids[-1]
-    if not 0 < min(rows, columns) <= max(rows, columns) <= part.places:
+    if min(map(min, part.grids)) < 1 or max(rows, columns) > part.places:
         raise UnsupportedModelError(
             f"{folder}: an image of {part.image[0]} x {part.image[1]} pixels becomes {rows} x {columns} positions, but "
             f"max_position_embeddings of vision_config allows 1 to {part.places} a side. Correct size in "

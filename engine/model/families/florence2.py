@@ -47,10 +47,16 @@ def _image(config: Any, width: int) -> DualPyramid:
     lists = [list(getattr(config, name)) for name in _EACH]
     sizes = [config.in_channels, config.window_size, config.max_position_embeddings, config.max_temporal_embeddings]
     numbers = [*sizes, *(number for name, each in zip(_EACH, lists, strict=True) for number in each)]
-    if len({len(each) for each in lists}) != 1 or not all(0 <= number <= _MOST for number in numbers):
+    counts = {len(each) for each in lists}
+    if len(counts) != 1 or not 0 < min(counts) <= 8 or not all(0 <= number <= _MOST for number in numbers):
         raise UnsupportedModelError(
-            f"{', '.join(_EACH)} of vision_config must list one number from 0 to {_MOST} for each stage, got "
-            f"{', '.join(map(str, lists))}."
+            f"{', '.join(_EACH)} of vision_config must list one number from 0 to {_MOST} for each of up to 8 stages, "
+            f"got {', '.join(map(str, lists))}."
+        )
+    if min(sizes) < 1:
+        raise UnsupportedModelError(
+            "in_channels, window_size, max_position_embeddings and max_temporal_embeddings of vision_config must be "
+            f"positive, got {', '.join(map(str, sizes))}."
         )
     if config.projection_dim != width:
         raise UnsupportedModelError(
@@ -58,10 +64,10 @@ def _image(config: Any, width: int) -> DualPyramid:
         )
     stages = []
     for layers, kernel, stride, padding, norm_first, features, heads, groups in zip(*lists, strict=True):
-        if not kernel or not stride or not heads or not groups or features % heads or features % groups:
+        if 0 in (kernel, stride, heads, groups, features) or features % heads or features % groups:
             raise UnsupportedModelError(
-                f"patch_size and patch_stride of vision_config must be positive, and num_heads and num_groups must "
-                f"divide embed_dim; got {kernel}, {stride}, {heads}, {groups} and {features} for a stage."
+                "patch_size, patch_stride and embed_dim of vision_config must be positive, and num_heads and "
+                f"num_groups must divide embed_dim; got {kernel}, {stride}, {heads}, {groups} and {features}."
             )
         stages.append(
             DualStage(

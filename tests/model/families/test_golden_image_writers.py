@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -17,7 +20,7 @@ from support.reference import MIN_MARGIN
 from support.seeing import EOS, IMAGE, make_tokenizer, picture
 from transformers import Florence2Processor
 
-from engine import LLM, InvalidRequestError, PixelInput, SamplingParams
+from engine import LLM, InvalidRequestError, PixelInput, SamplingParams, UnsupportedModelError
 from engine.images import ImageReader
 from engine.text.image_tasks import encode_task
 from engine.text.processor import load_tokenizer
@@ -140,6 +143,27 @@ def test_texts_beside_images_are_those_of_the_processor(subject: Subject) -> Non
         subject.llm.generate(["<OD> cats"], GREEDY, images=[image])
     with pytest.raises(InvalidRequestError, match=r"it has 15\d tokens.*encoder is 120 tokens"):
         subject.llm.generate(["a" * 130], GREEDY, images=[image])
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"window_size": 0}, "window_size, .* must be positive, got 3, 0"),
+        ({"num_heads": [2, 3]}, "num_groups must divide embed_dim; got 3, 2, 3, 4 and 20"),
+        ({"depths": [1, 2, 1]}, "one number from 0 to 4096 for each of up to 8 stages"),
+        ({"projection_dim": 20}, "must be d_model of text_config, 24, got 20"),
+        ({"max_position_embeddings": 4}, "becomes 5 x 4 positions, but max_position_embeddings .* 1 to 4 a side"),
+        ({"patch_size": [7, 30]}, "becomes -?[0-9]+ x -?[0-9]+ positions"),
+    ],
+)
+def test_towers_that_cannot_be(settings: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    make_writer("florence2", tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    config["vision_config"] |= settings
+    file.write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match=problem):
+        LLM(str(tmp_path), device="cpu")
 
 
 def test_text_beside_an_image_that_is_not_read(subject: Subject) -> None:
