@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.model import experts as experts_of_models
+from engine.model.executors.choice import choose_kernels
 from engine.model.experts import ExpertsFeedForward
 from engine.model.place import Place
 from engine.model.spec import (
@@ -59,6 +60,7 @@ def make(part: Experts, hidden: int, dtype: torch.dtype, device: torch.device, s
     for parameter in module.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
     module.router.weight.mul_(4)
+    choose_kernels(module, device)
     return module
 
 
@@ -454,7 +456,7 @@ def test_the_device_is_never_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("error")
         else:  # the interpreter itself reads tensors: what torch offers to ask for is refused
-            monkeypatch.setattr(ExpertsFeedForward, "group", None)
+            monkeypatch.setattr(experts_of_models, "group", None)
         try:
             out = module(x, 5)
         finally:
@@ -470,7 +472,7 @@ def test_an_engine_gives_the_tokens_of_transformers(family: str, tmp_path: Path)
     prompts = sorted(given.prompts(), key=len)[:2]
     jobs = [Job(prompt, SamplingParams(max_tokens=4, temperature=0.0)) for prompt in prompts]
     with kernels() as device, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ExpertsFeedForward, "group", None)  # the way through torch is closed
+        patch.setattr(experts_of_models, "group", None)  # the way through torch is closed
         engine = make_engine(tmp_path, device=str(device), num_gpu_blocks_override=32)
         found = run(engine, jobs)
         engine.close()
