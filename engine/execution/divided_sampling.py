@@ -365,7 +365,7 @@ class _Candidates:
 
 
 class _Weights:
-    """What tokens of rows weigh that sample without top-k: exp((value - most) / temperature).
+    """The weights of the tokens of rows that sample without top-k: exp((value - most) / temperature).
 
     Args:
         values: [N, own columns] float32.
@@ -397,7 +397,7 @@ class _Weights:
         return weights.double().sum(dim=2).cumsum(dim=1)
 
     def relative(self, rows: NDArray[np.int64], values: Float32) -> Float64:
-        """What values [M, C] of some rows weigh."""
+        """The weights of values [M, C] of some rows."""
         temperature = self._temperature.numpy()[rows].astype(np.float64)
         with np.errstate(over="ignore"):  # a rank with NaN does not count, but what it reports is here
             relative: Float64 = np.exp(values / temperature - self._most[rows, None])

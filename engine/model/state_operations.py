@@ -15,7 +15,7 @@ from engine.model.recurrences import Recurrence
 from engine.model.state_layers import CausalConvolution, DeltaRuleAttention, SelectiveStateSpace
 
 Form = Literal["silu", "gated", "plain"]
-"""What is made of a convolution: silu(convolution(x)), b * convolution(a * x) of [a | b | x], or itself."""
+"""The result of a convolution: silu(convolution(x)), b * convolution(a * x) of [a | b | x], or itself."""
 
 
 @operation(reads="x", writes="out")

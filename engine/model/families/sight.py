@@ -269,7 +269,7 @@ def with_sight(table: WeightTable, vision: Vision) -> WeightTable:
     )
 
 
-# Of PaddleOCR-VL's tower: its other positions, and a head.
+# Tensors of PaddleOCR-VL's tower that are not read: its other positions, and a head.
 _UNREAD = (r"visual\.vision_model\.(embeddings\.packing_position_embedding|head)\..*",)
 
 
