@@ -218,13 +218,15 @@ def tensor_name(names: Any, name: str, ending: str) -> str:
         stem, last = name, "bias"
     elif last not in ("weight", "bias"):
         stem, last = name, "weight"
-    if (whole := names.get_name(name)) is not None:
-        return str(whole)  # llama.cpp omits the end of this name
+    if name.endswith(_UNENDED) and (whole := names.get_name(name)) is not None:
+        return str(whole)
     found = names.get_name(stem)
     assert found is not None, name
     return f"{found}.{last}"
 
 
+_UNENDED = (".A_log", ".D", ".pre_ff_layernorm.weight")
+"""llama.cpp writes these without an ending, the last one only in some architectures."""
 _ENDINGS = {
     "dt_bias": "ssm_dt.bias", "A_log": "ssm_a", ".D": "ssm_d", "e_score_correction_bias": "exp_probs_b.bias",
     "block_sparse_moe.router.weight": "ffn_gate_inp.weight", "mixer.experts.up_proj": "ffn_up_exps.weight",

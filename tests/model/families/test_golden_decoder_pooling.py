@@ -162,7 +162,7 @@ NO_CLASSES = (
 NO_TOKEN_CLASSES = (
     *NO_CLASSES,
     *("CTRL", "DeepseekV2", "GPTJ", "OPT", "Gemma3", "HunYuan", "ModernBertDecoder", "Olmo", "OpenAIGPT", "Phimoe"),
-    *("Jamba", "MiniCPM3", "Qwen3_5"),
+    *("Doge", "Jamba", "JetMoe", "MiniCPM3", "Qwen3_5"),
 )
 
 
