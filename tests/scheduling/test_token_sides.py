@@ -54,8 +54,10 @@ def build(self: Any, part: Any, place: Any, shared: nn.Parameter | None = None) 
     self.colours = place.parameter(part.token_colours, part.width)
 
 
-def embed(self: Any, token_ids: Tensor, positions: Tensor, metadata: Any, tokens: int, sides: Any) -> Tensor:
-    x = _embed(self, token_ids, positions, metadata, tokens, sides)
+def embed(
+    self: Any, token_ids: Tensor, positions: Tensor, metadata: Any, tokens: int, sides: Any, *others: Any
+) -> Tensor:
+    x = _embed(self, token_ids, positions, metadata, tokens, sides, *others)
     colours = sides.get("token_colours")
     return x + (self.colours[0] if colours is None else F.embedding(colours, self.colours))
 
