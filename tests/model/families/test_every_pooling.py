@@ -165,6 +165,7 @@ class Served:
     """A model behind the API."""
 
     client: LocalClient
+    make_app: Callable[[], Any]
     app: Any
 
     @property
@@ -175,6 +176,10 @@ class Served:
         """What answers say, but for ids and times."""
         found = posted(self.client, self.app, [(path, {"json": body}) for path, body in asked], expected)
         return [{name: part for name, part in one.items() if name not in ("id", "created")} for one in found]
+
+    def anew(self) -> Served:
+        """An app that has seen no steps, whose sizes would limit how many inputs reach the engine before the next."""
+        return Served(self.client, self.make_app, self.make_app())
 
     def alone(self, asked: Asked) -> tuple[list[Any], int]:
         """The answers to one after the other, and for how much the engine was asked."""
@@ -200,10 +205,14 @@ class Subject:
 
     def serve(self, **settings: Any) -> Served:
         client = LocalClient(EngineConfig(model=str(self.path), **(COMMON | settings)))
+        make_app = partial(self._make_app, client)
+        return Served(client, make_app, make_app())
+
+    def _make_app(self, client: LocalClient) -> Any:
         app = create_app(client, load_tokenizer(str(self.path)), "tiny")
         if (images := app.state.service.images) is not None:
             images._workers = self.workers
-        return Served(client, app)
+        return app
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +237,7 @@ def test_in_one_step(form: str, subject: Subject) -> None:
     served = subject.serve(**FORMATS.get(form, {}))
     alone, count = served.alone(subject.asked)
     with watching(served.engine) as plans:
-        assert served.ask(subject.asked, count) == nearly(alone)
+        assert served.anew().ask(subject.asked, count) == nearly(alone)
     assert [plan.num_rows for plan in plans] == [count]
     assert count > len(subject.asked)
     assert_near(form, alone, subject.exact)
@@ -253,7 +262,7 @@ def test_on_few_pages(form: str, subject: Subject, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(engine, "step_deltas", struck)
     with watching(engine) as plans:
-        assert served.ask(subject.asked, 2) == nearly(alone, 1e-5)
+        assert served.anew().ask(subject.asked, 2) == nearly(alone, 1e-5)
     assert engine.stats().num_preemptions == sum(lost) >= 2
     assert any(row.start > 0 for plan in plans for row in plan.pooling)
     assert_near(form, alone, subject.exact)
