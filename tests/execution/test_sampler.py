@@ -735,7 +735,7 @@ def test_a_row_without_any_possible_token_fails_alone() -> None:
 
 
 def test_the_least_temperature_that_samples_does_so_in_any_batch() -> None:
-    """It is less in float32 than in Python."""
+    """Rounded to float32, 1e-5 is less than the constant in Python that it is compared with."""
     row: dict[str, Any] = {"temperature": GREEDY_TEMPERATURE, "draws": [0.9]}
     alone = sample(torch.zeros(1, VOCAB), batch_of([row]))
     together = sample(torch.zeros(2, VOCAB), batch_of([row, {"temperature": 1.0, "draws": [0.1]}]))

@@ -575,7 +575,7 @@ def test_a_sockets_folder_is_kept_while_it_is_there(sockets: Path, caplog: pytes
 
 
 def test_folders_of_killed_processes_are_removed(sockets: Path) -> None:
-    """Those that nobody has locked, once the next one is made."""
+    """Socket folders that no process has locked are removed when the next one is made."""
     used, left = launch.make_folder(), launch.make_folder()
     launch._unlock(left)
     new = launch.make_folder()

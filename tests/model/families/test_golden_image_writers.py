@@ -40,7 +40,7 @@ class Subject:
 
     @property
     def positions(self) -> int:
-        """Those of an image."""
+        """The encoder positions that an image has."""
         signal = self.llm.engine.info.signal
         assert signal is not None
         return signal.positions
